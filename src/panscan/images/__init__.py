@@ -1,0 +1,1 @@
+"""Files become views, views become pixels; and pictures of them."""

@@ -1,0 +1,1 @@
+"""The only room that imports transformers: load, prompt, attention, quantisation, the bundled mini model."""

@@ -1,0 +1,1 @@
+"""One interface over the ways to run a request: generate, pipeline, generate_batch."""
