@@ -12,11 +12,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import platformdirs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +41,7 @@ __all__ = [
     "Stamps",
     "UnsupportedError",
     "View",
+    "cache_directory",
     "now",
 ]
 
@@ -95,6 +99,11 @@ def now() -> float:
     Anchored to the wall clock once, so that stamps of several processes of one host can be merged.
     """
     return _EPOCH + time.perf_counter()
+
+
+def cache_directory() -> Path:
+    """Where panscan keeps what it can make again: ``PANSCAN_CACHE``, or the user's cache directory. Not created."""
+    return Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +259,34 @@ class Stamps:
     tokens: list[float] = field(default_factory=list)
     end: float | None = None
 
+    @property
+    def ttft(self) -> float | None:
+        """Accepted to first token, seconds."""
+        return self.tokens[0] - self.accepted if self.tokens else None
+
+    @property
+    def e2e(self) -> float | None:
+        """Accepted to last token, seconds."""
+        return self.tokens[-1] - self.accepted if self.tokens else None
+
+    def stages(self) -> dict[str, float | None]:
+        """Seconds of load, preprocess, vision, prefill and decode; together they are :attr:`e2e`.
+
+        ``vision`` is the time in the vision tower and its projector, ``prefill`` the rest of the way to the first
+        token. A stage whose boundary was not stamped is None, and its time is in the next one.
+        """
+        at = self.accepted
+        found: dict[str, float | None] = dict.fromkeys(("load", "preprocess", "vision", "prefill", "decode"))
+        for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed)):
+            if boundary is not None:
+                found[name], at = boundary - at, boundary
+        if self.vision is not None and self.vision_start is not None:
+            found["vision"] = self.vision - self.vision_start
+        if self.tokens:
+            found["prefill"] = self.tokens[0] - at - (found["vision"] or 0.0)
+            found["decode"] = self.tokens[-1] - self.tokens[0]
+        return found
+
 
 @dataclass(slots=True)
 class Result:
@@ -268,3 +305,8 @@ class Result:
     @property
     def output_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def stages_ms(self) -> dict[str, float]:
+        """Milliseconds of each stage that was seen (see :meth:`Stamps.stages`)."""
+        return {name: 1e3 * seconds for name, seconds in self.stamps.stages().items() if seconds is not None}

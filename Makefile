@@ -1,0 +1,39 @@
+# make demo   installs into .venv and runs the main job on the bundled model and documents
+# make test   the suite        make check   ruff, mypy, import-linter        make format   mend what can be mended
+#
+# Without an NVIDIA GPU on Linux, PyTorch's CPU build saves gigabytes; see "Install" in README.md for TORCH_INDEX.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: install demo test check format bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(PIP) torch --index-url $(TORCH_INDEX))
+	$(PIP) -e ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/panscan bench --preset baseline,balanced --max-new-tokens 32 --repeats 2 --output-dir runs
+
+test: install
+	$(BIN)/python -m pytest -n 2
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,126 @@
+"""Where a run took place: what a reader needs to believe or repeat its figures. Nothing that names the user."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import panscan
+
+__all__ = ["environment", "peak_memory", "reset_peak_memory"]
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "triton", "flash-attn", "kernels", "bitsandbytes",
+             "torchao", "torchvision", "numpy", "pillow", "vllm")  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, driver, library versions and panscan's own version and commit."""
+    import torch
+
+    memory = psutil.virtual_memory().total
+    return {
+        "panscan": panscan.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "cuda": torch.version.cuda,
+        "gpus": _gpus(),
+    }
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak on every GPU."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(index)
+
+
+def peak_memory() -> dict[str, int | None]:
+    """Peak bytes since :func:`reset_peak_memory`, summed over GPUs, and the process's peak resident size on a CPU."""
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return {
+        "peak_allocated_bytes": sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None,
+        "peak_reserved_bytes": sum(map(torch.cuda.max_memory_reserved, devices)) if devices else None,
+        "peak_rss_bytes": _peak_rss(),
+    }
+
+
+def _peak_rss() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return int(psutil.Process().memory_info().peak_wset)
+    # Kilobytes on Linux, bytes on macOS (getrusage(2) of each).
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout, with ``+`` if it has changes; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": facts.name,
+                "memory_bytes": facts.total_memory,
+                "capability": f"{facts.major}.{facts.minor}",
+                "multiprocessors": facts.multi_processor_count,
+            }
+        )
+    return [gpu | {"driver": _driver()} for gpu in found]
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None

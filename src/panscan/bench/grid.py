@@ -1,0 +1,124 @@
+"""Axes of a sweep become cells: flags over a YAML file over presets, every combination once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from panscan.core import SettingError
+from panscan.runners.settings import Settings, axes, axis_name, nearest, parse_value
+
+__all__ = ["Cell", "build_cells", "load_preset", "preset_names", "read_grid_file"]
+
+Axes = dict[str, list[Any]]
+_CROP_AXES = tuple(name for name in axes() if name.startswith("pan_and_scan_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point of the sweep. ``id`` is a hash of its settings, the same on every machine and in every run."""
+
+    id: str
+    settings: Settings
+
+    @classmethod
+    def of(cls, settings: Settings) -> Cell:
+        """The cell of some settings. Without pan and scan its other settings mean nothing, so they are set back."""
+        if not settings.do_pan_and_scan:
+            settings = replace(settings, **{name: axes()[name].default for name in _CROP_AXES})
+        text = json.dumps(asdict(settings), sort_keys=True)
+        return cls(hashlib.sha256(text.encode()).hexdigest()[:10], settings)
+
+
+def preset_names() -> list[str]:
+    """The shipped presets."""
+    return sorted(item.name.removesuffix(".yaml") for item in _presets().iterdir() if item.name.endswith(".yaml"))
+
+
+def load_preset(name: str) -> Axes:
+    """A shipped preset by name, or a YAML file by path.
+
+    Raises:
+        SettingError: neither; the nearest preset is suggested.
+    """
+    if name in preset_names():
+        return _axes_of(yaml.safe_load((_presets() / f"{name}.yaml").read_text("utf-8")), f"preset {name}")
+    if Path(name).suffix in (".yaml", ".yml"):
+        return read_grid_file(Path(name))
+    raise SettingError(
+        f"--preset takes {', '.join(preset_names())} or a YAML file; got {name!r}{nearest(name, preset_names())}"
+    )
+
+
+def read_grid_file(path: Path) -> Axes:
+    """Axes from a YAML file of ``setting: value`` or ``setting: [values]``.
+
+    Raises:
+        SettingError: no such file, not such a mapping, or an unknown setting.
+    """
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    return _axes_of(content, str(path))
+
+
+def build_cells(
+    flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = ()
+) -> list[Cell]:
+    """Every combination of values, in the order given; equal cells once.
+
+    Args:
+        flags: setting (any spelling) -> values, from the command line; they win over the file, the file over presets.
+        file: axes from a YAML file.
+        presets: each is combined with all other axes.
+
+    Raises:
+        SettingError: an unknown setting or value, or settings that contradict each other.
+    """
+    over = {**(file or {}), **_parsed(flags, "the command line")}
+    cells: dict[str, Cell] = {}
+    for base in [load_preset(name) for name in presets] or [{}]:
+        chosen = {**base, **over}
+        for values in product(*chosen.values()):
+            cell = Cell.of(Settings(**dict(zip(chosen, values, strict=True))))
+            cells.setdefault(cell.id, cell)
+    crops = [name for name in over if name in _CROP_AXES]
+    if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):
+        raise SettingError(f"--no-pan-and-scan contradicts --{crops[0].replace('_', '-')}")
+    return list(cells.values())
+
+
+def _presets() -> Any:
+    return files("panscan.bench") / "presets"
+
+
+def _axes_of(content: Any, where: str) -> Axes:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingError(f"{where}: expected lines of 'setting: value' or 'setting: [values]'")
+    return _parsed({key: value if isinstance(value, list) else [value] for key, value in content.items()}, where)
+
+
+def _parsed(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
+    found: Axes = {}
+    for spelling, values in given.items():
+        try:
+            name = axis_name(spelling)
+            if name in found:
+                raise SettingError(f"{name} is set twice")
+            if not values:
+                raise SettingError(f"{name} has no value")
+            found[name] = [parse_value(name, value) for value in values]
+        except SettingError as error:
+            raise SettingError(f"{where}: {error}") from None
+    return found

@@ -1,0 +1,77 @@
+"""Confidence intervals by a seeded percentile bootstrap that draws whole clusters (batches), not single values.
+
+The requests of one batch share its fate; drawing them one by one would make intervals far too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Interval", "cluster_intervals", "ratio_interval"]
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Interval = tuple[float, float]
+
+_RESAMPLES = 1_000
+_BLOCK = 4_000_000  # numbers held at once while resampling: 32 MB
+
+
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -> Interval | None:
+    """95% interval of ``sum(parts) / sum(wholes)``, one entry of each per cluster; None below two clusters."""
+    if len(parts) < 2:
+        return None
+    draws = _draws(len(parts), seed)
+    below = draws @ np.asarray(wholes, dtype=np.float64)
+    usable = below > 0  # clusters that end at the same instant share no time: a draw of only those says nothing
+    if not usable.any():
+        return None
+    return _bounds((draws @ np.asarray(parts, dtype=np.float64))[usable] / below[usable])
+
+
+def cluster_intervals(
+    values: Sequence[float], clusters: Sequence[object], percents: Sequence[float], seed: int
+) -> list[Interval] | None:
+    """95% intervals of the mean and of each percentile of ``values``, each of which belongs to a cluster.
+
+    Intervals are in the unit of the values. None below two clusters.
+    """
+    numbers = {cluster: index for index, cluster in enumerate(dict.fromkeys(clusters))}
+    if len(numbers) < 2:
+        return None
+    order = np.argsort(values)
+    ordered = np.asarray(values, dtype=np.float64)[order]
+    belongs = np.array([numbers[cluster] for cluster in clusters])[order]
+    draws = _draws(len(numbers), seed)
+    found: list[list[Floats]] = []
+    for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / _BLOCK)):
+        weights = block[:, belongs]
+        found.append([weights @ ordered / weights.sum(axis=1), *_percentiles(ordered, weights, percents)])
+    return [_bounds(np.concatenate(parts)) for parts in zip(*found, strict=True)]
+
+
+def _draws(clusters: int, seed: int) -> Counts:
+    """How often each cluster is drawn in each resample, ``[resamples, clusters]``."""
+    return np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
+
+
+def _bounds(statistics: Floats) -> tuple[float, float]:
+    low, high = np.percentile(statistics, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _percentiles(ordered: Floats, weights: Counts, percents: Sequence[float]) -> list[Floats]:
+    """``numpy.percentile`` of each row's sample: ascending values ``[n]``, each repeated as ``[rows, n]`` says."""
+    upto = np.cumsum(weights, axis=1)
+    last = upto[:, -1:] - 1
+    found = []
+    for percent in percents:
+        position = last * (percent / 100)
+        low = np.floor(position)
+        below, above = (ordered[(upto <= rank).sum(axis=1)] for rank in (low, np.minimum(low + 1, last)))
+        found.append(below + (above - below) * (position - low)[:, 0])
+    return found

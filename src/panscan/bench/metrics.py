@@ -1,0 +1,277 @@
+"""Metrics of a cell, derived from the time stamps and counts of its records and from nothing else.
+
+Percentiles are ``numpy.percentile``'s; times in records are seconds, and milliseconds in names that end with ``_ms``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from panscan.bench.intervals import Interval, cluster_intervals, ratio_interval
+from panscan.bench.records import Run
+from panscan.core import RecordsError
+
+__all__ = ["COLUMNS", "INTERVALS", "LAUNCHER", "STAGES", "CellMetrics", "RequestMetrics", "cell_metrics"]
+
+STAGES = ("load", "preprocess", "vision", "prefill", "decode")
+_PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
+_LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
+"""Fewer samples do not certify a percentile with 99% confidence (MLPerf's early-stopping rule)."""
+
+LAUNCHER = ("latency_p50_ms", "latency_p95_ms", "throughput_req_s", "tokens_per_s_mean")
+_TOTALS = ("measured_repeats", "measured_batches", "completed", "failed", "duration")
+_TOKENS = ("total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput")
+_TIMES = ("ttft", "tpot", "itl", "e2el")
+_COUNTED = ("views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
+_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
+COLUMNS = (
+    *LAUNCHER,
+    *_TOTALS,
+    *_TOKENS,
+    *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in ("mean", *_PERCENTILES)),
+    *(f"mean_{stage}_ms" for stage in STAGES),
+    *(f"mean_{name}" for name in _COUNTED),
+    *_PEAKS,
+)
+_BOUNDED = ("mean", "median", "p95")
+_BOUNDED_TIMES = ("ttft", "tpot", "e2el")
+INTERVALS = (
+    "request_throughput",
+    "output_throughput",
+    *(f"{statistic}_{time}_ms" for time in _BOUNDED_TIMES for statistic in _BOUNDED),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds.
+
+    The stages add up to ``e2e``. ``vision`` is the time in the vision tower; ``prefill`` is the rest of the way
+    from ``preprocessed`` to the first token. A stage whose boundary was not stamped is None, and its time is in the
+    next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e, prefill or decode.
+    """
+
+    output_tokens: int
+    ttft: float | None
+    e2e: float | None
+    tpot: float | None
+    itl: tuple[float, ...]
+    load: float | None
+    preprocess: float | None
+    vision: float | None
+    prefill: float | None
+    decode: float | None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RequestMetrics:
+        """Of a ``request`` record.
+
+        Raises:
+            RecordsError: there are token stamps, but not one for each output token.
+        """
+        stamps, count = record["stamps"], record["output_tokens"]
+        tokens: list[float] = stamps["tokens"]
+        if tokens and len(tokens) != count:
+            raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
+        ttft = tokens[0] - stamps["accepted"] if tokens else None
+        decode = tokens[-1] - tokens[0] if tokens else None
+        load, preprocess, vision, prefill = _stages_to_first_token(stamps)
+        return cls(
+            output_tokens=count,
+            ttft=ttft,
+            e2e=tokens[-1] - stamps["accepted"] if tokens else None,
+            tpot=decode / (count - 1) if decode is not None and count >= 2 else None,
+            itl=tuple(later - earlier for earlier, later in pairwise(tokens)),
+            load=load,
+            preprocess=preprocess,
+            vision=vision,
+            prefill=prefill,
+            decode=decode,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CellMetrics:
+    """Metrics of a cell over its complete repeats. Requests that failed are counted, and in no other number.
+
+    Args:
+        cell: its id.
+        values: every name of :data:`COLUMNS`, None where nothing was measured. ``duration`` and the throughputs are in
+            seconds; ``latency_*`` and ``tokens_per_s_mean`` are of batches, from accepted to the last token of any
+            of its requests. Stage means are over all requests (one without a stage spent no time in it) and add up to
+            ``mean_e2el_ms``. Peaks are the highest of the repeats.
+        intervals: (low, high) with 95% confidence by names of :data:`INTERVALS`; absent below two batches.
+        uncertified: percentiles of too few samples.
+    """
+
+    cell: str
+    values: Mapping[str, float | None]
+    intervals: Mapping[str, Interval]
+    uncertified: tuple[str, ...]
+
+
+def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> CellMetrics | None:
+    """Metrics of one cell; None if no request of a complete repeat of it succeeded.
+
+    Raises:
+        RecordsError: the run has no such cell, or its stamps contradict its counts.
+    """
+    if cell_id not in run.cells:
+        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
+    keys = sorted(key for key in run.repeats if key[0] == cell_id)
+    requests = [record for key in keys for record in run.requests[key]]
+    done = [record for record in requests if record["error"] is None]
+    if not done:
+        return None
+    single = [RequestMetrics.from_record(record) for record in done]
+    batches = [batch for key in keys for batch in _batches(run.repeats[key], run.requests[key])]
+    duration = sum(run.repeats[key]["ended"] - run.repeats[key]["started"] for key in keys)
+    values: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    values |= {
+        "measured_repeats": len(keys),
+        "measured_batches": sum(batch.requests > 0 for batch in batches),
+        "failed": len(requests) - len(done),
+    }
+    values |= _throughputs(done, duration) | _means(done, single)
+    values |= {name: max(_known(run.repeats[key][name] for key in keys), default=None) for name in _PEAKS}
+    uncertified = _batch_latencies(values, batches)
+    samples = _samples(done, single)
+    for time, sample in samples.items():
+        uncertified += _distribution(values, time, [seconds for seconds, _ in sample])
+    return CellMetrics(cell_id, values, _intervals(batches, samples, seed), tuple(uncertified))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """``share``: seconds from the end of the batch before to its own; shares add up to the repeat's wall time."""
+
+    requests: int
+    tokens: int
+    latency: float | None
+    share: float
+
+
+def _batches(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[_Batch]:
+    groups: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for record in records:
+        if record["error"] is None:
+            groups[record["batch"]].append(record)
+    timed = []
+    for group in groups.values():
+        seen = all(record["stamps"]["tokens"] for record in group)
+        last = max(record["stamps"]["tokens"][-1] for record in group) if seen else repeat["ended"]
+        timed.append((last, seen, group))
+    if not timed:  # every request failed: the time passed all the same
+        return [_Batch(0, 0, None, repeat["ended"] - repeat["started"])]
+    timed.sort(key=lambda batch: batch[0])
+    batches, before = [], repeat["started"]
+    for index, (last, seen, group) in enumerate(timed, 1):
+        until = last if index < len(timed) else repeat["ended"]
+        latency = last - min(record["stamps"]["accepted"] for record in group) if seen else None
+        tokens = sum(record["output_tokens"] for record in group)
+        batches.append(_Batch(len(group), tokens, latency, until - before))
+        before = until
+    return batches
+
+
+def _stages_to_first_token(stamps: Mapping[str, Any]) -> list[float | None]:
+    """Load, preprocess, vision and prefill, in seconds."""
+    reached = stamps["accepted"]
+    stages: list[float | None] = []
+    for boundary in ("loaded", "preprocessed"):
+        time = stamps.get(boundary)
+        stages.append(None if time is None else time - reached)
+        reached = reached if time is None else time
+    vision, entered = stamps.get("vision"), stamps.get("vision_start")
+    if vision is not None:
+        vision -= reached if entered is None else entered
+    prefill = stamps["tokens"][0] - reached - (vision or 0.0) if stamps["tokens"] else None
+    return [*stages, vision, prefill]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _throughputs(done: Sequence[Mapping[str, Any]], duration: float) -> dict[str, float | None]:
+    tokens = sum(record["output_tokens"] for record in done)
+    requests_per_second = _ratio(len(done), duration)
+    return {
+        "throughput_req_s": requests_per_second,
+        "completed": len(done),
+        "duration": duration,
+        "total_input_tokens": sum(record["prompt_tokens"] for record in done),
+        "total_output_tokens": tokens,
+        "request_throughput": requests_per_second,
+        "output_throughput": _ratio(tokens, duration),
+    }
+
+
+def _means(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, float | None]:
+    means: dict[str, float | None] = {
+        f"mean_{name}": float(np.mean([record[name] for record in done])) for name in _COUNTED
+    }
+    for stage in STAGES:
+        times = _known(getattr(one, stage) for one in single)
+        means[f"mean_{stage}_ms"] = sum(times) / len(single) * 1e3 if times else None
+    return means
+
+
+def _batch_latencies(values: dict[str, float | None], batches: Sequence[_Batch]) -> list[str]:
+    """Fill the launcher's columns; returns those of too few samples."""
+    latencies = _known(batch.latency for batch in batches)
+    rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
+    values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
+    for percent in (50, 95) if latencies else ():
+        values[f"latency_p{percent}_ms"] = float(np.percentile(latencies, percent)) * 1e3
+    return [f"latency_p{percent}_ms" for percent in (50, 95) if 0 < len(latencies) < _LEAST_SAMPLES[percent]]
+
+
+def _distribution(values: dict[str, float | None], time: str, seconds: Sequence[float]) -> list[str]:
+    """Fill mean and percentiles, in milliseconds; returns the names of those of too few samples."""
+    if not seconds:
+        return []
+    values[f"mean_{time}_ms"] = float(np.mean(seconds)) * 1e3
+    points = np.percentile(seconds, list(_PERCENTILES.values())) * 1e3
+    for name, point in zip(_PERCENTILES, points, strict=True):
+        values[f"{name}_{time}_ms"] = float(point)
+    return [f"{name}_{time}_ms" for name, q in _PERCENTILES.items() if len(seconds) < _LEAST_SAMPLES[q]]
+
+
+_Sample = Sequence[tuple[float, tuple[int, int]]]
+"""Seconds, and the (repeat, batch) they come from."""
+
+
+def _samples(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, _Sample]:
+    found: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in _TIMES}
+    for record, one in zip(done, single, strict=True):
+        batch = record["repeat"], record["batch"]
+        for time, seconds in (("ttft", one.ttft), ("tpot", one.tpot), ("e2el", one.e2e)):
+            if seconds is not None:
+                found[time].append((seconds, batch))
+        found["itl"] += [(gap, batch) for gap in one.itl]
+    return dict(found)
+
+
+def _intervals(batches: Sequence[_Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
+    intervals = {}
+    shares = [batch.share for batch in batches]
+    for name, parts in (("request", [b.requests for b in batches]), ("output", [b.tokens for b in batches])):
+        throughput = ratio_interval(parts, shares, seed)
+        if throughput is not None:
+            intervals[f"{name}_throughput"] = throughput
+    for time in _BOUNDED_TIMES:
+        milliseconds = [seconds * 1e3 for seconds, _ in samples[time]]
+        found = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95), seed)
+        intervals |= {f"{name}_{time}_ms": each for name, each in zip(_BOUNDED, found or (), strict=False)}
+    return intervals

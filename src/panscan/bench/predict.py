@@ -1,0 +1,105 @@
+"""What a sweep will cost, before it runs: views, tokens and a rough time per cell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from panscan.bench.sweep import Plan, skip_reason
+from panscan.bench.workload import plans_of
+from panscan.images.views import GEMMA3_COST, PromptCost
+from panscan.model.shapes import SHAPES, Shape
+from panscan.runners.settings import Settings
+
+__all__ = ["Prediction", "predict"]
+
+# Share of a large product's rate that Gemma 3's phases reach in Transformers, and the host's time per layer and decode
+# step in generate(): both from generate() runs on one GPU, and no better than a factor of two elsewhere.
+_EFFICIENCY = 0.5
+_STEP_SECONDS_PER_LAYER = 0.9e-3
+_TEXT_TOKENS_PER_CHARACTER = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One cell's expected cost per repeat. ``seconds`` is None for a checkpoint whose shape is unknown."""
+
+    cell: str
+    settings: Settings
+    batches: int
+    views: int
+    image_tokens: int
+    prompt_tokens: int
+    seconds: float | None
+    skipped: str | None
+
+
+def predict(plan: Plan, cost: PromptCost = GEMMA3_COST) -> list[Prediction]:
+    """Predict every cell of a plan. Measures this machine's product and copy rates once (a fraction of a second)."""
+    return [_predict_cell(plan, cell.id, cell.settings, skip_reason(cell, plan.items), cost) for cell in plan.cells]
+
+
+def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None, cost: PromptCost) -> Prediction:
+    if skipped is not None:
+        return Prediction(cell, settings, 0, 0, 0, 0, None, skipped)
+    per_item = [plans_of(item, settings, cost) for item in plan.items]
+    views = [sum(len(p.views) for p in plans) for plans in per_item]
+    texts = [10 + round(len(item.prompt) * _TEXT_TOKENS_PER_CHARACTER) for item in plan.items]
+    tokens = [sum(p.prompt_tokens for p in plans) + text for plans, text in zip(per_item, texts, strict=True)]
+    todo = plan.batches(settings)
+    seconds = None
+    if (shape := shape_of(settings)) is not None:
+        seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in todo)
+    return Prediction(
+        cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None
+    )
+
+
+def shape_of(settings: Settings) -> Shape | None:
+    """The shape that a checkpoint's name tells, such as ``google/gemma-3-27b-it``."""
+    if settings.random_weights:
+        return SHAPES[settings.model_shape or "mini"]
+    name = settings.model.lower()
+    if name == "mini":
+        return SHAPES["mini"]
+    return next((shape for size, shape in SHAPES.items() if f"gemma-3-{size}" in name), None)
+
+
+def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], tokens: Sequence[int]) -> float:
+    """Prefill bound by arithmetic, decode by memory or by the host's time per step, whichever is longer."""
+    flops_rate, byte_rate = _rates(settings.device, settings.dtype)
+    padded = max(tokens)
+    prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + len(tokens) * shape.prefill_flops(padded)
+    width = 4 if settings.dtype == "fp32" else 2
+    step = max(
+        shape.decode_bytes(padded, len(tokens), width) / byte_rate, shape.text.layers * _STEP_SECONDS_PER_LAYER
+    )
+    return prefill / (flops_rate * _EFFICIENCY) + settings.max_new_tokens * step
+
+
+@cache
+def _rates(device_name: str, dtype_name: str) -> tuple[float, float]:
+    """This machine's rates: FLOP/s of a square product and bytes/s of a copy (read and written)."""
+    import torch
+
+    from panscan.model.machine import resolve_device, resolve_dtype, synchronize
+
+    device = resolve_device(device_name)
+    dtype = resolve_dtype(dtype_name, device)
+    side = 512 if device.type == "cpu" else 8192
+    square = torch.randn(side, side, device=device).to(dtype)
+    source = torch.empty((16 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device)
+
+    def seconds(work: object) -> float:
+        best = float("inf")
+        for _ in range(4):
+            synchronize(device)
+            start = time.perf_counter()
+            work() if callable(work) else None
+            synchronize(device)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    return 2 * side**3 / seconds(lambda: square @ square), 2 * source.numel() / seconds(lambda: source.clone())

@@ -1,0 +1,112 @@
+"""A run directory's life: created with its header, measured, resumed from what it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from panscan.bench.environment import environment
+from panscan.bench.grid import Cell
+from panscan.bench.records import SCHEMA, RecordWriter, Run, read_run
+from panscan.bench.summary import write_summary
+from panscan.bench.sweep import Observer, Plan, run_sweep
+from panscan.bench.workload import Item, Source, build_workload
+from panscan.core import InputError, RecordsError
+from panscan.runners.settings import Settings
+
+__all__ = ["new_directory", "plan_of", "resume", "start"]
+
+
+def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
+    """Measure a plan into a new run directory.
+
+    Raises:
+        RecordsError: the directory cannot be written.
+    """
+    with RecordWriter(directory) as writer:
+        if writer.previous is not None:
+            raise RecordsError(f"{directory} already holds a run: choose another name, or --resume {directory}")
+        writer.write([_header(plan, command)])
+        run_sweep(plan, writer, set(), observer)
+    return finish(directory)
+
+
+def resume(plan: Plan, directory: Path, observer: Observer) -> Run:
+    """Go on with a run: what it finished is not measured again.
+
+    Raises:
+        RecordsError: the directory holds no run, or one of another schema.
+    """
+    with RecordWriter(directory) as writer:
+        if writer.previous is None:
+            raise RecordsError(f"--resume {directory}: there is no run")
+        run_sweep(plan, writer, writer.previous.finished(), observer)
+    return finish(directory)
+
+
+def finish(directory: Path) -> Run:
+    """Read a run's records back and write what is derived from them."""
+    run = read_run(directory)
+    write_summary(run, directory / "summary.csv")
+    return run
+
+
+def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
+    """The plan that a run was started with, its documents and prompts read again.
+
+    Raises:
+        RecordsError: documents or prompts are not what they were.
+    """
+    kept = run.header["settings"]
+    source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
+    items = build_workload(source, on_problem=on_problem)
+    if _fingerprint(items) != kept["workload_sha256"]:
+        raise RecordsError(
+            f"--resume {run.path.parent}: documents or prompts have changed since the run began"
+            " (resume from the folder in which it was started, or start a new run)"
+        )
+    cells = [Cell(cell_id, Settings(**settings)) for cell_id, settings in run.cells.items()]
+    chosen = {name: kept[name] for name in ("repeats", "warmup", "seed", "include_content")}
+    return Plan(cells, items, source, **chosen)
+
+
+def new_directory(output_dir: Path, model: str) -> Path:
+    """A directory for a new run, named by time and model; nothing is made yet."""
+    slug = re.sub(r"[^a-zA-Z0-9.]+", "-", Path(model).name).strip("-").lower() or "model"
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
+    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 1000))
+    return next(path for name in names if not (path := output_dir / name).exists())
+
+
+def _header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+    return {
+        "type": "run",
+        "schema": SCHEMA,
+        "run_id": uuid.uuid4().hex,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(command),
+        "settings": {
+            "source": asdict(plan.source),
+            "workload_sha256": _fingerprint(plan.items),
+            "requests": len(plan.items),
+            "repeats": plan.repeats,
+            "warmup": plan.warmup,
+            "seed": plan.seed,
+            "include_content": plan.include_content,
+        },
+        "environment": environment(),
+        "cells": [{"cell": cell.id, "settings": asdict(cell.settings)} for cell in plan.cells],
+    }
+
+
+def _fingerprint(items: Sequence[Item]) -> str:
+    """One hash over every request's id, documents and prompt."""
+    facts = [[item.id, [document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

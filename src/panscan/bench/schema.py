@@ -1,0 +1,89 @@
+"""What a line of a run's records looks like: the fields that a reader relies on, by type of record.
+
+Times are seconds since the Unix epoch. A repeat's ``started`` and ``ended`` enclose its measured requests only: the
+warm-up (``warmup_s``, seconds) comes before ``started``. Fields beyond these are kept and not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["OUTCOMES", "SCHEMA", "Record", "problem_of"]
+
+SCHEMA = 1
+OUTCOMES = ("skipped", "failed", "oom", "done")
+
+Record = dict[str, Any]
+
+_NUMBER = (int, float)
+_COUNT_OR_NONE = (int, type(None))
+_TEXT_OR_NONE = (str, type(None))
+_CELL: dict[str, Any] = {"cell": str}
+_REPEAT: dict[str, Any] = {**_CELL, "repeat": int}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "run": {
+        "schema": int,
+        "run_id": str,
+        "created": str,
+        "command": list,
+        "settings": dict,
+        "environment": dict,
+        "cells": list,
+    },
+    "cell": {**_CELL, "outcome": str, "reason": _TEXT_OR_NONE, "repeat": _COUNT_OR_NONE},
+    "request": {
+        **_REPEAT,
+        "batch": int,
+        "request": str,
+        "image": list,
+        "image_sha256": list,
+        "prompt_sha256": str,
+        "views": int,
+        "crops": int,
+        "image_tokens": int,
+        "prompt_tokens": int,
+        "output_tokens": int,
+        "finish_reason": _TEXT_OR_NONE,
+        "stamps": dict,
+        "error": _TEXT_OR_NONE,
+    },
+    "repeat": {
+        **_REPEAT,
+        "started": _NUMBER,
+        "ended": _NUMBER,
+        "warmup_s": _NUMBER,
+        "peak_allocated_bytes": _COUNT_OR_NONE,
+        "peak_reserved_bytes": _COUNT_OR_NONE,
+        "peak_rss_bytes": _COUNT_OR_NONE,
+    },
+}
+
+
+def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None) -> str | None:
+    """What keeps a record from being read (None if nothing does). With ``cells``, it must belong to one of them."""
+    kind = record.get("type")
+    if kind not in _FIELDS:
+        return f"unknown type of record {kind!r} (schema {SCHEMA} has {', '.join(_FIELDS)})"
+    if cells is not None and kind == "run":
+        return "a second run line"
+    for name, types in _FIELDS[kind].items():
+        if name not in record or not isinstance(record[name], types):
+            return f"a {kind} record needs {name!r}, got {record.get(name)!r}"
+    if cells is not None and record["cell"] not in cells:
+        return f"the run has no cell {record['cell']!r}"
+    if kind == "cell" and record["outcome"] not in OUTCOMES:
+        return f"unknown outcome {record['outcome']!r} (one of {', '.join(OUTCOMES)})"
+    return _stamps_problem(record["stamps"]) if kind == "request" else None
+
+
+def _stamps_problem(stamps: Record) -> str | None:
+    if not isinstance(stamps.get("accepted"), _NUMBER):
+        return f"stamps need a time 'accepted', got {stamps.get('accepted')!r}"
+    for name in ("loaded", "preprocessed", "vision_start", "vision", "end"):
+        if not isinstance(stamps.get(name), (*_NUMBER, type(None))):
+            return f"stamps need a time or nothing for {name!r}, got {stamps[name]!r}"
+    tokens = stamps.get("tokens")
+    if not isinstance(tokens, list) or not all(isinstance(time, _NUMBER) for time in tokens):
+        return "stamps need a list of times 'tokens'"
+    return None

@@ -1,0 +1,75 @@
+"""``summary.csv``: one tidy row per cell, for spreadsheets and data frames."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from panscan.bench.metrics import COLUMNS, INTERVALS, CellMetrics, cell_metrics
+from panscan.bench.records import Run, write_atomically
+
+__all__ = ["UNFINISHED", "outcome_of", "summary_columns", "write_summary"]
+
+UNFINISHED = "unfinished"
+
+
+def outcome_of(run: Run, cell_id: str) -> tuple[str, str]:
+    """(outcome, reason) of a cell; the outcome is ``unfinished`` while its run has not said what became of it."""
+    record = run.outcomes.get(cell_id)
+    return (record["outcome"], record["reason"] or "") if record else (UNFINISHED, "")
+
+
+def summary_columns(run: Run) -> list[str]:
+    """The columns of the summary, in order: see :func:`write_summary`."""
+    settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell))
+    measured = []
+    for name in COLUMNS:
+        measured += [name, f"{name}_low", f"{name}_high"] if name in INTERVALS else [name]
+    return ["cell", *settings, "outcome", "reason", *measured, "uncertified"]
+
+
+def write_summary(run: Run, path: Path) -> None:
+    """Write the summary of a run as UTF-8 CSV; an older one is replaced in one step.
+
+    One row per cell in the order of the run, also of cells that were skipped or failed. Columns, in this order:
+
+    - ``cell``: its id; then every setting of any cell, in order of first mention (``true``/``false``, lists as JSON);
+    - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
+    - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
+      ``tokens_per_s_mean``;
+    - every other name of :data:`panscan.bench.metrics.COLUMNS`; those with a 95% interval
+      (:data:`panscan.bench.metrics.INTERVALS`) are followed by ``_low`` and ``_high``;
+    - ``uncertified``: names of the percentiles of too few samples, separated by spaces.
+
+    A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
+
+    Raises:
+        RecordsError: the file could not be written, or a cell's stamps contradict its counts.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, summary_columns(run), restval="", lineterminator="\n")
+    writer.writeheader()
+    for cell, settings in run.cells.items():
+        outcome, reason = outcome_of(run, cell)
+        row = {name: _text(value) for name, value in settings.items()}
+        row |= {"cell": cell, "outcome": outcome, "reason": reason}
+        writer.writerow(row | _measured(cell_metrics(run, cell)))
+    write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def _measured(metrics: CellMetrics | None) -> dict[str, str]:
+    if metrics is None:
+        return {}
+    row = {name: _text(value) for name, value in metrics.values.items()}
+    for name, (low, high) in metrics.intervals.items():
+        row |= {f"{name}_low": _text(low), f"{name}_high": _text(high)}
+    return row | {"uncertified": " ".join(metrics.uncertified)}
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value)

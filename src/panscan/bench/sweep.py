@@ -1,0 +1,222 @@
+"""The sweep: cells grouped by loaded model, in seeded random order, repeat by repeat, everything into the records."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+from panscan.bench.environment import peak_memory, reset_peak_memory
+from panscan.bench.grid import Cell
+from panscan.bench.records import RecordWriter
+from panscan.bench.workload import Item, Source, plans_of, request_of
+from panscan.core import PanscanError, Request, Result, SettingError, UnsupportedError, now
+from panscan.runners.base import batches
+from panscan.runners.settings import Settings
+
+if TYPE_CHECKING:
+    from panscan.runners.base import Runner
+
+__all__ = ["Observer", "Plan", "run_sweep", "skip_reason"]
+
+
+class Observer(Protocol):
+    """Told how a sweep goes on, for people to watch."""
+
+    def loading(self, settings: Settings) -> None: ...
+    def batch_done(self) -> None: ...
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a sweep does; the same plan gives the same cells, requests and order.
+
+    Args:
+        cells: points to measure.
+        items: requests of every cell.
+        source: where the items come from.
+        repeats: times that each cell is measured.
+        warmup: batches run and thrown away before each repeat; a compiling cell runs them all.
+        seed: of the order of cells.
+        include_content: keep prompts and answers in the records.
+    """
+
+    cells: Sequence[Cell]
+    items: Sequence[Item]
+    source: Source
+    repeats: int = 1
+    warmup: int = 1
+    seed: int = 0
+    include_content: bool = False
+
+    def batches(self, settings: Settings) -> list[list[int]]:
+        """Indices of items, batch by batch, in a cell."""
+        views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
+        return batches(views, settings.batch_size, equal_views=settings.equal_views)
+
+    def order(self) -> Iterator[list[tuple[Cell, int]]]:
+        """(cell, repeat) pairs, one list per loaded model; within a model each repeat visits its cells shuffled."""
+        by_load = sorted(self.cells, key=lambda cell: repr(cell.settings.load_key))
+        for key, group in groupby(by_load, key=lambda cell: cell.settings.load_key):
+            cells = list(group)
+            visits = []
+            for repeat in range(self.repeats):
+                shuffled = random.Random(f"{self.seed}-{repeat}-{key!r}").sample(cells, len(cells))
+                visits += [(cell, repeat) for cell in shuffled]
+            yield visits
+
+
+def skip_reason(cell: Cell, items: Sequence[Item]) -> str | None:
+    """Why a cell cannot run here, found out before any model is loaded."""
+    from panscan.runners.loading import unsupported_reason
+
+    try:
+        for item in items:
+            plans_of(item, cell.settings)
+        return unsupported_reason(cell.settings)
+    except SettingError as error:
+        return str(error)
+
+
+def run_sweep(plan: Plan, writer: RecordWriter, done: set[tuple[str, int]], observer: Observer) -> None:
+    """Measure every (cell, repeat) that is not done yet. What fails is recorded, and the sweep goes on.
+
+    Args:
+        plan: what to measure.
+        writer: of the run's records, its header already written.
+        done: pairs of cell id and repeat that an earlier start of this run finished.
+        observer: told of progress.
+    """
+    for visits in plan.order():
+        todo = []
+        for cell, repeat in visits:
+            if (cell.id, repeat) in done:
+                continue
+            if (reason := skip_reason(cell, plan.items)) is None:
+                todo.append((cell, repeat))
+            elif repeat == 0:
+                _outcome(writer, observer, cell, None, "skipped", reason)
+        if todo:
+            _run_loaded(plan, todo, writer, observer)
+
+
+def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: RecordWriter, observer: Observer) -> None:
+    """Every visit that shares one loaded model."""
+    from panscan.runners.factory import open_runner
+
+    observer.loading(visits[0][0].settings)
+    try:
+        runner = open_runner(visits[0][0].settings)
+    except Exception as error:  # whatever a load raises is these cells' outcome; the sweep goes on
+        outcome, reason = _classify(error)
+        for cell in dict.fromkeys(cell for cell, _ in visits):
+            _outcome(writer, observer, cell, None, outcome, reason)
+        _collect_memory()
+        return
+    broken: set[str] = set()
+    for cell, repeat in visits:
+        if cell.id in broken:
+            continue
+        try:
+            runner.configure(cell.settings)
+            writer.write(_measure(plan, cell, repeat, runner, observer))
+        except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
+            outcome, reason = _classify(error)
+            broken.add(cell.id)
+            _outcome(writer, observer, cell, repeat, outcome, reason)
+            _collect_memory()
+    runner.close()
+
+
+def _measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
+    """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
+    todo = plan.batches(cell.settings)
+    requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
+    warm_started = now()
+    for batch in todo if _compiles(cell.settings) else todo[: plan.warmup]:
+        runner.run([requests[index] for index in batch])
+    reset_peak_memory()
+    started = now()
+    records = []
+    for number, batch in enumerate(todo):
+        results = runner.run(_seeded([requests[index] for index in batch], repeat))
+        for index, result in zip(batch, results, strict=True):
+            records.append(_request_record(plan, cell, repeat, number, plan.items[index], result))
+        observer.batch_done()
+    line: dict[str, Any] = {"type": "repeat", "cell": cell.id, "repeat": repeat, "started": started, "ended": now()}
+    line |= {"warmup_s": started - warm_started, **peak_memory()}
+    return [*records, line, _cell_record(cell, repeat, "done", None)]
+
+
+def _seeded(batch: list[Request], repeat: int) -> list[Request]:
+    """The same batch with the sampler's seed moved on, so that repeats of a sampled cell are draws of their own."""
+    sampling = batch[0].sampling
+    if sampling.greedy or sampling.seed is None:
+        return batch
+    return [replace(request, sampling=replace(sampling, seed=sampling.seed + repeat)) for request in batch]
+
+
+def _request_record(
+    plan: Plan, cell: Cell, repeat: int, batch: int, item: Item, result: Result
+) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "type": "request",
+        "cell": cell.id,
+        "repeat": repeat,
+        "batch": batch,
+        "request": item.id,
+        "image": [document.name for document in item.documents],
+        "image_sha256": [document.sha256 for document in item.documents],
+        "prompt_sha256": item.prompt_sha256,
+        "views": result.views,
+        "crops": result.crops,
+        "image_tokens": result.image_tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "output_tokens": result.output_tokens,
+        "finish_reason": result.finish_reason,
+        "stamps": asdict(result.stamps),
+        "error": None,
+    }
+    if plan.include_content:
+        record["content"] = {"prompt": item.prompt, "answers": list(item.answers), "answer": result.text}
+    return record
+
+
+def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | None) -> dict[str, Any]:
+    return {"type": "cell", "cell": cell.id, "repeat": repeat, "outcome": outcome, "reason": reason, "time": now()}
+
+
+def _outcome(
+    writer: RecordWriter, observer: Observer, cell: Cell, repeat: int | None, outcome: str, reason: str
+) -> None:
+    writer.write([_cell_record(cell, repeat, outcome, reason)])
+    observer.problem(cell, outcome, reason)
+
+
+def _classify(error: Exception) -> tuple[str, str]:
+    """Outcome and reason of a failure."""
+    import torch
+
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom", f"out of memory: {text}"
+    if isinstance(error, UnsupportedError):
+        return "skipped", text
+    return "failed", text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
+
+
+def _compiles(settings: Settings) -> bool:
+    """Whether each new prompt length may cost a compilation, which warm-up must pay instead of the measurement."""
+    return settings.compile is not None or settings.cache == "static" or settings.attention == "flex_attention"
+
+
+def _collect_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,95 @@
+"""``panscan ask``: one answer, with where the time went."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from panscan.cli.options import axis_options, common_options, errors, given_axes, out, quiet_libraries, show_warnings
+from panscan.core import Request, Result, SettingError
+from panscan.runners.settings import settings_from
+
+__all__ = ["command"]
+
+_NOT_HERE = ("runner", "batch_size", "equal_views")
+
+EPILOG = """\b
+Examples
+  panscan ask receipt.png -p "What is the total?"
+  panscan ask contract.pdf -p "Who signs?" --model google/gemma-3-4b-it
+  panscan ask a.png b.png -p "What differs?" --system "Answer in French." --json
+  cat question.txt | panscan ask page.png
+"""
+
+
+@click.command("ask", epilog=EPILOG, short_help="Ask about images or PDF pages, and see where the time went.")
+@click.argument("images", nargs=-1, metavar="[IMAGE]...")
+@click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
+@click.option("--system", help="A system message.")
+@click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
+@click.option("--preset", help="A preset of pan-and-scan settings (see panscan bench).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@axis_options(leave_out=_NOT_HERE)
+@common_options
+def command(**options: Any) -> None:
+    """Ask one question about images, all of them in one prompt; every page of a PDF or TIFF is an image."""
+    show_warnings(errors())
+    prompt = _prompt(options["prompt"])
+    settings = _settings(options)
+    quiet_libraries()
+    from panscan.runners.generate import GenerateRunner
+
+    if settings.model == "mini" and not settings.random_weights and options["model"] is None:
+        errors().print("no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)")
+    with errors().status(f"loading {settings.model_name}"):
+        runner = GenerateRunner.from_settings(settings)
+    request = Request(
+        prompt=prompt,
+        images=options["images"],
+        system=options["system"],
+        raw=options["raw_prompt"],
+        pan_and_scan=settings.pan_and_scan,
+        sampling=settings.sampling,
+    )
+    with errors().status("reading"):
+        [result] = runner.generate([request])
+    _show(result, as_json=options["as_json"])
+
+
+def _settings(options: dict[str, Any]) -> Any:
+    from panscan.bench.grid import load_preset
+
+    chosen: dict[str, Any] = {}
+    if options["preset"]:
+        chosen = {name: values[0] for name, values in load_preset(options["preset"]).items()}
+    given = given_axes(options, lists=False)
+    return settings_from({**chosen, **{name: values[0] for name, values in given.items()}})
+
+
+def _prompt(text: str | None) -> str:
+    if text is None or text == "-":
+        if sys.stdin.isatty():
+            raise SettingError("-p is missing: what is the question?")
+        text = sys.stdin.read().strip()
+    if not text:
+        raise SettingError("the prompt is empty")
+    return text
+
+
+def _show(result: Result, *, as_json: bool) -> None:
+    if as_json:
+        fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
+        shown = {name: getattr(result, name) for name in fields}
+        stamps = result.stamps
+        seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
+        shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
+        shown["stages_ms"] = {name: round(value, 3) for name, value in result.stages_ms.items()}
+        click.echo(json.dumps(shown, ensure_ascii=False))
+        return
+    from panscan.cli.tables import print_result
+
+    out().print(result.text, markup=False, highlight=False, soft_wrap=True)
+    print_result(result, errors())

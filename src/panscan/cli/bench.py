@@ -1,0 +1,171 @@
+"""``panscan bench``: sweep settings over documents."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from panscan.cli.options import axis_options, common_options, errors, given_axes, out, quiet_libraries, show_warnings
+from panscan.core import InputError, SettingError
+
+__all__ = ["command"]
+
+EPILOG = """\b
+Examples
+  panscan bench
+  panscan bench --model google/gemma-3-27b-it --images "docs/*.png" --prompts prompts.txt --batch-size 1,2,4
+  panscan bench --dataset samples/questions.jsonl --preset baseline,balanced,document
+  panscan bench --images scans/ -p "What is the total?" --grid-max-crops 2,4,8 --dry-run
+  panscan bench --resume runs/20260101-120000-mini
+
+Values of one option may be a comma list: every combination becomes a cell. Presets: baseline, balanced, document,
+throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores work too (--attn_impl).
+"""
+
+
+@click.command("bench", epilog=EPILOG, short_help="Sweep settings over your documents and measure them.")
+@click.argument("more_images", nargs=-1, metavar="[IMAGE]...")
+@click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
+@click.option("--prompts", help="A file with one prompt a line; every document gets every prompt.")
+@click.option("-p", "--prompt", help="One prompt for every document.")
+@click.option("--dataset", help="JSON Lines of {image, question, answers}.")
+@click.option("--no-images", is_flag=True, help="Prompts alone, for text-only checkpoints.")
+@click.option("--num-samples", type=int, help="Requests per cell: a seeded draw of fewer, or repeats for more.")
+@click.option("--system", help="A system message for every request.")
+@click.option("--raw-prompt", is_flag=True, help="Prompts as they are, with <start_of_image>: for base checkpoints.")
+@click.option("--preset", help="Presets, each combined with all other settings (comma list).")
+@click.option("--grid", "grid_file", help="A YAML file of 'setting: value' or 'setting: [values]'.")
+@click.option("--no-pan-and-scan", is_flag=True, help="The same as --do-pan-and-scan false.")
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Times each cell is measured.")
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches thrown away first.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
+@click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
+@click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
+@click.option("--resume", help="Go on with this run directory; takes no other options.")
+@click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@axis_options()
+@common_options
+def command(**options: Any) -> int:
+    """Sweep settings over your documents: latency, throughput, tokens and memory of every combination.
+
+    Without --model the bundled mini Gemma 3 runs, without --images its sample documents. Results go to a run
+    directory: records.jsonl (raw) and summary.csv.
+    """
+    show_warnings(errors())
+    quiet_libraries()
+    if options["resume"] is not None:
+        return _resume(options)
+    from panscan.bench.sweep import Plan
+    from panscan.bench.workload import build_workload
+
+    cells = _cells(options)
+    source = _source(options)
+    items = build_workload(source, on_problem=_say_problem)
+    plan = Plan(
+        cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"]
+    )
+    if options["dry_run"]:
+        from panscan.cli.tables import print_predictions
+
+        print_predictions(plan, out())
+        return 0
+    from panscan.bench import run
+    from panscan.cli.progress import SweepProgress
+
+    directory = run.new_directory(Path(options["output_dir"]), cells[0].settings.model_name)
+    line = shlex.join(["panscan", *sys.argv[1:]])
+    errors().print(f"{len(cells)} cell(s), {len(items)} request(s) each; records in {directory}", highlight=False)
+    with SweepProgress(plan, set(), errors()) as progress:
+        measured = run.start(plan, directory, shlex.split(line), progress)
+    return _show(measured, directory)
+
+
+def _resume(options: dict[str, Any]) -> int:
+    from panscan.bench import run
+    from panscan.bench.records import read_run
+    from panscan.cli.progress import SweepProgress
+
+    context = click.get_current_context()
+    given = [
+        name
+        for name in options
+        if name != "resume" and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise SettingError(f"--resume takes the run's own settings: leave --{given[0].replace('_', '-')} out")
+    directory = Path(options["resume"])
+    before = read_run(directory)
+    plan = run.plan_of(before, on_problem=_say_problem)
+    done = before.finished()
+    errors().print(f"resuming {directory}: {len(done)} of {len(plan.cells) * plan.repeats} repeats are done")
+    with SweepProgress(plan, done, errors()) as progress:
+        measured = run.resume(plan, directory, progress)
+    return _show(measured, directory)
+
+
+def _show(measured: Any, directory: Path) -> int:
+    from panscan.bench.terminal import print_curves, print_summary
+
+    console = out()
+    print_summary(measured, console)
+    print_curves(measured, console)
+    console.print(f"records: {directory / 'records.jsonl'}", highlight=False, soft_wrap=True)
+    console.print(f"summary: {directory / 'summary.csv'}", highlight=False, soft_wrap=True)
+    finished = [cell for cell in measured.cells if measured.outcomes.get(cell, {}).get("outcome") == "done"]
+    return 0 if len(finished) == len(measured.cells) else 4
+
+
+def _cells(options: dict[str, Any]) -> list[Any]:
+    from panscan.bench.grid import build_cells, read_grid_file
+
+    flags = given_axes(options)
+    if options["no_pan_and_scan"]:
+        if flags.get("do_pan_and_scan", ["false"]) != ["false"]:
+            raise SettingError("--no-pan-and-scan contradicts --do-pan-and-scan")
+        flags["do_pan_and_scan"] = ["false"]
+    file = read_grid_file(Path(options["grid_file"])) if options["grid_file"] else None
+    presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
+    cells = build_cells(flags, file=file, presets=presets)
+    if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
+        errors().print("no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)")
+    for cell in cells:
+        if cell.settings.dtype == "fp16":
+            errors().print("warning: Gemma 3 overflows in fp16; bf16 has the same size and speed", style="yellow")
+            break
+    return cells
+
+
+def _source(options: dict[str, Any]) -> Any:
+    from panscan.bench.workload import Source
+
+    images = (*options["images"], *options["more_images"])
+    dataset = options["dataset"]
+    if not images and dataset is None and not options["no_images"]:
+        from panscan.bench.defaults import sample_dataset
+
+        place = sample_dataset()
+        errors().print(f"no --images given: using the bundled sample documents ({place.parent})", soft_wrap=True)
+        if options["prompts"] or options["prompt"]:
+            images = (str(place.parent),)
+        else:
+            dataset = str(place)
+    return Source(
+        images=images,
+        prompts=options["prompts"],
+        prompt=options["prompt"],
+        dataset=dataset,
+        no_images=options["no_images"],
+        num_samples=options["num_samples"],
+        system=options["system"],
+        raw_prompt=options["raw_prompt"],
+        seed=options["seed"],
+    )
+
+
+def _say_problem(problem: InputError) -> None:
+    errors().print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+

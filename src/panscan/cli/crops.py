@@ -1,0 +1,135 @@
+"""``panscan crops``: a picture of the views that pan and scan takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from panscan.cli.options import axis_options, common_options, errors, given_axes, out, quiet_libraries
+from panscan.core import ImageError, SettingError
+from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
+from panscan.runners.settings import Settings, settings_from
+
+__all__ = ["command"]
+
+_SETTINGS = (
+    "do_pan_and_scan",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate",
+    "model",
+    "revision",
+)
+
+EPILOG = """\b
+Examples
+  panscan crops receipt.png
+  panscan crops scan.pdf --max-num-crops 8 --min-crop-size 448 -o views/
+  panscan crops chart.png --preset document --json
+"""
+
+
+@click.command("crops", epilog=EPILOG, short_help="Draw the views that pan and scan takes of an image.")
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
+@click.option("-o", "--output", help="A PNG file, or a directory for several  [default: NAME-views.png]")
+@click.option("--preset", help="A preset of pan-and-scan settings (see panscan bench).")
+@click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
+@axis_options(_SETTINGS)
+@common_options
+def command(**options: Any) -> None:
+    """Draw the views of each image over it, with their tokens, and print them as a table.
+
+    Tokens are those of the released Gemma 3, or of --model (its words around crops are then counted, not estimated).
+    """
+    from panscan.images.files import find_pages
+
+    settings = _settings(options)
+    cost = _cost(settings, given=options["model"] is not None)
+    problems: list[ImageError] = []
+    pages = find_pages(options["images"], on_problem=problems.append)
+    shown = []
+    for page in pages:
+        try:
+            shown.append(_one(page, settings, cost, options, many=len(pages) > 1))
+        except ImageError as error:
+            problems.append(error)
+    if options["as_json"]:
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    for problem in problems:
+        errors().print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if not shown:
+        raise ImageError("no readable image is left")
+
+
+def _one(page: Any, settings: Settings, cost: PromptCost, options: dict[str, Any], *, many: bool) -> dict[str, Any]:
+    from panscan.images.draw import draw_views
+    from panscan.images.files import load_page
+
+    image = load_page(page)
+    plan = plan_views(*image.size, settings.pan_and_scan, cost)
+    if not options["as_json"]:
+        from panscan.cli.tables import print_plan
+
+        print_plan(page.name, plan, estimated=cost.estimated, console=out())
+    if not options["as_json"] or options["output"]:
+        place = _place(page.name, options["output"], many=many)
+        _save(draw_views(image, plan, caption=page.name), place)
+        errors().print(f"picture: {place}", highlight=False, soft_wrap=True)
+    return _facts(page.name, plan, cost)
+
+
+def _facts(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
+    return {
+        "image": name,
+        "width": plan.width,
+        "height": plan.height,
+        "views": [asdict(view) for view in plan.views],
+        "crops": plan.crops,
+        "image_tokens": plan.image_tokens,
+        "prompt_tokens": plan.prompt_tokens,
+        "prompt_tokens_estimated": cost.estimated,
+    }
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    from panscan.bench.grid import load_preset
+
+    preset = load_preset(options["preset"]) if options["preset"] else {}
+    given = given_axes(options, lists=False)
+    chosen = {**preset, **given}
+    return settings_from({name: values[0] for name, values in chosen.items() if name in _SETTINGS})
+
+
+def _cost(settings: Settings, *, given: bool) -> PromptCost:
+    if not given:
+        return GEMMA3_COST
+    quiet_libraries()
+    from panscan.model.load import load_reader
+
+    reader = load_reader(settings.model, settings.revision)
+    if not reader.reads_images:
+        raise SettingError(f"--model {settings.model} reads text only: it takes no views")
+    return reader.prompts.cost()
+
+
+def _place(name: str, output: str | None, *, many: bool) -> Path:
+    stem = Path(name.replace("#page=", "-page")).name
+    own = f"{stem.rsplit('.', 1)[0] if '#' not in name else stem.replace('.', '-')}-views.png"
+    if output is None:
+        return Path(own)
+    path = Path(output)
+    if many or path.is_dir() or path.suffix.lower() != ".png":
+        return path / own
+    return path
+
+
+def _save(picture: Any, place: Path) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(place)
+    except OSError as error:
+        raise SettingError(f"--output {place}: {error.strerror or error}") from error

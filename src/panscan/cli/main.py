@@ -1,0 +1,104 @@
+"""The ``panscan`` command: finds the verb, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+from panscan.core import PanscanError
+
+__all__ = ["main"]
+
+# verb -> its help line; each lives in panscan.cli.<verb> and is imported when it is called: --help must be quick.
+VERBS = {
+    "ask": "Ask about images or PDF pages, and see where the time went.",
+    "bench": "Sweep settings over your documents and measure them.",
+    "crops": "Draw the views that pan and scan takes of an image.",
+    "samples": "Make sample documents with questions and answers.",
+}
+
+EPILOG = """\b
+Exit codes
+  0  done
+  1  a bug in panscan (--debug shows where)
+  2  an option, key or value is wrong
+  3  a file, document, model or run directory cannot be used
+  4  this machine cannot do it; after bench: some cells were skipped or failed
+130  interrupted; finished work is kept
+"""
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = import_module(f"panscan.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+def _dashes(token: str) -> str:
+    """``--attn_impl`` and ``--attn-impl`` are one option."""
+    return token.replace("_", "-")
+
+
+@click.group(
+    cls=_Verbs,
+    epilog=EPILOG,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": _dashes,
+    },
+)
+@click.version_option(version("panscan"), prog_name="panscan")
+def cli() -> None:
+    """Run, measure and verify Gemma 3 with pan and scan.
+
+    \b
+    Example:
+      panscan bench --images "docs/*.png" -p "What is the total?" --batch-size 1,2,4
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; returns its exit code."""
+    state: dict[str, Any] = {"debug": False}
+    try:
+        result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("panscan: interrupted; finished work is kept", err=True)
+        return 130
+    except PanscanError as error:
+        if state["debug"]:
+            traceback.print_exc()
+        click.echo(f"panscan: {error}", err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        return 0
+    except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
+        if state["debug"]:
+            traceback.print_exc()
+        text = " ".join(str(error).split())[:300]
+        click.echo(f"panscan: unexpected {type(error).__name__}: {text} (--debug shows where)", err=True)
+        return 1

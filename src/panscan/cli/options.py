@@ -1,0 +1,107 @@
+"""Options that several verbs share, made from the one table of settings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from panscan.core import PanscanWarning, SettingError
+from panscan.runners.settings import Axis, axes
+
+__all__ = ["axis_options", "common_options", "errors", "given_axes", "out", "quiet_libraries", "show_warnings"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def out() -> Console:
+    """Results go here."""
+    return Console()
+
+
+def errors() -> Console:
+    """Progress and remarks go here, so that results can be piped."""
+    return Console(stderr=True)
+
+
+def common_options(command: Command) -> Command:
+    """``--debug``, on every verb."""
+
+    def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+        if value and context.obj is not None:
+            context.obj["debug"] = True
+
+    return click.option(
+        "--debug", is_flag=True, expose_value=False, callback=remember, help="Show a traceback when something fails."
+    )(command)
+
+
+def axis_options(
+    names: Iterable[str] | None = None, *, leave_out: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """One option per setting, with all its spellings; values stay text (see :func:`given_axes`)."""
+
+    def add(command: Command) -> Command:
+        for name in reversed(list(names if names is not None else axes())):
+            if name not in leave_out:
+                command = _option(axes()[name])(command)
+        return command
+
+    return add
+
+
+def _option(axis: Axis) -> Callable[[Command], Command]:
+    flags = [f"--{axis.flag}", *(f"--{alias.replace('_', '-')}" for alias in axis.aliases)]
+    kinds = {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}
+    choices = "|".join(axis.choices)
+    shown = "" if axis.default is None else f"  [default: {str(axis.default).lower()}]"
+    return click.option(
+        *flags,
+        axis.name,
+        metavar=choices if 0 < len(choices) <= 40 else kinds[axis.kind],
+        help=axis.help + (f" ({choices})" if len(choices) > 40 else "") + shown,
+        **({"is_flag": False, "flag_value": "true"} if axis.kind is bool else {}),
+    )
+
+
+def given_axes(options: dict[str, Any], *, lists: bool = True) -> dict[str, list[str]]:
+    """The settings among parsed options that the user gave, each a list of texts.
+
+    Raises:
+        SettingError: an empty value, or a list where one value is wanted.
+    """
+    found = {}
+    for name in axes():
+        text = options.get(name)
+        if text is None:
+            continue
+        values = [part.strip() for part in text.split(",")] if lists else [text]
+        if not all(values):
+            raise SettingError(f"--{axes()[name].flag} has an empty value: {text!r}")
+        found[name] = values
+    return found
+
+
+def show_warnings(console: Console) -> None:
+    """panscan's own warnings become one line each, once; other libraries' stay theirs."""
+    shown: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        text = str(message)
+        if issubclass(category, PanscanWarning) and text not in shown:
+            shown.add(text)
+            console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+
+    warnings.simplefilter("always", PanscanWarning)
+    warnings.showwarning = show
+
+
+def quiet_libraries() -> None:
+    """Transformers' own progress bars and advice would tear ours apart; its errors still come through."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

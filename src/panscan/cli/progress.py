@@ -1,0 +1,57 @@
+"""A sweep's progress on the terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from panscan.bench.grid import Cell
+from panscan.bench.sweep import Plan, skip_reason
+from panscan.runners.settings import Settings
+
+__all__ = ["SweepProgress"]
+
+
+class SweepProgress:
+    """Watches a sweep: a bar over batches with the time left, and one line for each kind of problem."""
+
+    def __init__(self, plan: Plan, done: set[tuple[str, int]], console: Console) -> None:
+        self.console = console
+        self._said: set[str] = set()
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("batches"),
+            TimeElapsedColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._bar = Progress(*columns, console=console, transient=True)
+        runnable = [cell for cell in plan.cells if skip_reason(cell, plan.items) is None]
+        self._batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
+        total = sum(
+            count for cell, count in self._batches.items() for r in range(plan.repeats) if (cell, r) not in done
+        )
+        self._task = self._bar.add_task("measuring", total=total)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def loading(self, settings: Settings) -> None:
+        """A model is being loaded."""
+        self._bar.update(self._task, description=f"loading {settings.model_name}")
+
+    def batch_done(self) -> None:
+        """One measured batch more."""
+        self._bar.update(self._task, description="measuring", advance=1)
+
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
+        """A cell did not come to its end; each reason is said once."""
+        if reason not in self._said:
+            self._said.add(reason)
+            self.console.print(f"{outcome}: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,34 @@
+"""``panscan samples``: documents to try things on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from panscan.cli.options import common_options, out
+
+__all__ = ["command"]
+
+EPILOG = """\b
+Examples
+  panscan samples samples/
+  panscan bench --dataset samples/questions.jsonl --do-pan-and-scan true,false
+"""
+
+
+@click.command("samples", epilog=EPILOG, short_help="Make sample documents with questions and answers.")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--count", type=int, default=12, show_default=True, help="Documents.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed, other documents.")
+@click.option("--overwrite", is_flag=True, help="Replace documents of another count or seed.")
+@common_options
+def command(directory: Path, **options: Any) -> None:
+    """Make receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
+    from panscan.images.samples import write_samples
+
+    questions = write_samples(directory, **options)
+    console = out()
+    console.print(f"{options['count']} documents in {directory}", highlight=False, soft_wrap=True)
+    console.print(f"next: panscan bench --dataset {questions}", highlight=False, soft_wrap=True)

@@ -1,0 +1,274 @@
+"""From the bytes of a picture or PDF to one upright RGB image. Knows nothing of paths, globs or the network."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from panscan.core import ImageError
+
+__all__ = [
+    "MAX_PIXELS",
+    "PDF_DPI",
+    "PDF_MAX_SIDE",
+    "count_pages",
+    "image_error",
+    "page_index",
+    "read_page",
+    "upright_rgb",
+]
+
+MAX_PIXELS = 178_956_970
+"""More pixels than this are refused from the header alone: the limit at which Pillow itself raises (1/2 GiB of RGB)."""
+
+PDF_DPI = 150
+"""Resolution of a PDF page. A4 becomes 1240 x 1754 pixels: more than one 896-pixel view shows, enough for its crops."""
+
+PDF_MAX_SIDE = 8192
+"""Longest side of a rendered PDF page, pixels. A0 at 150 dpi fits; a larger page is rendered at fewer dpi."""
+
+# Named, because Pillow's full list holds formats that start other programs (EPS runs Ghostscript).
+_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
+
+# Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
+for _library in ("PIL", "pypdfium2"):
+    logging.getLogger(_library).addHandler(logging.NullHandler())
+
+# Pdfium keeps global state without a lock of its own.
+_PDFIUM = threading.Lock()
+
+# 16-bit grey to 8 bits, rounded. Pillow's own conversions clip, or drop the low byte, depending on version and mode.
+_SIXTEEN_TO_EIGHT = np.rint(np.arange(65536) / 257).astype(np.uint8)
+
+
+class _Quiet:
+    """Silences the warnings of Pillow and pypdfium2 while any thread reads: what matters is raised as ImageError.
+
+    ``warnings.catch_warnings`` changes the whole process, and two that overlap would restore each other's filters;
+    so the first reader in installs the filter and the last one out removes it, and decoding stays parallel.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._caught = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._readers == 0:
+                self._caught = warnings.catch_warnings()
+                self._caught.__enter__()
+                warnings.filterwarnings("ignore", module=r"(PIL|pypdfium2)\.")
+            self._readers += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._readers -= 1
+            if self._readers == 0:
+                self._caught.__exit__(None, None, None)
+
+
+_QUIET = _Quiet()
+
+
+def image_error(name: str, problem: str) -> ImageError:
+    """An ImageError of one printable line, ``name: problem``; control characters in either are written escaped."""
+    line = f"{name}: {problem}"
+    return ImageError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
+
+
+def count_pages(stream: BinaryIO, name: str) -> int:
+    """Pages of a PDF or TIFF, 1 for every other image. Reads headers only; ``name`` is what messages call the file.
+
+    Raises:
+        ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
+            the header claims more than :data:`MAX_PIXELS`.
+    """
+    with _reading(name):
+        if _is_pdf(stream, name):
+            with _pdf(stream, name) as document:
+                return len(document)
+        with Image.open(stream, formats=_FORMATS) as image:
+            _check_size(image, name)
+            return _frames(image)
+
+
+def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
+    """Decode one page to an upright RGB image (see :func:`upright_rgb`).
+
+    Args:
+        stream: a seekable stream of the file's bytes, at its start. It is not closed.
+        page: counted from 1; None for the only page of a file. Of an animation the first frame is read.
+        name: what messages call the file.
+
+    Raises:
+        ImageError: as :func:`count_pages`; also for truncated pixels, a page that the file does not have, and None
+            for a file of several pages.
+    """
+    with _reading(name):
+        if _is_pdf(stream, name):
+            with _pdf(stream, name) as document:
+                return _render(document, page_index(len(document), page, name))
+        with Image.open(stream, formats=_FORMATS) as image:
+            index = page_index(_frames(image), page, name)
+            if index:
+                image.seek(index)
+            return upright_rgb(image, name)
+
+
+def page_index(count: int, page: int | None, name: str) -> int:
+    """Where ``page`` (counted from 1, None for the only one) lies in a file of ``count`` pages, counted from 0.
+
+    Raises:
+        ImageError: there is no such page, or None does not say which of several.
+    """
+    if page is None and count > 1:
+        raise image_error(name, f"has {count} pages; add #page=1 to #page={count} to choose one")
+    if page is not None and not 1 <= page <= count:
+        raise image_error(name, f"no page {page}; the file has {count}, counted from 1")
+    return (page or 1) - 1
+
+
+def upright_rgb(image: Image.Image, name: str) -> Image.Image:
+    """A new RGB image, turned as its EXIF orientation says, without metadata. ``image`` keeps its pixels and mode.
+
+    Transparency is composited over white, as a page would show it. (The ``do_convert_rgb`` of Transformers' processor
+    drops the alpha channel instead and shows whatever colour lies beneath, often black on black; handing it RGB avoids
+    that.) 16-bit grey is scaled by its full range. 32-bit integer and float grey has no range of its own: the smallest
+    of 0..1, 0..255 and 0..65535 that holds all values is used, else their own least and greatest; NaN becomes black.
+
+    Raises:
+        ImageError: the pixels cannot be decoded, there are none, or more than :data:`MAX_PIXELS`.
+    """
+    with _reading(name):
+        _check_size(image, name)
+        image.load()
+        rgb = _to_rgb(image)
+        # Only the orientation goes along: exif_transpose writes all the EXIF data anew and fails on odd values in it.
+        rgb.info = {}
+        rgb.getexif()[ExifTags.Base.Orientation] = _orientation(image)
+        ImageOps.exif_transpose(rgb, in_place=True)
+        return rgb
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    with _QUIET:
+        try:
+            yield
+        except ImageError:
+            raise
+        except UnidentifiedImageError as error:
+            # Pillow's text holds the address of the stream.
+            problem = "not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file, or its header is damaged"
+            raise image_error(name, problem) from error
+        except Image.DecompressionBombError as error:
+            raise image_error(name, f"too large ({error})") from error
+        except MemoryError as error:
+            raise image_error(name, "not enough memory to decode it") from error
+        except Exception as error:  # damaged bytes make the parsers raise almost anything, struct.error to KeyError
+            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise image_error(name, f"truncated or corrupt ({reason})") from error
+
+
+def _check_size(image: Image.Image, name: str) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
+    if width * height == 0:
+        raise image_error(name, f"no pixels: its size is {width}x{height}")
+
+
+def _frames(image: Image.Image) -> int:
+    # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
+    return int(getattr(image, "n_frames", 1)) if image.format == "TIFF" else 1
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # broken EXIF raises almost anything, and says nothing of the pixels: they are shown as stored
+        return 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        grey = _SIXTEEN_TO_EIGHT[np.asarray(image)]
+        if isinstance(transparent := image.info.get("transparency"), int):
+            grey[np.asarray(image) == transparent] = 255
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode in ("I", "F"):
+        return _grey_to_eight(np.asarray(image, dtype=np.float64)).convert("RGB")
+    if image.has_transparency_data:
+        # Pillow converts La, grey with premultiplied alpha, to nothing but LA.
+        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(rgba, mask=rgba.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def _grey_to_eight(values: np.ndarray[Any, np.dtype[np.float64]]) -> Image.Image:
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    nominal = [top for top in (1.0, 255.0, 65535.0) if low >= 0 and high <= top]
+    if nominal:
+        low, high = 0.0, nominal[0]
+    scaled = (values - low) / ((high - low) or 1.0) * 255
+    scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
+    return Image.fromarray(np.rint(scaled).astype(np.uint8))
+
+
+def _is_pdf(stream: BinaryIO, name: str) -> bool:
+    head = stream.read(1024)
+    stream.seek(0)
+    if not head:
+        raise image_error(name, "empty file")
+    # Acrobat's rule, and pdfium's: the mark may follow some bytes of junk.
+    return b"%PDF-" in head
+
+
+@contextmanager
+def _pdf(stream: BinaryIO, name: str) -> Iterator[Any]:
+    try:
+        import pypdfium2
+    except ImportError as error:
+        raise image_error(name, "PDF files need the package pypdfium2 (pip install pypdfium2)") from error
+    with _PDFIUM:
+        # For a document without pages pypdfium2 quotes pdfium's last error, however old; so here is one to quote.
+        pypdfium2.raw.FPDF_LoadDocument(b"", None)
+        try:
+            document = pypdfium2.PdfDocument(stream)
+        except pypdfium2.PdfiumError as error:
+            raise image_error(name, _pdf_problem(str(error))) from error
+        with closing(document):
+            yield document
+
+
+def _pdf_problem(text: str) -> str:
+    # The message is all that every version of pypdfium2 gives.
+    if "password" in text or "security" in text:
+        return "encrypted PDF; save a copy of it without a password"
+    if "File access" in text:
+        return "PDF without pages"
+    return f"truncated or corrupt PDF ({text})"
+
+
+def _render(document: Any, index: int) -> Image.Image:
+    # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
+    document.init_forms()
+    page = document[index]
+    # A page's size is whatever its MediaBox claims, kilometres included. It is rounded to float32, and pixels are
+    # rounded up: a hair less, or a scan of 40 pixels would become 41.
+    scale = min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6)
+    with closing(page.render(scale=scale)) as bitmap:
+        # A copy: to_pil may share memory with the bitmap.
+        image: Image.Image = bitmap.to_pil().convert("RGB")
+        return image

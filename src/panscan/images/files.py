@@ -1,0 +1,247 @@
+"""From what a user types (paths, directories, globs, URLs, ``file.pdf#page=2``) to pages, and from pages to images."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BufferedReader, BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from panscan.core import ImageError
+from panscan.images.decode import count_pages, image_error, page_index, read_page, upright_rgb
+from panscan.images.fetch import fetch
+
+__all__ = ["SUFFIXES", "Page", "expand_images", "find_pages", "load_page", "open_image", "page_digest"]
+
+SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"},
+)
+"""What directories, and globs such as ``docs/*``, are searched for; in either case of letters."""
+
+_URL = re.compile(r"https?://", re.IGNORECASE)
+_FRAGMENT = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One image to be: a file, or one page of it.
+
+    Args:
+        source: path or URL, as the user wrote it or the search found it.
+        page: counted from 1; None for a file that has one page.
+    """
+
+    source: str
+    page: int | None = None
+
+    @property
+    def name(self) -> str:
+        """``file.png`` or ``file.pdf#page=2``, for people and records."""
+        return self.source if self.page is None else f"{self.source}#page={self.page}"
+
+
+def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None]) -> list[Page]:
+    """Every page that the patterns stand for, in their order, each once.
+
+    A pattern is a file, a directory (searched with its subdirectories for files with one of :data:`SUFFIXES`), a glob
+    (``**`` crosses directories) or an http(s) URL, with ``#page=N`` behind it for one page. Files of a directory or
+    glob come in natural order (``p2`` before ``p10``). Hidden files are skipped and links to directories not followed.
+    A glob that ends in nothing but stars (``docs/*``) takes only files with known suffixes; any other glob, and a
+    file named outright, is tried by content. A path that exists is always itself, whatever ``*``, ``[`` or ``#page=``
+    its name holds. Headers are read to count pages; pixels are not decoded.
+
+    Args:
+        patterns: what the user wrote.
+        on_problem: called once for each pattern without a page and each file or directory that cannot be read.
+    """
+    counts: dict[str, int] = {}
+    pages: dict[tuple[str, int | None], Page] = {}
+    reported: set[str] = set()
+
+    def report(error: ImageError) -> None:
+        if str(error) not in reported:
+            reported.add(str(error))
+            on_problem(error)
+
+    for pattern in patterns:
+        given, wanted = _split(str(pattern))
+        for source in _sources(given, report):
+            file = _identity(source)
+            try:
+                if file not in counts:
+                    counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
+                    counts[file] = _count(source)
+                for page in _pages(source, wanted, counts[file]):
+                    pages.setdefault((file, page.page), page)
+            except ImageError as error:
+                report(error)
+    return list(pages.values())
+
+
+def expand_images(images: Sequence[str | Path | Image.Image | Page]) -> list[Page | Image.Image]:
+    """The images of one request, in their order and as often as given; a file of several pages becomes all of them.
+
+    Paths are files, not directories or globs. PIL images and pages are passed through as they are.
+
+    Raises:
+        ImageError: for the first path or URL that cannot be read, and anything that is no image.
+    """
+    expanded: list[Page | Image.Image] = []
+    for image in images:
+        if isinstance(image, str | Path):
+            source, wanted = _split(str(image))
+            expanded += _pages(source, wanted, _count(source))
+        elif isinstance(image, Page | Image.Image):
+            expanded.append(image)
+        else:
+            raise _no_image(image)
+    return expanded
+
+
+def load_page(page: Page) -> Image.Image:
+    """The page's pixels: a decoded, upright RGB image (how modes and transparency map to RGB: ``decode.upright_rgb``).
+
+    Raises:
+        ImageError: one line that names the file and says what is wrong with it.
+    """
+    with _open(page.source) as stream:
+        return read_page(stream, page.page, page.name)
+
+
+def open_image(image: Page | str | Path | Image.Image | bytes) -> Image.Image:
+    """One image as :func:`load_page` gives it, from a page, path, URL, the bytes of a file, or a PIL image.
+
+    A PIL image is not changed: the result is a new one.
+
+    Raises:
+        ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
+    """
+    if isinstance(image, str | Path):
+        image = Page(*_split(str(image)))
+    if isinstance(image, Page):
+        return load_page(image)
+    if isinstance(image, bytes):
+        return read_page(BytesIO(image), None, "image bytes")
+    if isinstance(image, Image.Image):
+        return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image")
+    raise _no_image(image)
+
+
+def page_digest(page: Page) -> str:
+    """SHA-256 of the file's bytes in hex, with ``#page=N`` behind it for one page of several.
+
+    Raises:
+        ImageError: the file cannot be read.
+    """
+    with _open(page.source) as stream:
+        try:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise image_error(page.source, _reason(error)) from error
+    return Page(digest, page.page).name
+
+
+def _split(given: str) -> tuple[str, int | None]:
+    if os.path.lexists(given) or not (match := _FRAGMENT.fullmatch(given)):
+        return given, None
+    return match[1], int(match[2])
+
+
+def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
+    if _URL.match(given):
+        return [given]
+    if _is_directory(given):
+        return _in_directory(given, report)
+    if os.path.lexists(given) or not glob.has_magic(given):
+        return [given]
+    return _matching(given, report)
+
+
+def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[str]:
+    problems: list[OSError] = []
+    found: list[str] = []
+    for folder, folders, names in os.walk(directory, onerror=problems.append):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [str(Path(folder, name)) for name in names if not name.startswith(".") and _known(name)]
+    for problem in problems:
+        report(image_error(str(problem.filename), _reason(problem)))
+    if not found and not problems:
+        report(image_error(directory, "no image or PDF file in this directory"))
+    return sorted(found, key=_natural)
+
+
+def _matching(pattern: str, report: Callable[[ImageError], None]) -> list[str]:
+    any_name = not Path(pattern).name.strip("*.")
+    found = [
+        path
+        for path in glob.iglob(pattern, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        if not _is_directory(path) and (_known(path) or not any_name)
+    ]
+    if not found:
+        report(image_error(pattern, "no image or PDF file matches"))
+    return sorted(found, key=_natural)
+
+
+def _is_directory(path: str) -> bool:
+    # Path.is_dir raises where a parent may not be entered; here that is found, and reported, on opening.
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def _known(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES
+
+
+def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
+    parts = [re.findall(r"([^0-9]*)([0-9]*)", part) for part in Path(path).parts]
+    return [[(text.casefold(), int(digits or 0)) for text, digits in part] for part in parts], path
+
+
+def _identity(source: str) -> str:
+    """The same for every spelling of a path. (A path with a null byte is no path, and fails when it is opened.)"""
+    return source if _URL.match(source) or "\0" in source else os.path.realpath(source)
+
+
+def _count(source: str) -> int:
+    with _open(source) as stream:
+        return count_pages(stream, source)
+
+
+def _pages(source: str, wanted: int | None, count: int) -> list[Page]:
+    if count == 0:
+        return []
+    numbers = range(count) if wanted is None else [page_index(count, wanted, source)]
+    return [Page(source, number + 1 if count > 1 else None) for number in numbers]
+
+
+def _open(source: str) -> BufferedReader | BytesIO:
+    if _URL.match(source):
+        return BytesIO(fetch(source))
+    if not source:
+        raise image_error("''", "an empty path names no image")  # and pathlib takes it for the working directory
+    path = Path(source)
+    try:
+        # Opening a pipe would wait for its writer.
+        if path.exists() and not path.is_file():
+            raise image_error(source, "a directory" if path.is_dir() else "not a regular file")
+        return path.open("rb")
+    except FileNotFoundError as error:
+        link = path.is_symlink()
+        raise image_error(source, f"broken link to {path.readlink()}" if link else _reason(error)) from error
+    except OSError as error:
+        raise image_error(source, _reason(error)) from error
+    except ValueError as error:
+        raise image_error(source, f"not a path ({error})") from error
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _no_image(thing: object) -> ImageError:
+    return ImageError(f"an image is a path, URL, page, PIL image or bytes, got {type(thing).__name__}")

@@ -1,0 +1,75 @@
+"""Views become normalised pixels, as Transformers' Gemma 3 image processors compute them.
+
+Two backends, one per processor of Transformers. ``pil`` resizes with Pillow on the CPU and equals
+``Gemma3ImageProcessorPil`` bit for bit. ``torch`` resizes on the image's device, in float32 and rounded to whole
+levels, as the torchvision processor does; Pillow resizes with 8-bit weights, so the two may differ by one or two of
+255 levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+
+from panscan.core import View
+
+__all__ = ["PixelSpec", "image_to_device", "pixels_pil", "pixels_torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class PixelSpec:
+    """What a checkpoint's image processor does: side in pixels, scale of a level, mean and deviation per channel."""
+
+    size: int = 896
+    rescale: float = 1 / 255
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+def pixels_pil(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> torch.Tensor:
+    """Normalised pixels of an RGB image's views, float32 ``[views, 3, size, size]``, on the CPU.
+
+    Each view is cut first and resized then: a filter that reads beyond a crop's edge would not equal Transformers'.
+    """
+    square = (spec.size, spec.size)
+    cut = (image if view.kind == "whole" else image.crop(view.box) for view in views)
+    levels = np.stack([np.asarray(part.resize(square, Image.Resampling.BILINEAR)) for part in cut])
+    scaled = (levels.astype(np.float64) * spec.rescale).astype(np.float32)
+    mean, std = (np.array(value, dtype=np.float32) for value in (spec.mean, spec.std))
+    return torch.from_numpy(np.ascontiguousarray(((scaled - mean) / std).transpose(0, 3, 1, 2)))
+
+
+def image_to_device(image: Image.Image, device: torch.device | str) -> torch.Tensor:
+    """An RGB image as uint8 ``[3, height, width]`` on ``device``: a quarter of the bytes of float32 over the link."""
+    levels = torch.from_numpy(np.array(image))  # a copy: Pillow's own buffer is read-only
+    return levels.to(device, non_blocking=True).permute(2, 0, 1)
+
+
+def pixels_torch(image: torch.Tensor, views: Sequence[View], spec: PixelSpec) -> torch.Tensor:
+    """Normalised pixels of views, float32 ``[views, 3, size, size]``, on the device of ``image``.
+
+    Args:
+        image: uint8 ``[3, height, width]``.
+        views: boxes in pixels of ``image``.
+        spec: size, scale, mean and deviation of the checkpoint.
+    """
+    square = (spec.size, spec.size)
+    resized = torch.empty((len(views), 3, *square), dtype=torch.float32, device=image.device)
+    source = image.to(torch.float32)
+    for index, view in enumerate(views):
+        left, top, right, bottom = view.box
+        part = source[None, :, top:bottom, left:right]
+        if part.shape[-2:] != square:
+            part = functional.interpolate(part, size=square, mode="bilinear", antialias=True)
+        resized[index] = part[0]
+    levels = resized.round_().clamp_(0, 255)
+    # Fused as in Transformers: (level - mean / rescale) / (std / rescale).
+    mean, std = (
+        torch.tensor(value, device=image.device).div_(spec.rescale)[:, None, None] for value in (spec.mean, spec.std)
+    )
+    return levels.sub_(mean).div_(std)

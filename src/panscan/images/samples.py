@@ -1,0 +1,98 @@
+"""Sample documents with questions and right answers, so that everything can be tried without any data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from panscan.core import SettingError
+from panscan.images.documents import draw_document
+
+__all__ = ["Question", "write_samples"]
+
+_QUESTIONS = "questions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row of ``questions.jsonl``.
+
+    Args:
+        image: path of the picture, relative to the file of questions.
+        question: in words.
+        answers: every right answer; the first one stands in the picture word for word.
+        kind: of the document, such as "receipt".
+        type: of the question, such as "total".
+    """
+
+    image: str
+    question: str
+    answers: tuple[str, ...]
+    kind: str
+    type: str
+
+
+def _encode(image: Image.Image, name: str) -> bytes:
+    buffer = BytesIO()
+    if name.endswith(".jpg"):
+        image.save(buffer, "JPEG", quality=90)
+    else:
+        image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _files(count: int, seed: int) -> dict[str, bytes]:
+    """Names and contents, the questions last."""
+    files: dict[str, bytes] = {}
+    rows = []
+    for index in range(count):
+        document = draw_document(seed, index)
+        # Every fifth is a JPEG: people's own documents are of both kinds.
+        name = f"{document.kind}-{index:02d}.{'jpg' if index % 5 == 2 else 'png'}"
+        files[name] = _encode(document.image, name)
+        for ask in document.asks:
+            rows.append(asdict(Question(name, ask.question, ask.answers, document.kind, ask.type)))
+    files[_QUESTIONS] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    return files
+
+
+def write_samples(directory: Path, *, count: int = 12, seed: int = 0, overwrite: bool = False) -> Path:
+    """Draw ``count`` documents into ``directory`` and return the path of the ``questions.jsonl`` beside them.
+
+    Everything follows from ``seed``: a second call writes the same bytes. The questions are written last, so where
+    they are, the pictures are complete.
+
+    Args:
+        directory: made if missing; other files in it are left alone.
+        count: number of documents, each with two to four questions.
+        seed: another seed gives other documents.
+        overwrite: replace files of the same names, whatever they hold.
+
+    Raises:
+        SettingError: if ``count`` is below 1, if ``directory`` cannot be written, or, before anything is written,
+            if a file that this call would replace holds something else.
+    """
+    if count < 1:
+        raise SettingError(f"count must be at least 1, got {count}")
+    files = _files(count, seed)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        present = {name: (directory / name).read_bytes() for name in files if (directory / name).exists()}
+        stale = [name for name, data in files.items() if present.get(name) != data]
+        foreign = [name for name in stale if name in present]
+        if foreign and not overwrite:
+            raise SettingError(
+                f"{directory / foreign[-1]} exists and is not of these samples (count {count}, seed {seed});"
+                " overwrite=True replaces it"
+            )
+        for name in stale:
+            partial = directory / f".{name}.partial"
+            partial.write_bytes(files[name])
+            partial.replace(directory / name)
+    except OSError as error:
+        raise SettingError(f"samples cannot be written to {directory}: {error.strerror}") from error
+    return directory / _QUESTIONS

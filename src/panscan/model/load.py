@@ -1,0 +1,226 @@
+"""A checkpoint becomes a model, its processor and what panscan must know of both; every failure says what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from panscan.core import ModelError, SettingError
+from panscan.images.pixels import PixelSpec
+from panscan.model.prompt import PromptWriter
+
+__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_reader"]
+
+IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    device_map: str | None = None
+    max_memory: str | None = None
+    tp_plan: str | None = None
+    quantization: Any = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``from_pretrained``."""
+        chosen: dict[str, Any] = {"dtype": self.dtype}
+        if self.quantization is not None:
+            chosen["quantization_config"] = self.quantization
+        if self.tp_plan is not None:
+            chosen["tp_plan"] = self.tp_plan
+        else:
+            chosen["device_map"] = self.device_map or {"": self.device}
+        if self.max_memory is not None:
+            chosen["max_memory"] = _max_memory(self.max_memory)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The part of a checkpoint that needs no weights: tokenizer, prompts, pixel settings."""
+
+    name: str
+    processor: Any
+    tokenizer: Any
+    prompts: PromptWriter
+    pixels: PixelSpec | None
+
+    @property
+    def reads_images(self) -> bool:
+        return self.pixels is not None
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model ready to run, with its reader."""
+
+    model: Any
+    reader: Reader
+    eos_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return torch.device(self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What pixels are cast to."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype if dtype.is_floating_point else torch.bfloat16
+
+
+def load_reader(name: str, revision: str | None = None) -> Reader:
+    """Tokenizer and processor of a checkpoint: ``mini``, a directory or a hub id.
+
+    Raises:
+        ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
+    """
+    source = _source(name)
+    with _explained(name):
+        config = _config(name, source, revision)
+        if config.model_type == TEXT_MODEL:
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+            return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0), None)
+        processor = AutoProcessor.from_pretrained(source, revision=revision)
+    return reader_of(name, processor)
+
+
+def reader_of(name: str, processor: Any) -> Reader:
+    """A reader around a ``Gemma3Processor`` that is already there."""
+    images = processor.image_processor
+    size = images.size["height"] if isinstance(images.size, dict) else images.size.height
+    spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+    tokenizer = processor.tokenizer
+    return Reader(name, processor, tokenizer, PromptWriter(tokenizer, processor.image_seq_length), spec)
+
+
+def load_model(name: str, placement: Placement, *, revision: str | None = None) -> Loaded:
+    """A checkpoint's model in evaluation mode, placed, with its reader.
+
+    Raises:
+        ModelError: it cannot be had, is not a Gemma 3, or misses weights.
+    """
+    source = _source(name)
+    reader = load_reader(name, revision)
+    kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
+    with _explained(name), _quiet_transformers():
+        model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **placement.arguments())
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
+    return prepared(model, reader)
+
+
+def prepared(model: Any, reader: Reader) -> Loaded:
+    """A model made ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
+    model.eval().requires_grad_(False)
+    stored = model.generation_config
+    kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
+    model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in sorted(kept)})
+    eos = stored.eos_token_id if stored.eos_token_id is not None else reader.tokenizer.eos_token_id
+    model.generation_config.eos_token_id = eos
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = reader.tokenizer.pad_token_id
+    return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
+
+
+def _source(name: str) -> str:
+    if name == "mini":
+        from panscan.model.mini import mini_directory
+
+        return str(mini_directory())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
+        return str(path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
+        raise ModelError(f"--model {name}: there is no such directory")
+    return name
+
+
+def _config(name: str, source: str, revision: str | None) -> Any:
+    config = AutoConfig.from_pretrained(source, revision=revision)
+    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):
+        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
+    return config
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turns what the hub, the files and Transformers raise into one line that says what to do."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError, HFValidationError) as error:
+        raise ModelError(f"--model {name}: {_advice(name, error)}") from error
+
+
+def _advice(name: str, error: BaseException) -> str:
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    text = " ".join(str(link) for link in chain)
+    if any(isinstance(link, GatedRepoError) for link in chain) or "gated repo" in text:
+        return (
+            f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
+            " 'hf auth login' (or set HF_TOKEN)"
+        )
+    if any(isinstance(link, RevisionNotFoundError) for link in chain):
+        return "there is no such --revision"
+    if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
+        return "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
+    if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
+        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    if "connect" in text.lower():
+        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Missing weights are our own error: Transformers' table of them would only push it off the screen."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _max_memory(text: str) -> dict[int | str, str]:
+    """``0=30GiB;cpu=60GiB`` as accelerate wants it."""
+    pairs: dict[int | str, str] = {}
+    for part in text.split(";"):
+        device, sign, size = part.strip().partition("=")
+        if not sign or not size or not (device.isdigit() or device in ("cpu", "disk", "mps")):
+            raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {part.strip()!r}")
+        pairs[int(device) if device.isdigit() else device] = size
+    return pairs

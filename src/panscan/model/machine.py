@@ -1,0 +1,98 @@
+"""What this machine can do: devices, attention kernels, quantisation packages. Answers are reasons, or None for yes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from panscan.core import SettingError, UnsupportedError
+
+__all__ = ["ATTENTION", "attention_reason", "quantization_reason", "resolve_device", "resolve_dtype", "synchronize"]
+
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", (8, 0)),
+    "flash_attention_3": ("flash_attn_interface", (9, 0)),
+    "flash_attention_4": ("flash_attn.cute", (9, 0)),
+}
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a name stands for; ``auto`` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        SettingError: not a device name.
+        UnsupportedError: a device that is not here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError(f"--device takes auto, cpu, cuda, cuda:N or mps; got {name!r}") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise UnsupportedError(f"--device {name}: this machine shows {count} NVIDIA GPU(s)")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise UnsupportedError("--device mps: this machine has no Apple GPU")
+    elif device.type not in ("cpu", "mps"):
+        raise SettingError(f"--device takes auto, cpu, cuda, cuda:N or mps; got {name!r}")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on an accelerator and float32 on a CPU; fp16 is allowed, though Gemma 3 overflows in it."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[name]
+
+
+def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why an attention implementation cannot run here. Names with a slash come from the kernels hub.
+
+    Raises:
+        SettingError: a name that Transformers does not have.
+    """
+    if name in ("eager", "sdpa", "flex_attention"):
+        return None
+    if "/" in name:
+        if find_spec("kernels") is None:
+            return f"{name} comes from the kernels hub: pip install kernels"
+        return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
+    if name not in ATTENTION:
+        raise SettingError(
+            f"--attention takes {', '.join(ATTENTION)} or a kernels-hub name (owner/kernel); got {name!r}"
+        )
+    if device.type != "cuda":
+        return f"{name} needs an NVIDIA GPU"
+    package, capability = _FLASH_PACKAGES[name]
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"{name} needs compute capability {capability[0]}.{capability[1]} or later"
+    if find_spec(package.split(".")[0]) is None:
+        return f"{name} needs the package {package.split('.')[0].replace('_', '-')}"
+    return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
+
+
+def quantization_reason(name: str | None, device: torch.device) -> str | None:
+    """Why a quantisation cannot run here."""
+    if name is None:
+        return None
+    package = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}[name.split("-")[0]]
+    if find_spec(package) is None:
+        return f"{name} needs the package {package}"
+    if name == "torchao-float8":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            return "torchao-float8 needs an NVIDIA GPU of compute capability 8.9 or later"
+    elif name in ("gptq", "torchao-int4") and device.type != "cuda":
+        return f"{name} needs an NVIDIA GPU"
+    return None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,164 @@
+"""A request becomes token ids: the checkpoint's turn template, with one block of image tokens per view.
+
+Equal to Transformers' ``Gemma3Processor`` token by token, with one difference on purpose: special tokens that stand in
+the user's text are plain text there, not commands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from panscan.core import Message, ModelError, Request, SettingError
+from panscan.images.views import PromptCost
+
+__all__ = ["Prompt", "PromptWriter", "conversation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of one request, and how many of them are image tokens."""
+
+    ids: list[int]
+    image_tokens: int
+
+
+def conversation(request: Request) -> list[dict[str, Any]]:
+    """The request as chat turns whose content is always a list of ``text`` and ``image`` parts.
+
+    Raises:
+        SettingError: if the conversation's image parts and the request's images do not match in number.
+    """
+    if request.messages is None:
+        user = [{"type": "image"} for _ in request.images] + [{"type": "text", "text": request.prompt}]
+        turns = [{"role": "user", "content": user}]
+        if request.system is not None:
+            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
+        return turns
+    return [{"role": turn["role"], "content": list(_parts(turn))} for turn in request.messages]
+
+
+def _parts(turn: Message) -> Iterator[dict[str, Any]]:
+    content = turn["content"]
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] not in ("text", "image", "image_url"):
+            raise SettingError(f"messages: a part of type {part['type']!r} is not text or image")
+        yield {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+
+
+class PromptWriter:
+    """Writes prompts for one checkpoint.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        image_tokens: soft tokens of a view; 0 for a text-only checkpoint.
+    """
+
+    def __init__(self, tokenizer: Any, image_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.image_tokens = image_tokens
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._specials = re.compile("|".join(re.escape(token) for token in specials))
+        if image_tokens:
+            self.boi, self.eoi = tokenizer.boi_token, tokenizer.eoi_token
+            self.soft_id: int | None = tokenizer.image_token_id
+        else:
+            self.boi, self.eoi, self.soft_id = "<start_of_image>", "<end_of_image>", None
+
+    def cost(self) -> PromptCost:
+        """What an image costs in prompt tokens, counted with this tokenizer where an image stands: before a text.
+
+        Counted in place, because its line breaks may join those of the turn template to one token.
+        """
+        raw = not getattr(self.tokenizer, "chat_template", None)
+
+        def tokens(crops: list[int]) -> int:
+            marks = self.boi * len(crops) if raw else ""
+            request = Request(prompt=f"{marks}What?", images=[] if raw else ["image"] * len(crops), raw=raw)
+            return len(self.write(request, crops).ids)
+
+        bare = tokens([])
+        plain, one, two = (tokens([crops]) - bare - (crops + 1) * self.image_tokens for crops in range(3))
+        return PromptCost(self.image_tokens, plain, 2 * one - two, two - one)
+
+    def write(self, request: Request, crops: Sequence[int]) -> Prompt:
+        """Token ids of a request whose images have this many crops each, in order.
+
+        Raises:
+            SettingError: if images and their places in the prompt differ in number, or the checkpoint reads no images.
+            ModelError: if the checkpoint has no turn template and the prompt is not raw.
+        """
+        if crops and not self.image_tokens:
+            raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
+        text, guard = self._raw(request) if request.raw else self._templated(request)
+        places = text.count(self.boi)
+        if places != len(crops):
+            raise SettingError(
+                f"the prompt has {places} place(s) for images ({self.boi}) and {len(crops)} image(s) were given"
+            )
+        pieces = text.split(self.boi)
+        filled = pieces[0] + "".join(self._block(n) + piece for n, piece in zip(crops, pieces[1:], strict=True))
+        return Prompt(self._ids(filled, guard), self.image_tokens * sum(n + 1 for n in crops))
+
+    def _raw(self, request: Request) -> tuple[str, str]:
+        assert request.prompt is not None  # Request holds this for raw prompts
+        text, bos = request.prompt, self.tokenizer.bos_token
+        if self.image_tokens and self.tokenizer.image_token in text:
+            raise SettingError(f"a raw prompt marks an image with {self.boi}, not {self.tokenizer.image_token}")
+        return (text if text.startswith(bos) else bos + text), ""
+
+    def _templated(self, request: Request) -> tuple[str, str]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ModelError(
+                "this checkpoint has no turn template (a base model?): use a raw prompt with"
+                f" {self.boi} where each image goes (--raw-prompt)"
+            )
+        turns = conversation(request)
+        guard = _unused_character(_texts(turns))
+        for turn in turns:
+            for part in turn["content"]:
+                if part["type"] == "text":
+                    part["text"] = self._specials.sub(lambda m: m[0][0] + guard + m[0][1:], part["text"])
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise SettingError(f"messages: the checkpoint's turn template refuses them: {error}") from error
+        return text, guard
+
+    def _block(self, crops: int) -> str:
+        """An image's place, filled as ``Gemma3Processor`` words it; one image mark stands for a whole view."""
+        view = f"\n\n{self.boi}{self.eoi}\n\n"
+        if not crops:
+            return view
+        listed = " ".join([view] * crops)
+        return f"Here is the original image {view} and here are some crops to help you see better {listed}"
+
+    def _ids(self, text: str, guard: str = "") -> list[int]:
+        """Token ids: special tokens as written, everything between them as plain text, ``guard`` taken out."""
+        ids: list[int] = []
+        at = 0
+        for match in [*self._specials.finditer(text), None]:
+            plain = text[at : match.start() if match else None]
+            if plain:
+                plain = plain.replace(guard, "") if guard else plain
+                ids += self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
+            if match:
+                ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
+                if match[0] == self.boi and self.soft_id is not None:
+                    ids += [self.soft_id] * self.image_tokens
+                at = match.end()
+        return ids
+
+
+def _texts(turns: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(part.get("text", "") for turn in turns for part in turn["content"])
+
+
+def _unused_character(text: str) -> str:
+    """A private-use character that the text does not hold."""
+    return next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)

@@ -1,0 +1,54 @@
+"""Switches of a loaded model that need no reload: attention implementation, torch.compile, TF32."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from panscan.core import PanscanWarning, UnsupportedError
+
+__all__ = ["apply_attention", "apply_compile", "apply_tf32"]
+
+
+def apply_attention(model: Any, name: str) -> None:
+    """Switch every part of the model to an attention implementation.
+
+    Raises:
+        UnsupportedError: Transformers or its kernels refuse it on this machine.
+    """
+    if "flash" in name:
+        warnings.warn(
+            f"--attention {name}: Transformers' flash masks ignore Gemma 3's image blocks, so image tokens become"
+            " causal and answers may differ",
+            PanscanWarning,
+            stacklevel=2,
+        )
+    if name == "flex_attention" and model.device.type == "cpu":
+        # Compiling for the CPU fails at the second prompt length while lengths are symbols.
+        torch._dynamo.config.automatic_dynamic_shapes = False
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        raise UnsupportedError(f"--attention {name}: {' '.join(str(error).split())[:200]}") from error
+
+
+def apply_compile(model: Any, mode: str | None) -> None:
+    """Compile the language model and the vision tower, or undo it. The first calls after it are slow.
+
+    Whole modules, not ``model.forward``: what happens between them (merging image embeddings) depends on the data.
+    """
+    inner = model.model
+    for module in (getattr(inner, "vision_tower", None), getattr(inner, "language_model", inner)):
+        if module is None:
+            continue
+        module._compiled_call_impl = None  # nn.Module.compile has no counterpart that undoes it
+        if mode is not None:
+            module.compile(mode=mode)
+
+
+def apply_tf32(enabled: bool) -> None:
+    """Let float32 matrix products and convolutions use TF32, or forbid it. Process-wide, as PyTorch has it."""
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    torch.backends.cudnn.allow_tf32 = enabled

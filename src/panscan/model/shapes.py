@@ -1,0 +1,190 @@
+"""Gemma 3's published shapes and what they cost: parameters, FLOPs and bytes, as short formulas. No tensor library.
+
+The numbers are those of ``_VARIANTS`` and ``_VISION_CONFIG`` in Transformers' conversion script
+(``src/transformers/models/gemma3/convert_gemma3_weights.py``), which also adds 64 rows to the vocabulary of the
+models that see. A multiply-add counts as two FLOPs; norms, activations, softmax and rotations are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+__all__ = ["SHAPES", "Shape", "TextShape", "VisionShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The decoder. Every ``pattern``-th layer is global, the others see ``window`` positions, their own included.
+
+    ``query_scale`` is ``query_pre_attn_scalar``; ``rope_factor`` divides the positions of the global layers.
+    """
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int
+    query_scale: int
+    max_positions: int
+    rope_factor: float | None = None
+    rope_theta_global: float = 1e6
+    rope_theta_local: float = 1e4
+    pattern: int = 6
+
+    @property
+    def global_layers(self) -> int:
+        return self.layers // self.pattern
+
+    @property
+    def local_layers(self) -> int:
+        return self.layers - self.global_layers
+
+    def layer_matrices(self) -> int:
+        """Weights of one layer's products: hidden x head size x (2 heads + 2 kv heads) + 3 x hidden x intermediate."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    def parameters(self) -> int:
+        """Vocabulary x hidden (once: tied) + layers x (matrices + 4 norms of hidden + 2 of head size) + final norm."""
+        norms = 4 * self.hidden + 2 * self.head_size
+        return self.vocabulary * self.hidden + self.layers * (self.layer_matrices() + norms) + self.hidden
+
+    def attention_pairs(self, tokens: int) -> int:
+        """Pairs (query, key) that a causal prompt of ``tokens`` looks at, summed over layers, for one head.
+
+        A global layer has n(n + 1) / 2; a local one lacks (n - w)(n - w + 1) / 2 of them beyond its window w. Image
+        blocks look both ways and add at most i(i - 1) / 2 per layer for i image tokens: not counted.
+        """
+        causal = tokens * (tokens + 1) // 2
+        beyond = max(0, tokens - self.window)
+        return self.layers * causal - self.local_layers * (beyond * (beyond + 1) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The SigLIP tower, without a head. ``image_size`` and ``patch_size`` are pixels of a square's side."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    image_size: int
+    patch_size: int = 14
+
+    @property
+    def patches(self) -> int:
+        """Patches of one view; each is one position of the tower."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def layer_matrices(self) -> int:
+        """Weights of one layer's products, without biases: 4 x hidden^2 + 2 x hidden x intermediate."""
+        return 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+
+    def patch_matrix(self) -> int:
+        """Weights of the patch embedding: 3 x patch size^2 x hidden."""
+        return 3 * self.patch_size**2 * self.hidden
+
+    def parameters(self) -> int:
+        """Patch and position embeddings + layers x (matrices + their biases + 2 layer norms) + final layer norm."""
+        embeddings = self.patch_matrix() + self.hidden + self.patches * self.hidden
+        biases = 5 * self.hidden + self.intermediate
+        return embeddings + self.layers * (self.layer_matrices() + biases + 4 * self.hidden) + 2 * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A whole model. Without ``vision`` it reads text only; ``image_tokens`` are the soft tokens of one view."""
+
+    name: str
+    text: TextShape
+    vision: VisionShape | None = None
+    image_tokens: int = 256
+
+    def parameters(self) -> int:
+        """Decoder + tower + projector (vision hidden x text hidden, and a norm of vision hidden); tied weights once."""
+        if self.vision is None:
+            return self.text.parameters()
+        projector = self.vision.hidden * self.text.hidden + self.vision.hidden
+        return self.text.parameters() + self.vision.parameters() + projector
+
+    def vision_flops(self, views: int) -> float:
+        """Tower and projector over ``views`` views; 0 for a text-only model.
+
+        Per view of n patches: 2n x (patch matrix + layers x layer matrices) + layers x 4 x n^2 x hidden (scores and
+        values) + 2 x image tokens x vision hidden x text hidden.
+        """
+        if self.vision is None:
+            return 0.0
+        patches, hidden = self.vision.patches, self.vision.hidden
+        linear = 2 * patches * (self.vision.patch_matrix() + self.vision.layers * self.vision.layer_matrices())
+        attention = self.vision.layers * 4 * patches**2 * hidden
+        return float(views * (linear + attention + 2 * self.image_tokens * hidden * self.text.hidden))
+
+    def prefill_flops(self, tokens: int) -> float:
+        """The decoder over one prompt of ``tokens``, with the logits of its last position only.
+
+        2 x tokens x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x attention pairs.
+        """
+        text = self.text
+        linear = 2 * tokens * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
+        return float(linear + 4 * text.heads * text.head_size * text.attention_pairs(tokens))
+
+    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
+        """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
+
+        Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
+        request's keys and values as in :meth:`kv_bytes`.
+        """
+        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
+
+    def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
+        """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
+
+        2 x kv heads x head size x bytes per value x (global layers x tokens + local layers x min(tokens, window)).
+        """
+        text = self.text
+        positions = text.global_layers * tokens + text.local_layers * min(tokens, text.window)
+        return ceil(2 * text.kv_heads * text.head_size * positions * bytes_per_value)
+
+
+_SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=896)
+
+_TEXT_VOCABULARY = 262_144
+_VOCABULARY = _TEXT_VOCABULARY + 64
+
+
+def _small(hidden: int, intermediate: int, layers: int) -> TextShape:
+    """What the two text-only models have in common."""
+    return TextShape(
+        _TEXT_VOCABULARY, hidden, intermediate, layers, heads=4, kv_heads=1, head_size=256, window=512,
+        query_scale=256, max_positions=32_768,
+    )  # fmt: skip
+
+
+def _large(hidden: int, layers: int, heads: int, head_size: int, query_scale: int) -> TextShape:
+    """What the models that see have in common."""
+    return TextShape(
+        _VOCABULARY, hidden, 4 * hidden, layers, heads, heads // 2, head_size, window=1024,
+        query_scale=query_scale, max_positions=131_072, rope_factor=8.0,
+    )  # fmt: skip
+
+
+_MINI_TEXT = TextShape(
+    vocabulary=1024, hidden=128, intermediate=384, layers=7, heads=4, kv_heads=2, head_size=32, window=128,
+    query_scale=32, max_positions=32_768, rope_factor=8.0,
+)  # fmt: skip
+_MINI_VISION = VisionShape(hidden=144, intermediate=288, layers=2, heads=2, image_size=224)
+
+SHAPES: dict[str, Shape] = {
+    "270m": Shape("270m", _small(hidden=640, intermediate=2048, layers=18)),
+    "1b": Shape("1b", _small(hidden=1152, intermediate=6912, layers=26)),
+    "4b": Shape("4b", _large(hidden=2560, layers=34, heads=8, head_size=256, query_scale=256), _SIGLIP),
+    "12b": Shape("12b", _large(hidden=3840, layers=48, heads=16, head_size=256, query_scale=256), _SIGLIP),
+    "27b": Shape("27b", _large(hidden=5376, layers=62, heads=32, head_size=128, query_scale=168), _SIGLIP),
+    "mini": Shape("mini", _MINI_TEXT, _MINI_VISION, image_tokens=64),
+}
+"""The published shapes, and ``mini``: the bundled model, small but with every part of the real ones."""

@@ -1,0 +1,49 @@
+"""The one interface over the ways to run requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from panscan.core import Request, Result
+from panscan.runners.settings import Settings
+
+__all__ = ["Runner", "batches"]
+
+
+class Runner(Protocol):
+    """A loaded model that answers requests. Settings of level "call" may change between batches."""
+
+    settings: Settings
+
+    def configure(self, settings: Settings) -> None:
+        """Take other settings of the same load. Raises SettingError or UnsupportedError."""
+        ...
+
+    def run(self, batch: Sequence[Request]) -> list[Result]:
+        """Answer one batch; the requests' own pan-and-scan and sampling settings count."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+def batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> list[list[int]]:
+    """Indices of requests, batch by batch.
+
+    Args:
+        views: view count of each request.
+        batch_size: requests in a batch at most.
+        equal_views: only requests with equal view counts share a batch, so that none is padded for another's crops;
+            batches then come in the order of their first request.
+    """
+    return list(_batches(views, batch_size, equal_views=equal_views))
+
+
+def _batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> Iterator[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for index, count in enumerate(views):
+        groups.setdefault(count if equal_views else 0, []).append(index)
+    cut = [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
+    yield from sorted(cut, key=lambda batch: batch[0])

@@ -1,0 +1,186 @@
+"""Runner ``generate``: Transformers' own ``generate()``, with time stamps at every boundary."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
+from panscan.model.load import Loaded
+from panscan.model.machine import synchronize
+from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
+from panscan.runners.base import batches
+from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
+from panscan.runners.inputs import Prepared, Read, collate, count_views, prepare, read_images
+from panscan.runners.loading import load_for, unsupported_reason
+from panscan.runners.settings import Settings, settings_from
+
+__all__ = ["GenerateRunner", "finished", "generation_config"]
+
+
+def generation_config(sampling: Sampling, loaded: Loaded, cache: str) -> GenerationConfig:
+    """What ``generate()`` is told: only what was asked for, on top of the checkpoint's token ids."""
+    own = loaded.model.generation_config
+    chosen: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "do_sample": not sampling.greedy,
+        "pad_token_id": own.pad_token_id,
+        # An id outside of the vocabulary never comes up; None would bring the checkpoint's own back.
+        "eos_token_id": loaded.model.config.get_text_config().vocab_size if sampling.ignore_eos else own.eos_token_id,
+        "suppress_tokens": own.suppress_tokens,
+    }
+    if not sampling.greedy:
+        chosen["temperature"] = sampling.temperature
+        # generate() keeps the 50 likeliest tokens unless told otherwise; 0 keeps all.
+        chosen |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0, "min_p": sampling.min_p}
+    if sampling.repetition_penalty is not None:
+        chosen["repetition_penalty"] = sampling.repetition_penalty
+    if cache != "dynamic":
+        chosen["cache_implementation"] = cache
+    return GenerationConfig(**chosen)
+
+
+class GenerateRunner:
+    """Gemma 3 through Transformers' ``generate()``.
+
+    Example:
+        >>> runner = GenerateRunner.from_pretrained("mini")
+        >>> [result] = runner.generate([Request(prompt="What is the total?", images=["receipt.png"])])
+        >>> result.text, result.views, result.prompt_tokens
+    """
+
+    def __init__(self, loaded: Loaded, settings: Settings) -> None:
+        self.loaded = loaded
+        self.settings = settings
+        self._compiled: str | None = None
+
+    @classmethod
+    def from_pretrained(cls, model: str = "mini", **settings: Any) -> GenerateRunner:
+        """Load a checkpoint: ``mini``, a directory or a hub id. Further settings as on the command line.
+
+        Raises:
+            ModelError: the checkpoint cannot be had.
+            SettingError: an unknown setting or value.
+            UnsupportedError: this machine cannot do what the settings say.
+        """
+        return cls.from_settings(settings_from({"model": model, **settings}))
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> GenerateRunner:
+        """Load what settings name, and switch it to what they say.
+
+        Raises: as :meth:`from_pretrained`.
+        """
+        if (reason := unsupported_reason(settings)) is not None:
+            raise UnsupportedError(reason)
+        runner = cls(load_for(settings), settings)
+        runner.configure(settings)
+        return runner
+
+    def configure(self, settings: Settings) -> None:
+        """Take other settings of the same load: attention, compilation and TF32 are switched on the loaded model."""
+        if settings.load_key != self.settings.load_key:
+            raise SettingError("other weights need another runner")
+        if (reason := unsupported_reason(settings)) is not None:
+            raise UnsupportedError(reason)
+        if self.loaded.model.config._attn_implementation != settings.attention:
+            apply_attention(self.loaded.model, settings.attention)
+        if self._compiled != settings.compile:
+            apply_compile(self.loaded.model, settings.compile)
+            self._compiled = settings.compile
+        apply_tf32(settings.tf32)
+        self.settings = settings
+
+    def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
+        """A request with this runner's pan-and-scan and sampling settings."""
+        fields.setdefault("pan_and_scan", self.settings.pan_and_scan)
+        fields.setdefault("sampling", self.settings.sampling)
+        return Request(prompt=prompt, images=images, **fields)
+
+    def generate(self, requests: Iterable[Request]) -> list[Result]:
+        """Answer requests, ``batch_size`` at a time, in their order.
+
+        Raises:
+            ImageError: a request's image cannot be read.
+            SettingError: a prompt without its image, and the like.
+        """
+        todo = list(requests)
+        equal = self.settings.equal_views
+        views = [count_views(request) if equal else 0 for request in todo]
+        results: dict[int, Result] = {}
+        for batch in batches(views, self.settings.batch_size, equal_views=equal):
+            results |= zip(batch, self.run([todo[index] for index in batch]), strict=True)
+        return [results[index] for index in range(len(todo))]
+
+    @torch.no_grad()
+    def run(self, batch: Sequence[Request]) -> list[Result]:
+        """One ``generate()`` call. All requests of a batch share its sampling settings, as ``generate()`` does."""
+        sampling = batch[0].sampling
+        if any(request.sampling != sampling for request in batch):
+            raise SettingError("generate() takes one set of sampling settings per batch")
+        stamps = Stamps(accepted=now())
+        read = [read_images(request) for request in batch]
+        stamps.loaded = now()
+        prepared = [self._prepare(item) for item in read]
+        inputs = collate(prepared, self.loaded, self.settings.pad_to_multiple_of)
+        clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
+        stamps.preprocessed = now()
+        tokens = TokenClock(clock)
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        with timed_vision(self.loaded.model, clock) as vision:
+            output = self.loaded.model.generate(
+                **inputs,
+                generation_config=generation_config(sampling, self.loaded, self.settings.cache),
+                stopping_criteria=StoppingCriteriaList([tokens]),
+            )
+        synchronize(self.loaded.device)
+        stamps.end = now()
+        times = clock.read()
+        if vision.start is not None and vision.end is not None:
+            stamps.vision_start, stamps.vision = times[vision.start], times[vision.end]
+        steps = [times[mark] for mark in tokens.marks]
+        width = inputs["input_ids"].shape[1]
+        rows = output[:, width:].tolist()
+        return [finished(item, row, stamps, steps, self.loaded) for item, row in zip(prepared, rows, strict=True)]
+
+    def _prepare(self, read: Read) -> Prepared:
+        loaded, on_device = self.loaded, self.settings.preprocess == "device"
+        return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
+
+    def close(self) -> None:
+        """Drop the model and give its memory back."""
+        del self.loaded
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _devices(self) -> set[Any]:
+        return set((getattr(self.loaded.model, "hf_device_map", None) or {"": self.loaded.device}).values())
+
+
+def finished(item: Prepared, row: list[int], stamps: Stamps, steps: list[float], loaded: Loaded) -> Result:
+    """The result of one request of a batch: its row up to its own end, with the times of those steps.
+
+    The token that ends an answer was computed as any other, so it counts.
+    """
+    stop = None
+    if not item.request.sampling.ignore_eos:
+        stop = next((at + 1 for at, token in enumerate(row) if token in loaded.eos_ids), None)
+    ids = row[:stop]
+    return Result(
+        id=item.request.id,
+        text=loaded.reader.tokenizer.decode(ids, skip_special_tokens=True),
+        token_ids=ids,
+        finish_reason="length" if stop is None else "stop",
+        views=item.views,
+        crops=item.crops,
+        image_tokens=item.prompt.image_tokens,
+        prompt_tokens=len(item.prompt.ids),
+        stamps=replace(stamps, tokens=steps[: len(ids)]),
+    )

@@ -1,0 +1,109 @@
+"""A batch of requests becomes the tensors that ``generate()`` takes: pixels, ids, masks, on the model's device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from panscan.core import Request
+from panscan.images.files import expand_images, open_image
+from panscan.images.pixels import image_to_device, pixels_pil, pixels_torch
+from panscan.images.views import ViewPlan, plan_views
+from panscan.model.load import Loaded, Reader
+from panscan.model.prompt import Prompt
+
+__all__ = ["Prepared", "Read", "collate", "count_views", "prepare", "read_images"]
+
+
+@dataclass(slots=True)
+class Read:
+    """A request whose images are decoded (RGB, upright)."""
+
+    request: Request
+    images: list[Image.Image]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One request's part of a batch: plans of its images, ids of its prompt, pixels ``[views, 3, size, size]``."""
+
+    request: Request
+    plans: list[ViewPlan]
+    prompt: Prompt
+    pixels: torch.Tensor | None
+
+    @property
+    def views(self) -> int:
+        return sum(len(plan.views) for plan in self.plans)
+
+    @property
+    def crops(self) -> int:
+        return sum(plan.crops for plan in self.plans)
+
+
+def read_images(request: Request) -> Read:
+    """Decode a request's images; a file of several pages gives several images.
+
+    Raises:
+        ImageError: naming the file.
+    """
+    return Read(request, [open_image(image) for image in expand_images(request.images)])
+
+
+def count_views(request: Request) -> int:
+    """Views of a request, found by decoding its images."""
+    images = read_images(request).images
+    return sum(len(plan_views(*image.size, request.pan_and_scan).views) for image in images)
+
+
+def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype, *, on_device: bool) -> Prepared:
+    """Plan the views, write the prompt and compute the pixels of one request.
+
+    Args:
+        read: the request and its decoded images.
+        reader: of the checkpoint.
+        device: where pixels go.
+        dtype: what pixels become, after normalisation in float32.
+        on_device: cut and resize on ``device`` instead of with Pillow on the CPU.
+    """
+    request, images = read.request, read.images
+    plans = [plan_views(*image.size, request.pan_and_scan) for image in images]
+    prompt = reader.prompts.write(request, [plan.crops for plan in plans])
+    if not images or reader.pixels is None:
+        return Prepared(request, plans, prompt, None)
+    parts = []
+    for image, plan in zip(images, plans, strict=True):
+        if on_device:
+            pixels = pixels_torch(image_to_device(image, device), plan.views, reader.pixels)
+        else:
+            pixels = pixels_pil(image, plan.views, reader.pixels)
+        parts.append(pixels.to(device=device, dtype=dtype))
+    return Prepared(request, plans, prompt, torch.cat(parts))
+
+
+def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int | None) -> dict[str, Any]:
+    """Keyword arguments of ``generate()`` for a batch, padded on the left.
+
+    ``input_ids``, ``attention_mask``, ``token_type_ids`` (1 at image tokens): int64 ``[requests, tokens]``;
+    ``pixel_values``: ``[views of all requests, 3, size, size]``.
+    """
+    longest = max(len(item.prompt.ids) for item in batch)
+    if pad_to_multiple_of is not None:
+        longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    pad = loaded.model.generation_config.pad_token_id
+    ids = torch.full((len(batch), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, item in enumerate(batch):
+        ids[row, longest - len(item.prompt.ids) :] = torch.tensor(item.prompt.ids)
+        mask[row, longest - len(item.prompt.ids) :] = 1
+    inputs = {"input_ids": ids.to(loaded.device), "attention_mask": mask.to(loaded.device)}
+    if loaded.reader.reads_images:
+        inputs["token_type_ids"] = (inputs["input_ids"] == loaded.reader.prompts.soft_id).long()
+    pixels = [item.pixels for item in batch if item.pixels is not None]
+    if pixels:
+        inputs["pixel_values"] = torch.cat(pixels)
+    return inputs

@@ -1,0 +1,59 @@
+"""Settings become a loaded model, or the reason why this machine cannot have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from panscan.core import UnsupportedError
+from panscan.model.load import Loaded, Placement, load_model
+from panscan.model.machine import attention_reason, quantization_reason, resolve_device, resolve_dtype
+from panscan.model.quantize import quantization_config
+from panscan.runners.settings import Settings
+
+__all__ = ["load_for", "unsupported_reason"]
+
+
+# What a runner does not offer: setting -> the only value it takes.
+_RUNNER_LIMITS: dict[str, dict[str, Any]] = {
+    "pipeline": {"batch_size": 1, "pad_to_multiple_of": None, "preprocess": "cpu"},
+    "generate_batch": {"cache": "dynamic", "compile": None},
+}
+
+
+def unsupported_reason(settings: Settings) -> str | None:
+    """Why this machine cannot run these settings, found out without loading a model; None if nothing speaks against it.
+
+    Raises:
+        SettingError: a value that no machine takes.
+    """
+    for name, only in _RUNNER_LIMITS.get(settings.runner, {}).items():
+        if getattr(settings, name) != only:
+            return f"runner {settings.runner}: --{name.replace('_', '-')} must stay at {only}"
+    try:
+        device = resolve_device(settings.device)
+    except UnsupportedError as error:
+        return str(error)
+    if settings.tp_plan is not None and not torch.distributed.is_torchelastic_launched():
+        return "--tp-plan needs torchrun: torchrun --nproc-per-node N -m panscan bench ..."
+    dtype = resolve_dtype(settings.dtype, device)
+    return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
+
+
+def load_for(settings: Settings) -> Loaded:
+    """Load the model that settings name, placed and quantised as they say."""
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if settings.random_weights:
+        from panscan.model.load import prepared, random_reader
+        from panscan.model.random_weights import random_model
+
+        assert settings.model_shape is not None  # Settings holds this
+        model, tools = random_model(settings.model_shape, dtype=dtype, device=device)
+        return prepared(model, random_reader(settings.model_name, tools))
+    placement = Placement(
+        device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
+        quantization_config(settings.quantization, dtype),
+    )  # fmt: skip
+    return load_model(settings.model, placement, revision=settings.revision)

@@ -1,0 +1,78 @@
+"""Runner ``pipeline``: ``pipeline("image-text-to-text")`` as its documentation shows it, for comparison.
+
+It preprocesses with the checkpoint's own processor and takes chats one by one, or as a list with ``batch_size``.
+Its vision time cannot be seen from outside; token times can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList, pipeline
+
+from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.images.views import plan_views
+from panscan.model.load import Loaded
+from panscan.model.prompt import conversation
+from panscan.runners.clock import DeviceClock, TokenClock
+from panscan.runners.generate import GenerateRunner, finished, generation_config
+from panscan.runners.inputs import Prepared, Read, read_images
+from panscan.runners.settings import Settings
+
+__all__ = ["PipelineRunner"]
+
+
+class PipelineRunner(GenerateRunner):
+    """Gemma 3 through Transformers' ``image-text-to-text`` pipeline: one chat per call."""
+
+    def __init__(self, loaded: Loaded, settings: Settings) -> None:
+        super().__init__(loaded, settings)
+        if not loaded.reader.reads_images:
+            raise UnsupportedError("runner pipeline: image-text-to-text needs a checkpoint that reads images")
+        self._pipe = pipeline("image-text-to-text", model=loaded.model, processor=loaded.reader.processor)
+
+    @torch.no_grad()
+    def run(self, batch: Sequence[Request]) -> list[Result]:
+        """Each request in its own call."""
+        return [self._one(request) for request in batch]
+
+    def _one(self, request: Request) -> Result:
+        if request.raw:
+            raise SettingError("runner pipeline takes chats, not raw prompts: use the runner generate")
+        stamps = Stamps(accepted=now())
+        read = read_images(request)
+        stamps.loaded = now()
+        clock = DeviceClock(self.loaded.device)
+        tokens = TokenClock(clock)
+        if request.sampling.seed is not None:
+            torch.manual_seed(request.sampling.seed)
+        [answer] = self._pipe(
+            [_chat(read)],
+            return_tensors=True,
+            generate_kwargs={
+                "generation_config": generation_config(request.sampling, self.loaded, self.settings.cache),
+                "stopping_criteria": StoppingCriteriaList([tokens]),
+            },
+            processor_kwargs=request.pan_and_scan.processor_kwargs(),
+        )
+        stamps.end = now()
+        plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
+        prompt = self.loaded.reader.prompts.write(request, [plan.crops for plan in plans])
+        # The pipeline gives back the answer's ids alone or behind the prompt's, depending on its version.
+        row = list(answer["generated_token_ids"])[-len(tokens.marks) :]
+        times = clock.read()
+        steps = [times[mark] for mark in tokens.marks]
+        return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)
+
+
+def _chat(read: Read) -> list[dict[str, Any]]:
+    """The conversation with its images in place."""
+    images = iter(read.images)
+    turns = conversation(read.request)
+    for turn in turns:
+        for part in turn["content"]:
+            if part["type"] == "image":
+                part["image"] = next(images)
+    return turns

@@ -1,0 +1,225 @@
+"""Every knob of a run in one place: name, default, choices, help. Flags, YAML keys and records use these names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
+
+from panscan.core import PanAndScan, Sampling, SettingError
+
+__all__ = ["Axis", "Settings", "axes", "nearest", "parse_value", "settings_from"]
+
+Level = Literal["load", "call"]
+
+
+def _axis(
+    default: Any, help: str, *, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = (), level: Level = "call"
+) -> Any:
+    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "level": level})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
+
+    runner: str = _axis(
+        "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch"), level="load"
+    )
+    model: str = _axis("mini", "checkpoint: a hub id, a directory, or 'mini'", aliases=("model_id",), level="load")
+    revision: str | None = _axis(None, "branch, tag or commit of a hub checkpoint", level="load")
+    random_weights: bool = _axis(False, "true shapes, random weights: speed without a download", level="load")
+    model_shape: str | None = _axis(
+        None, "with --random-weights", choices=("mini", "270m", "1b", "4b", "12b", "27b"), level="load"
+    )
+    dtype: str = _axis(
+        "auto", "auto: bf16 on a GPU, fp32 on a CPU", aliases=("precision",),
+        choices=("auto", "bf16", "fp32", "fp16"), level="load",
+    )  # fmt: skip
+    quantization: str | None = _axis(
+        None, "weights quantised on load, or 'gptq' for such a checkpoint",
+        choices=("bnb-8bit", "bnb-4bit", "torchao-int8", "torchao-int4", "torchao-float8", "gptq"), level="load",
+    )  # fmt: skip
+    device: str = _axis("auto", "auto, cpu, cuda, cuda:N or mps", level="load")
+    device_map: str | None = _axis(
+        None, "spread layers over devices (one works at a time)",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"), level="load",
+    )  # fmt: skip
+    max_memory: str | None = _axis(None, "with --device-map, e.g. '0=30GiB;cpu=60GiB'", level="load")
+    tp_plan: str | None = _axis(None, "tensor parallel, under torchrun", choices=("auto",), level="load")
+    attention: str = _axis(
+        "sdpa", "eager, sdpa, flex_attention, flash_attention_2/3/4 or a kernels-hub name", aliases=("attn_impl",)
+    )
+    cache: str = _axis("dynamic", "KV cache; static is compiled for decode on a GPU", choices=("dynamic", "static"))
+    compile: str | None = _axis(
+        None, "torch.compile mode of the vision tower and the language model",
+        choices=("default", "reduce-overhead", "max-autotune"),
+    )  # fmt: skip
+    tf32: bool = _axis(False, "let float32 products use TF32")
+    batch_size: int = _axis(1, "requests per generate() call")
+    equal_views: bool = _axis(False, "batch requests with equal view counts together")
+    pad_to_multiple_of: int | None = _axis(None, "pad prompts to a multiple of this many tokens")
+    preprocess: str = _axis("cpu", "where views are cut and resized", choices=("cpu", "device"))
+    do_pan_and_scan: bool = _axis(True, "crops besides the whole image")
+    pan_and_scan_min_crop_size: int = _axis(256, "pixels", aliases=("min_crop_size", "grid_min_crop_size"))
+    pan_and_scan_max_num_crops: int = _axis(4, "crops at most", aliases=("max_num_crops", "grid_max_crops"))
+    pan_and_scan_min_ratio_to_activate: float = _axis(
+        1.2, "longer over shorter side, from which crops are taken", aliases=("min_ratio_to_activate", "grid_min_ratio")
+    )
+    max_new_tokens: int = _axis(128, "output tokens at most")
+    temperature: float = _axis(0.0, "0 is greedy")
+    top_k: int | None = _axis(None, "sample from the k likeliest tokens")
+    top_p: float | None = _axis(None, "sample from the likeliest tokens of this mass")
+    min_p: float | None = _axis(None, "drop tokens less likely than this share of the likeliest")
+    repetition_penalty: float | None = _axis(None, "over 1: repeat less")
+    sampling_seed: int | None = _axis(None, "seed of the sampler")
+    ignore_eos: bool = _axis(False, "always max_new_tokens tokens, for speed measurements")
+
+    def __post_init__(self) -> None:
+        for axis in axes().values():
+            value = getattr(self, axis.name)
+            if axis.choices and value is not None and value not in axis.choices:
+                hint = nearest(value, axis.choices)
+                raise SettingError(f"--{axis.flag} takes {', '.join(axis.choices)}; got {value!r}{hint}")
+        for name, least in (("batch_size", 1), ("pad_to_multiple_of", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SettingError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        self._check_contradictions()
+        self.pan_and_scan, self.sampling  # noqa: B018 - both check their values
+
+    def _check_contradictions(self) -> None:
+        if self.random_weights != (self.model_shape is not None):
+            raise SettingError("--random-weights and --model-shape go together")
+        if self.random_weights and self.model != "mini":
+            raise SettingError("--random-weights takes --model-shape instead of --model")
+        if self.device_map is not None and self.tp_plan is not None:
+            raise SettingError("--device-map and --tp-plan exclude each other")
+        if self.device_map is not None and self.device != "auto":
+            raise SettingError("--device-map and --device exclude each other: the map places the layers")
+        if self.max_memory is not None and self.device_map is None:
+            raise SettingError("--max-memory needs --device-map")
+
+    @property
+    def pan_and_scan(self) -> PanAndScan:
+        return PanAndScan(
+            enabled=self.do_pan_and_scan,
+            min_crop_size=self.pan_and_scan_min_crop_size,
+            max_num_crops=self.pan_and_scan_max_num_crops,
+            min_ratio_to_activate=self.pan_and_scan_min_ratio_to_activate,
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p,
+            self.repetition_penalty, self.sampling_seed, self.ignore_eos,
+        )  # fmt: skip
+
+    @property
+    def load_key(self) -> tuple[Any, ...]:
+        """Cells with equal keys share one loaded model."""
+        return tuple(getattr(self, axis.name) for axis in axes().values() if axis.level == "load")
+
+    @property
+    def model_name(self) -> str:
+        return f"{self.model_shape} shape, random weights" if self.random_weights else self.model
+
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        plain = Settings()
+        return {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What is known of one setting. ``optional``: the word ``none`` stands for leaving it off."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+    choices: tuple[str, ...]
+    level: Level
+
+    @property
+    def flag(self) -> str:
+        return self.name.replace("_", "-")
+
+
+@cache
+def axes() -> dict[str, Axis]:
+    """Every setting by name, in the order of :class:`Settings`."""
+    hints = get_type_hints(Settings)
+    found = {}
+    for item in fields(Settings):
+        hint = hints[item.name]
+        optional = isinstance(hint, UnionType)
+        kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
+        found[item.name] = Axis(item.name, kind, optional, item.default, **item.metadata)
+    return found
+
+
+@cache
+def _canonical() -> dict[str, str]:
+    return {spelling: axis.name for axis in axes().values() for spelling in (axis.name, *axis.aliases)}
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """`` (did you mean ...?)`` if one of the known words is close, else nothing."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def settings_from(values: Mapping[str, Any]) -> Settings:
+    """Settings from names (aliases and dashes too) and values (typed or text).
+
+    Raises:
+        SettingError: an unknown name (the nearest one is suggested), a name given twice, a value out of its choices.
+    """
+    found: dict[str, Any] = {}
+    for spelling, value in values.items():
+        name = axis_name(spelling)
+        if name in found:
+            raise SettingError(f"{spelling}: {name} is set twice")
+        found[name] = parse_value(name, value)
+    return Settings(**found)
+
+
+def axis_name(spelling: str) -> str:
+    """The canonical name of a setting, from any of its spellings."""
+    key = spelling.lstrip("-").replace("-", "_")
+    if key not in _canonical():
+        raise SettingError(f"unknown setting {spelling!r}{nearest(key, _canonical())}")
+    return _canonical()[key]
+
+
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def parse_value(name: str, value: Any) -> Any:
+    """One typed value of a setting, from text or from a typed YAML value.
+
+    Raises:
+        SettingError: naming the flag, if the value is of another kind.
+    """
+    axis = axes()[name]
+    if value is None or (isinstance(value, str) and value.lower() == "none"):
+        if axis.optional:
+            return None
+        raise SettingError(f"--{axis.flag} takes no 'none'")
+    text = str(value).strip()
+    try:
+        if axis.kind is bool:
+            return _WORDS[text.lower()]
+        if axis.kind is int:
+            return int(text)
+        return axis.kind(text)
+    except (ValueError, KeyError):
+        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise SettingError(f"--{axis.flag} takes {kinds[axis.kind]}; got {text!r}") from None

@@ -1,0 +1,87 @@
+"""Runs with known stamps, for tests of everything that reads records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from panscan.bench.records import FILE_NAME, Run, read_run
+
+
+def header(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "type": "run",
+        "schema": 1,
+        "run_id": "r",
+        "created": "2026-01-02T03:04:05+00:00",
+        "command": ["panscan", "bench"],
+        "settings": {},
+        "environment": {},
+        "cells": [{"cell": cell, "settings": settings} for cell, settings in cells.items()],
+    }
+
+
+def stamps(accepted: float, tokens: Sequence[float], **others: float | None) -> dict[str, Any]:
+    missing = dict.fromkeys(("loaded", "preprocessed", "vision_start", "vision", "end"))
+    return {"accepted": accepted, "tokens": list(tokens), **missing, **others}
+
+
+def request(
+    cell: str, request: str, accepted: float, tokens: Sequence[float], *, repeat: int = 0, batch: int = 0, **others: Any
+) -> dict[str, Any]:
+    record = {
+        "type": "request",
+        "cell": cell,
+        "repeat": repeat,
+        "batch": batch,
+        "request": request,
+        "image": ["page.png"],
+        "image_sha256": ["00"],
+        "prompt_sha256": "00",
+        "views": 3,
+        "crops": 2,
+        "image_tokens": 12,
+        "prompt_tokens": 20,
+        "output_tokens": len(tokens),
+        "finish_reason": "length",
+        "stamps": stamps(accepted, tokens),
+        "error": None,
+    }
+    return record | others
+
+
+def repeat(cell: str, repeat: int, started: float, ended: float, **others: Any) -> dict[str, Any]:
+    record = {
+        "type": "repeat",
+        "cell": cell,
+        "repeat": repeat,
+        "started": started,
+        "ended": ended,
+        "warmup_s": 0.5,
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
+        "peak_rss_bytes": 2**30,
+    }
+    return record | others
+
+
+def outcome(cell: str, outcome: str, reason: str | None = None) -> dict[str, Any]:
+    return {"type": "cell", "cell": cell, "outcome": outcome, "reason": reason, "repeat": None, "time": 9.0}
+
+
+def batches_of(cell: str, latencies: Sequence[float], size: int = 1, tokens: int = 3) -> list[dict[str, Any]]:
+    """One repeat of batches one after the other from time 0: half of each latency to the first token."""
+    records, start = [], 0.0
+    for batch, latency in enumerate(latencies):
+        times = [start + latency / 2 * (1 + i / (tokens - 1)) for i in range(tokens)]
+        records += [request(cell, f"q{batch}.{i}", start, times, batch=batch) for i in range(size)]
+        start += latency
+    return [*records, repeat(cell, 0, 0.0, start), outcome(cell, "done")]
+
+
+def write_run(directory: Path, records: Sequence[dict[str, Any]]) -> Run:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_run(directory)

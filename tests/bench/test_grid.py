@@ -1,0 +1,102 @@
+"""Grids: every combination once, flags over file over presets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.bench.grid import Cell, build_cells, load_preset, preset_names, read_grid_file
+from panscan.core import SettingError
+from panscan.runners.settings import Settings
+
+FIELDS = {
+    "batch_size": st.integers(1, 8),
+    "pan_and_scan_max_num_crops": st.integers(1, 8),
+    "do_pan_and_scan": st.booleans(),
+    "attention": st.sampled_from(["eager", "sdpa"]),
+}
+GRIDS = st.fixed_dictionaries({}, optional={name: st.lists(v, min_size=1, max_size=4) for name, v in FIELDS.items()})
+
+
+@given(GRIDS)
+def test_cells_are_the_product_without_duplicates(grid: dict[str, list[object]]) -> None:
+    crops_meant = True in grid.get("do_pan_and_scan", [True])
+    if not crops_meant and "pan_and_scan_max_num_crops" in grid:
+        with pytest.raises(SettingError, match="contradicts"):
+            build_cells(grid)
+        return
+    cells = build_cells(grid)
+    ids = [cell.id for cell in cells]
+    assert len(ids) == len(set(ids))
+    with_crops = len(set(grid.get("pan_and_scan_max_num_crops", [4]))) if crops_meant else 0
+    without = False in grid.get("do_pan_and_scan", [])
+    others = len(set(grid.get("batch_size", [1]))) * len(set(grid.get("attention", ["sdpa"])))
+    assert len(cells) == others * (with_crops + without)
+
+
+def test_the_id_of_a_cell_never_changes() -> None:
+    """Runs of different days are paired by these ids; a new setting with a default must not pass unnoticed."""
+    assert Cell.of(Settings()).id == "0982cd6807"
+
+
+def test_flags_win_over_the_file_and_the_file_over_presets(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump({"max_num_crops": [7, 8], "batch-size": 2}))
+    [first, second] = build_cells({"batch_size": ["3"]}, file=read_grid_file(path), presets=["balanced"])
+    assert [cell.settings.pan_and_scan_max_num_crops for cell in (first, second)] == [7, 8]
+    assert first.settings.batch_size == 3
+    assert first.settings.pan_and_scan_min_ratio_to_activate == 2.0
+
+
+def test_presets_are_the_documented_ones() -> None:
+    assert preset_names() == ["balanced", "baseline", "document", "throughput"]
+    found = {name: build_cells({}, presets=[name])[0].settings for name in preset_names()}
+    assert not found["baseline"].do_pan_and_scan
+    for name, expected in {"balanced": (2.0, 6, 448), "document": (1.6, 10, 448), "throughput": (2.5, 4, 448)}.items():
+        views = found[name].pan_and_scan
+        assert (views.min_ratio_to_activate, views.max_num_crops, views.min_crop_size) == expected
+    assert found["balanced"].max_new_tokens == 256
+
+
+def test_several_presets_are_several_cells() -> None:
+    cells = build_cells({"batch_size": ["1", "2"]}, presets=["baseline", "balanced"])
+    assert len(cells) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "expected lines"),
+        ("batch_size: [1, 2\n", "not YAML"),
+        ("bach_size: 1\n", "did you mean 'batch_size'"),
+        ("batch_size: []\n", "no value"),
+        ("attention: sdpa\nattn_impl: eager\n", "set twice"),
+        ("batch_size: {a: 1}\n", "whole number"),
+    ],
+)
+def test_bad_grid_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=message) as caught:
+        read_grid_file(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_or_preset_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="No such file"):
+        read_grid_file(tmp_path / "none.yaml")
+    with pytest.raises(SettingError, match="did you mean 'balanced'"):
+        load_preset("balancd")
+
+
+def test_grids_import_no_torch() -> None:
+    code = "import sys, panscan.bench.grid; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"

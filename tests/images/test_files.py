@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from panscan.core import ImageError
+from panscan.images.files import Page, expand_images, find_pages, load_page, open_image, page_digest
+
+
+def draw(path: Path, *sides: int) -> Path:
+    """A file with one square grey page per side, each as grey as it is wide."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first, *rest = (Image.new("L", (side, side), side) for side in sides)
+    if path.suffix == ".pdf":
+        first.save(path, resolution=150, save_all=True, append_images=rest)
+    elif rest:
+        first.save(path, save_all=True, append_images=rest)
+    else:
+        first.save(path, "PNG")
+    return path
+
+
+def find(*patterns: str | Path) -> tuple[list[str], list[str]]:
+    problems: list[ImageError] = []
+    pages = find_pages(patterns, on_problem=problems.append)
+    return [page.name for page in pages], [str(problem) for problem in problems]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_pages_are_named_as_the_user_named_the_file():
+    assert Page("a b.png", None).name == "a b.png"
+    assert Page("docs/a.pdf", 2).name == "docs/a.pdf#page=2"
+
+
+def test_every_kind_of_pattern(here):
+    for name in ("one.png", "docs/2.png", "docs/10.PNG", "docs/deep/3.png", "docs/.hidden.png", "docs/.git/4.png"):
+        draw(here / name, 5)
+    draw(here / "docs/many.tiff", 5, 6)
+    draw(here / "docs/many.pdf", 5, 6, 7)
+    (here / "docs/notes.txt").write_text("no picture")
+    pdf = [f"docs/many.pdf#page={number}" for number in (1, 2, 3)]
+    tiff = [f"docs/many.tiff#page={number}" for number in (1, 2)]
+    top = ["docs/2.png", "docs/10.PNG"]
+    assert find("one.png") == (["one.png"], [])
+    assert find(here / "one.png") == ([str(here / "one.png")], [])
+    assert find("docs") == find("docs/") == ([*top, "docs/deep/3.png", *pdf, *tiff], [])
+    assert find("docs/*") == ([*top, *pdf, *tiff], [])
+    assert find("**/*.png") == (["docs/2.png", "docs/deep/3.png", "one.png"], [])
+    assert find("docs/many.pdf#page=2", "docs/many.tiff#page=1") == ([pdf[1], tiff[0]], [])
+    assert find("docs/many.*#page=2") == ([pdf[1], tiff[1]], [])
+    assert find("one.png#page=1") == (["one.png"], [])
+    assert find() == ([], [])
+
+
+def test_a_file_named_outright_is_tried_by_content(here):
+    draw(here / "scan", 5)
+    draw(here / "page_1.dat", 5)
+    (here / "page_2.dat").write_text("no picture")
+    (here / "empty.png").touch()
+    names, problems = find("scan", "page_*.dat", "*", "empty.png")
+    assert names == ["scan", "page_1.dat"]
+    assert [problem.split(":")[0] for problem in problems] == ["page_2.dat", "empty.png"]
+    assert problems[1] == "empty.png: empty file"
+
+
+def test_names_with_special_characters_are_taken_literally_if_they_exist(here):
+    for name in ("a[1].png", "a1.png", "x#page=2.png", "b*.png", "bb.png"):
+        draw(here / name, 5)
+    draw(here / "y.pdf", 5, 6)
+    draw(here / "y.pdf#page=2", 8)
+    draw(here / "[d]/e.png", 5)
+    assert find("a[1].png") == (["a[1].png"], [])
+    assert find("b*.png") == (["b*.png"], [])
+    assert find("[d]") == (["[d]/e.png"], [])
+    assert find("x#page=2.png") == (["x#page=2.png"], [])
+    assert find("y.pdf#page=2") == (["y.pdf#page=2"], [])
+    assert open_image("y.pdf#page=2").size == (8, 8)
+    assert find("y.pdf#page=1") == (["y.pdf#page=1"], [])
+    (here / "a[1].png").unlink()
+    assert find("a[1].png") == (["a1.png"], [])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.integers(0, 10**9), min_size=1, max_size=6), st.data())
+def test_directories_and_globs_come_in_natural_order(tmp_path_factory, numbers, data):
+    folder = tmp_path_factory.mktemp("order")
+    for number in data.draw(st.permutations(sorted(numbers))):
+        draw(folder / f"Page {number}.png", 1)
+    expected = [str(folder / f"Page {number}.png") for number in sorted(numbers)]
+    assert find(folder) == find(f"{folder}/*.png") == (expected, [])
+
+
+SPELLINGS = {
+    "a.png": ["a.png"],
+    "./a.png": ["a.png"],
+    "docs/../a.png": ["a.png"],
+    "link.png": ["a.png"],
+    "docs/m.pdf": ["docs/m.pdf#page=1", "docs/m.pdf#page=2"],
+    "docs/m.pdf#page=2": ["docs/m.pdf#page=2"],
+    "docs": ["docs/m.pdf#page=1", "docs/m.pdf#page=2"],
+    "**/m.*": ["docs/m.pdf#page=1", "docs/m.pdf#page=2"],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(patterns=st.lists(st.sampled_from(sorted(SPELLINGS)), max_size=6))
+def test_each_page_comes_once_where_it_was_first_named(tmp_path_factory, patterns):
+    folder = tmp_path_factory.getbasetemp() / "once"
+    if not folder.exists():
+        draw(folder / "a.png", 5)
+        draw(folder / "docs/m.pdf", 5, 6)
+        (folder / "link.png").symlink_to("a.png")
+    names, problems = find(*(folder / pattern for pattern in patterns))
+    expected = list(dict.fromkeys(name for pattern in patterns for name in SPELLINGS[pattern]))
+    assert problems == []
+    found = [f"{os.path.realpath(name.partition('#')[0])}{''.join(name.partition('#')[1:])}" for name in names]
+    assert found == [f"{os.path.realpath(folder)}/{name}" for name in expected]
+
+
+def test_each_problem_is_one_line_and_the_rest_goes_on(here):
+    draw(here / "good.png", 5)
+    draw(here / "m.pdf", 5, 6)
+    (here / "empty").mkdir()
+    (here / "bad").mkdir()
+    (here / "bad/torn.png").write_bytes(b"\x89PNG\r\n\x1a\nxx")
+    (here / "bad/gone.png").symlink_to("nowhere.png")
+    (here / "loop.png").symlink_to("loop.png")
+    os.mkfifo(here / "pipe.png")
+    names, problems = find(
+        *("missing.png", "missing.png", "empty", "none*.png", "bad", "./bad/torn.png", "bad/*.png", "loop.png"),
+        *("pipe.png", "m.pdf#page=3", "m.pdf#page=0", "m.pdf#page=two", "", "nul\0.png", "x" * 300),
+        "good.png",
+    )
+    assert names == ["good.png"]
+    assert problems == [
+        "missing.png: no such file or directory",
+        "empty: no image or PDF file in this directory",
+        "none*.png: no image or PDF file matches",
+        "bad/gone.png: broken link to nowhere.png",
+        "bad/torn.png: not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file, or its header is damaged",
+        "loop.png: too many levels of symbolic links",
+        "pipe.png: not a regular file",
+        "m.pdf: no page 3; the file has 2, counted from 1",
+        "m.pdf: no page 0; the file has 2, counted from 1",
+        "m.pdf#page=two: no such file or directory",
+        "'': an empty path names no image",
+        "nul\\x00.png: not a path (embedded null byte)",
+        "x" * 300 + ": file name too long",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_one_line_each(here):
+    draw(here / "docs/good.png", 5)
+    draw(here / "docs/secret.png", 5).chmod(0)
+    draw(here / "docs/closed/a.png", 5).parent.chmod(0)
+    draw(here / "shut/a.png", 5).parent.chmod(0)
+    (here / "into.png").symlink_to("shut/b.png")
+    denied = ["docs/closed", "docs/secret.png", "shut", "shut/a.png", "into.png"]
+    try:
+        assert find("docs", "shut", "shut/a.png", "into.png") == (
+            ["docs/good.png"],
+            [f"{name}: permission denied" for name in denied],
+        )
+    finally:
+        (here / "docs/closed").chmod(0o700)
+        (here / "shut").chmod(0o700)
+
+
+def grey(image: Image.Image) -> int:
+    """The grey of an image of :func:`draw`, after checking that all of it is that."""
+    (value,) = set(np.asarray(image).ravel().tolist())
+    assert (image.mode, image.size) == ("RGB", (value, value))
+    return value
+
+
+def test_what_is_found_is_what_loads(here):
+    draw(here / "a.png", 30)
+    draw(here / "b.pdf", 40, 50)
+    draw(here / "c.tif", 60, 70)
+    pages = find_pages(["."], on_problem=pytest.fail)
+    assert pages == [Page("a.png"), Page("b.pdf", 1), Page("b.pdf", 2), Page("c.tif", 1), Page("c.tif", 2)]
+    assert [grey(load_page(page)) for page in pages] == [30, 40, 50, 60, 70]
+    digests = [page_digest(page) for page in pages]
+    assert digests[0] == hashlib.sha256((here / "a.png").read_bytes()).hexdigest()
+    assert digests[2] == hashlib.sha256((here / "b.pdf").read_bytes()).hexdigest() + "#page=2"
+    assert len(set(digests)) == 5
+
+
+def test_every_handle_is_closed(here):
+    draw(here / "a.png", 5)
+    draw(here / "b.pdf", 5, 6)
+    draw(here / "c.tif", 5, 6)
+    (here / "d.png").write_bytes((here / "a.png").read_bytes()[:-30])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for page in find_pages([here], on_problem=pytest.fail):
+            page_digest(page)
+            if page.source.endswith("d.png"):
+                with pytest.raises(ImageError, match=r"d\.png: truncated or corrupt \("):
+                    load_page(page)
+            else:
+                load_page(page)
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_open_image_takes_everything_that_is_an_image(here):
+    content = draw(here / "a.png", 30).read_bytes()
+    picture = Image.open(io.BytesIO(content))
+    for image in ("a.png", here / "a.png", Page("a.png"), content, picture, "a.png#page=1"):
+        assert grey(open_image(image)) == 30
+    assert picture.mode == "L"
+    assert grey(open_image(draw(here / "b.pdf", 40, 50).name + "#page=2")) == 50
+
+
+@pytest.mark.parametrize(
+    ("image", "problem"),
+    [
+        ("b.tif", r"^b\.tif: has 2 pages; add #page=1 to #page=2"),
+        ("b.tif#page=3", r"^b\.tif#page=3: no page 3"),
+        (Page("gone.png", None), r"^gone\.png: no such file"),
+        (".", r"^\.: a directory$"),
+        (b"rubbish", "^image bytes: not a PNG"),
+        (Image.new("RGB", (0, 3)), "^PIL image: no pixels"),
+        (7, "^an image is a path, URL, page, PIL image or bytes, got int$"),
+    ],
+)
+def test_open_image_says_what_it_cannot_use(here, image, problem):
+    draw(here / "b.tif", 5, 6)
+    with pytest.raises(ImageError, match=problem):
+        open_image(image)
+    if isinstance(image, Page):
+        with pytest.raises(ImageError, match=problem):
+            page_digest(image)
+
+
+def test_the_images_of_a_request_keep_their_order_and_number(here):
+    draw(here / "a.png", 5)
+    draw(here / "b.tif", 5, 6)
+    picture, page = Image.new("L", (3, 3)), Page("elsewhere.png")
+    assert expand_images(["b.tif", picture, here / "a.png", page, "b.tif#page=2", "a.png", "a.png"]) == [
+        *(Page("b.tif", 1), Page("b.tif", 2), picture, Page(str(here / "a.png")), page),
+        *(Page("b.tif", 2), Page("a.png"), Page("a.png")),
+    ]
+
+
+@pytest.mark.parametrize("bad", ["gone.png", "b.tif#page=3", "*.tif", ".", 7])
+def test_a_request_stops_at_its_first_bad_image(here, bad):
+    draw(here / "b.tif", 5, 6)
+    with pytest.raises(ImageError, match="got int" if bad == 7 else f"^{bad.partition('#')[0]}: ".replace("*", r"\*")):
+        expand_images(["b.tif", bad, "also gone.png"])

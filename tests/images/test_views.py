@@ -1,0 +1,128 @@
+"""The planner against Transformers' own code: same boxes, same refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import Gemma3ImageProcessorPil
+
+from panscan.core import ImageError, PanAndScan, SettingError
+from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+
+TRANSFORMERS = Gemma3ImageProcessorPil()
+SIDES = st.integers(1, 9000) | st.integers(1, 40)
+SETTINGS = st.builds(
+    PanAndScan,
+    min_crop_size=st.integers(1, 2000) | st.integers(1, 8) | st.just(256),
+    max_num_crops=st.integers(1, 200) | st.just(4),
+    min_ratio_to_activate=st.floats(0, 12) | st.just(1.2),
+)
+
+
+class Sliced:
+    """Has a shape and tells what was cut out of it: boxes without gigabytes of pixels."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.shape = (3, height, width)
+
+    def __getitem__(self, key: tuple[slice, slice, slice]) -> tuple[int, int, int, int]:
+        top, bottom, _ = key[1].indices(self.shape[1])
+        left, right, _ = key[2].indices(self.shape[2])
+        return left, top, right, bottom
+
+
+def transformers_boxes(width: int, height: int, chosen: PanAndScan) -> list[tuple[int, int, int, int]]:
+    image: Any = Sliced(width, height)
+    return TRANSFORMERS.pan_and_scan(
+        image, chosen.min_crop_size, chosen.max_num_crops, chosen.min_ratio_to_activate
+    )
+
+
+@settings(max_examples=5000, deadline=None)
+@given(SIDES, SIDES, SETTINGS)
+@example(600, 2401, PanAndScan())
+@example(2401, 600, PanAndScan())
+@example(101, 20, PanAndScan(min_crop_size=4, max_num_crops=25))
+@example(896, 2688, PanAndScan(max_num_crops=1))
+def test_boxes_equal_transformers_or_are_refused_where_it_crashes(width: int, height: int, chosen: PanAndScan) -> None:
+    theirs = transformers_boxes(width, height, chosen)
+    empty = any(left >= right or top >= bottom for left, top, right, bottom in theirs)
+    if empty:
+        with pytest.raises(SettingError, match="min_crop_size"):
+            plan_views(width, height, chosen)
+        return
+    plan = plan_views(width, height, chosen)
+    assert [view.box for view in plan.views[1:]] == theirs
+    assert plan.views[0].box == (0, 0, width, height)
+    assert [view.kind for view in plan.views] == ["whole"] + ["crop"] * len(theirs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SIDES, SIDES, SETTINGS)
+def test_crops_tile_the_image_in_reading_order(width: int, height: int, chosen: PanAndScan) -> None:
+    try:
+        plan = plan_views(width, height, chosen)
+    except SettingError:
+        return
+    crops = [view.box for view in plan.views[1:]]
+    if not crops:
+        return
+    assert crops == sorted(crops)
+    assert sum((r - x) * (b - y) for x, y, r, b in crops) == width * height
+    assert len(crops) <= chosen.max_num_crops
+
+
+@given(SIDES, SIDES)
+def test_disabled_is_one_view(width: int, height: int) -> None:
+    plan = plan_views(width, height, PanAndScan(enabled=False))
+    assert len(plan.views) == 1
+    assert (plan.image_tokens, plan.prompt_tokens) == (256, 256 + GEMMA3_COST.plain)
+
+
+@given(st.integers(0, 20), st.builds(PromptCost, *[st.integers(0, 300)] * 4))
+def test_costs_count_blocks_and_words(crops: int, cost: PromptCost) -> None:
+    words = cost.plain if crops == 0 else cost.with_crops + crops * cost.per_crop
+    assert cost.of(crops) == (crops + 1) * cost.image_tokens + words
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("min_crop_size", [0, -1, 1.5, True, "256"]),
+        ("max_num_crops", [0, -4, 2.0, False, None]),
+        ("min_ratio_to_activate", [-0.1, math.inf, math.nan, "2"]),
+        ("enabled", [1, "true", None]),
+    ],
+)
+def test_settings_that_crash_transformers_are_refused_by_name(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(SettingError, match=field if field != "enabled" else "do_pan_and_scan"):
+            PanAndScan(**{field: value})
+
+
+def test_transformers_does_divide_by_zero() -> None:
+    """The reason for refusing: if this starts to pass, Transformers has changed."""
+    with pytest.raises(ZeroDivisionError):
+        TRANSFORMERS.pan_and_scan(np.zeros((3, 100, 300)), 0, 4, 1.2)
+    with pytest.raises(ZeroDivisionError):
+        TRANSFORMERS.pan_and_scan(np.zeros((3, 100, 300)), 10, 0, 1.2)
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (-1, 5)])
+def test_an_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(ImageError, match="at least one pixel"):
+        plan_views(*size, PanAndScan())
+
+
+def test_processor_kwargs_name_all_four() -> None:
+    assert PanAndScan(True, 448, 6, 2.0).processor_kwargs() == {
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": 448,
+        "pan_and_scan_max_num_crops": 6,
+        "pan_and_scan_min_ratio_to_activate": 2.0,
+    }

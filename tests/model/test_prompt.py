@@ -1,0 +1,117 @@
+"""Prompts against Transformers' own processor, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from panscan.core import ModelError, PanAndScan, Request, SettingError
+from panscan.images.views import plan_views
+from panscan.model.config import processor_for
+from panscan.model.prompt import PromptWriter
+from panscan.model.tokenizer import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+IMAGE_TOKENS = 16
+PROCESSOR = processor_for(TOKENIZER, 28, IMAGE_TOKENS)
+WRITER = PromptWriter(TOKENIZER, IMAGE_TOKENS)
+CHOSEN = PanAndScan(min_crop_size=8, max_num_crops=4)
+SPECIAL = sorted(added.content for added in TOKENIZER.added_tokens_decoder.values() if added.special)
+
+PLAIN = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co")), max_size=60).filter(
+    lambda text: not any(special in text for special in SPECIAL)
+)
+SIZES = st.lists(st.tuples(st.integers(16, 80), st.integers(16, 80)), max_size=3)
+
+
+def theirs(turns: list[dict[str, Any]], images: list[Image.Image]) -> list[int]:
+    text = PROCESSOR.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    kwargs = {"images": images, **CHOSEN.processor_kwargs()} if images else {}
+    ids: list[int] = PROCESSOR(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
+    return ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(PLAIN, st.none() | PLAIN, SIZES)
+def test_ids_equal_the_processors(prompt: str, system: str | None, sizes: list[tuple[int, int]]) -> None:
+    images = [Image.new("RGB", size) for size in sizes]
+    user = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": user}]
+    if system is not None:
+        turns.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    crops = [plan_views(*size, CHOSEN).crops for size in sizes]
+    written = WRITER.write(Request(prompt=prompt, images=images, system=system), crops)
+    assert written.ids == theirs(turns, images)
+    assert written.image_tokens == written.ids.count(TOKENIZER.image_token_id)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(PLAIN, st.integers(0, 2)), min_size=1, max_size=4))
+def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> None:
+    messages, images = [], []
+    for index, (text, count) in enumerate(turns):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        if index % 2 == 0:
+            parts = [{"type": "image"}] * count + parts
+            images += [Image.new("RGB", (20, 70))] * count
+        messages.append({"role": "assistant" if index % 2 else "user", "content": parts})
+    written = WRITER.write(Request(messages=messages, images=images), [plan_views(20, 70, CHOSEN).crops] * len(images))
+    assert written.ids == theirs(messages, images)
+
+
+@given(st.lists(st.sampled_from(SPECIAL) | st.text(max_size=6), max_size=6).map("".join))
+def test_special_tokens_in_a_users_text_are_plain_text(text: str) -> None:
+    """As many special tokens as for an innocent text, and the text itself comes back from the ids."""
+    innocent = WRITER.write(Request(prompt="x"), []).ids
+    written = WRITER.write(Request(prompt=text), []).ids
+    special = {token for token, added in TOKENIZER.added_tokens_decoder.items() if added.special}
+    assert [i for i in written if i in special] == [i for i in innocent if i in special]
+    assert text.strip() in TOKENIZER.decode(written)
+
+
+@pytest.mark.parametrize("crops", range(8))
+def test_cost_counts_what_is_written(crops: int) -> None:
+    bare = len(WRITER.write(Request(prompt="What?"), []).ids)
+    with_image = len(WRITER.write(Request(prompt="What?", images=["x.png"]), [crops]).ids)
+    assert with_image - bare == WRITER.cost().of(crops)
+
+
+def test_raw_prompts_equal_the_processors() -> None:
+    images = [Image.new("RGB", (20, 70)), Image.new("RGB", (30, 30))]
+    text = "One: <start_of_image> two:\n\n<start_of_image><end_of_turn> same?"
+    ids = PROCESSOR(text=text, images=images, **CHOSEN.processor_kwargs())["input_ids"][0]
+    crops = [plan_views(*image.size, CHOSEN).crops for image in images]
+    written = WRITER.write(Request(prompt=text, images=images, raw=True), crops)
+    assert written.ids == [TOKENIZER.bos_token_id, *(i for i in ids if i != TOKENIZER.bos_token_id)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "crops", "message"),
+    [
+        (Request(prompt="no place", images=["a.png"], raw=True), [0], "0 place"),
+        (Request(prompt="<start_of_image>", raw=True), [], "1 place"),
+        (Request(prompt="<image_soft_token>", raw=True), [], "marks an image with"),
+        (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 place"),
+        (Request(messages=[{"role": "user", "content": [{"type": "audio"}]}]), [], "audio"),
+        (Request(messages=[{"role": "assistant", "content": "first"}]), [], "turn template"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_images_are_refused(request_: Request, crops: list[int], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        WRITER.write(request_, crops)
+
+
+def test_a_text_checkpoint_takes_no_images() -> None:
+    with pytest.raises(SettingError, match="reads text only"):
+        PromptWriter(TOKENIZER, 0).write(Request(prompt="x", images=["a.png"]), [0])
+
+
+def test_a_base_checkpoint_asks_for_a_raw_prompt() -> None:
+    base = build_tokenizer()
+    base.chat_template = None
+    with pytest.raises(ModelError, match="--raw-prompt"):
+        PromptWriter(base, IMAGE_TOKENS).write(Request(prompt="x"), [])

@@ -1,0 +1,95 @@
+"""Settings: one table, every spelling, clear refusals."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.core import PanAndScan, Sampling, SettingError
+from panscan.runners.settings import Settings, axes, parse_value, settings_from
+
+
+def test_the_table_covers_every_field_once() -> None:
+    assert list(axes()) == [item.name for item in fields(Settings)]
+    spellings = [spelling for axis in axes().values() for spelling in (axis.name, *axis.aliases)]
+    assert len(spellings) == len(set(spellings))
+    assert all(axis.help for axis in axes().values())
+
+
+def test_defaults_are_transformers_pan_and_scan_and_greedy() -> None:
+    assert Settings().pan_and_scan == PanAndScan(True, 256, 4, 1.2)
+    assert Settings().sampling == Sampling(max_new_tokens=128)
+    assert Settings().changed() == {}
+
+
+VALUES = {bool: st.booleans(), int: st.integers(1, 10**6), float: st.floats(0.01, 0.99), str: st.text("abc", min_size=1)}
+
+
+@given(st.data(), st.sampled_from(sorted(axes())))
+def test_a_value_written_as_text_is_read_back(data: st.DataObject, name: str) -> None:
+    axis = axes()[name]
+    values: Any = st.sampled_from(axis.choices) if axis.choices else VALUES[axis.kind]
+    value = data.draw(values)
+    assert parse_value(name, str(value)) == value
+    assert parse_value(name, value) == value
+    if axis.optional:
+        assert parse_value(name, "none") is None
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name", "value"),
+    [
+        ("model_id", "model", "m"),
+        ("precision", "dtype", "bf16"),
+        ("attn_impl", "attention", "eager"),
+        ("--grid-min-ratio", "pan_and_scan_min_ratio_to_activate", 2.0),
+        ("grid_max_crops", "pan_and_scan_max_num_crops", 6),
+        ("grid_min_crop_size", "pan_and_scan_min_crop_size", 448),
+    ],
+)
+def test_the_launchers_names_work(launcher: str, name: str, value: Any) -> None:
+    assert getattr(settings_from({launcher: str(value)}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"bach_size": 2}, "did you mean 'batch_size'"),
+        ({"attn_impl": "sdpa", "attention": "eager"}, "set twice"),
+        ({"dtype": "bf17"}, "did you mean 'bf16'"),
+        ({"batch_size": "two"}, "--batch-size takes a whole number"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"batch_size": "none"}, "takes no 'none'"),
+        ({"tf32": "perhaps"}, "true or false"),
+        ({"temperature": "hot"}, "a number"),
+        ({"temperature": -1}, "temperature is out of range"),
+        ({"top_p": 0.5}, "temperature above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"pan_and_scan_max_num_crops": 0}, "max_num_crops"),
+        ({"random_weights": True}, "go together"),
+        ({"model_shape": "4b"}, "go together"),
+        ({"random_weights": True, "model_shape": "4b", "model": "x/y"}, "instead of --model"),
+        ({"device_map": "auto", "tp_plan": "auto"}, "exclude each other"),
+        ({"device_map": "auto", "device": "cpu"}, "exclude each other"),
+        ({"max_memory": "0=1GiB"}, "needs --device-map"),
+    ],
+)
+def test_bad_settings_name_the_knob(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        settings_from(given_)
+
+
+def test_a_record_of_settings_makes_them_again() -> None:
+    chosen = settings_from({"batch_size": 4, "do_pan_and_scan": False, "temperature": 0.5, "top_k": 3})
+    assert Settings(**asdict(chosen)) == chosen
+
+
+def test_only_what_needs_a_reload_is_in_the_load_key() -> None:
+    plain = Settings()
+    assert Settings(batch_size=8, attention="eager", cache="static").load_key == plain.load_key
+    assert Settings(dtype="fp32").load_key != plain.load_key
+    assert Settings(model="other").load_key != plain.load_key
