@@ -280,8 +280,8 @@ class Stamps:
         for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed)):
             if boundary is not None:
                 found[name], at = boundary - at, boundary
-        if self.vision is not None and self.vision_start is not None:
-            found["vision"] = self.vision - self.vision_start
+        if self.vision is not None:
+            found["vision"] = self.vision - (at if self.vision_start is None else self.vision_start)
         if self.tokens:
             found["prefill"] = self.tokens[0] - at - (found["vision"] or 0.0)
             found["decode"] = self.tokens[-1] - self.tokens[0]

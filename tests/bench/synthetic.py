@@ -85,3 +85,16 @@ def write_run(directory: Path, records: Sequence[dict[str, Any]]) -> Run:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
     return read_run(directory)
+
+
+def run_of(*records: dict[str, Any]) -> Run:
+    """A run of one cell, without a file."""
+    run = Run(Path("records.jsonl"), header({"c": {}}), {"c": {}})
+    for record in records:
+        key = record.get("cell"), record.get("repeat")
+        if record["type"] == "repeat":
+            run.repeats[key] = record
+            run.requests.setdefault(key, [])
+        elif record["type"] == "request":
+            run.requests.setdefault(key, []).append(record)
+    return run

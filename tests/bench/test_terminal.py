@@ -152,9 +152,11 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, monkeypa
         lines = shown(draw, run, width).splitlines()
         assert lines
         assert max(map(len, lines)) <= width
-    if width >= 80:  # settings fold before numbers do
-        row = re.compile(r" \d+\.\d+±\d+\.\d+ +[\d,]+ +[\d,]+ +~?[\d,]+ +3 +12 +1\.00")
-        assert len(row.findall(shown(print_summary, run, width))) == len(grid)
+    row = re.compile(r" \d+\.\d+±\d+\.\d+ +[\d,]+ +[\d,]+ +~?[\d,]+ +3 +12 +1\.00")  # no number is cut or folded
+    text = shown(print_summary, run, width)
+    assert len(row.findall(text)) == len(grid)
+    numbered = "16: max_num_crops=8, attention=flash_attention_2_with_a_long_name, batch_size=16, dtype=fp32"
+    assert (numbered in " ".join(text.split())) == (width == 60)
 
 
 def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:

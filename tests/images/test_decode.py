@@ -224,15 +224,14 @@ def test_a_pil_image_is_not_changed_and_its_result_is_stable():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_odd_exif_costs_neither_the_picture_nor_its_orientation(seed):
+@given(st.integers(6, 13) | st.integers(14, 60), st.integers(1, 255))
+def test_odd_exif_costs_neither_the_picture_nor_its_orientation(position, flip):
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     exif[ExifTags.Base.Make] = "maker"
     exif[ExifTags.Base.XResolution] = 72.0
     damaged = bytearray(exif.tobytes())
-    random = np.random.default_rng(seed)
-    damaged[random.integers(14, len(damaged))] = random.integers(0, 256)
+    damaged[position] ^= flip  # the header lies at 6 to 13, the tags behind it
     image = Image.fromarray(CORNERS.repeat(3, axis=0))
     content = encode(image, "PNG", exif=bytes(damaged))
     with warnings.catch_warnings():

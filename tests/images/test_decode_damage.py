@@ -146,8 +146,8 @@ def test_overlapping_readers_leave_the_warning_filters_as_they_were():
         for gate in gates:
             futures.append(pool.submit(read_page, gate, None, "file"))
             assert gate.reached.wait(30)
-        assert warnings.filters != before
         for gate, future in zip(gates, futures, strict=True):
+            assert warnings.filters != before
             gate.open.set()
             future.result()
     assert warnings.filters == before

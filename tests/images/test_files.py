@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import io
@@ -50,6 +51,7 @@ def test_pages_are_named_as_the_user_named_the_file():
 def test_every_kind_of_pattern(here):
     for name in ("one.png", "docs/2.png", "docs/10.PNG", "docs/deep/3.png", "docs/.hidden.png", "docs/.git/4.png"):
         draw(here / name, 5)
+    draw(here / "docs/Album.png/5.png", 5)
     draw(here / "docs/many.tiff", 5, 6)
     draw(here / "docs/many.pdf", 5, 6, 7)
     (here / "docs/notes.txt").write_text("no picture")
@@ -58,9 +60,9 @@ def test_every_kind_of_pattern(here):
     top = ["docs/2.png", "docs/10.PNG"]
     assert find("one.png") == (["one.png"], [])
     assert find(here / "one.png") == ([str(here / "one.png")], [])
-    assert find("docs") == find("docs/") == ([*top, "docs/deep/3.png", *pdf, *tiff], [])
+    assert find("docs") == find("docs/") == ([*top, "docs/Album.png/5.png", "docs/deep/3.png", *pdf, *tiff], [])
     assert find("docs/*") == ([*top, *pdf, *tiff], [])
-    assert find("**/*.png") == (["docs/2.png", "docs/deep/3.png", "one.png"], [])
+    assert find("**/*.png") == (["docs/2.png", "docs/Album.png/5.png", "docs/deep/3.png", "one.png"], [])
     assert find("docs/many.pdf#page=2", "docs/many.tiff#page=1") == ([pdf[1], tiff[0]], [])
     assert find("docs/many.*#page=2") == ([pdf[1], tiff[1]], [])
     assert find("one.png#page=1") == (["one.png"], [])
@@ -93,6 +95,12 @@ def test_names_with_special_characters_are_taken_literally_if_they_exist(here):
     assert find("y.pdf#page=1") == (["y.pdf#page=1"], [])
     (here / "a[1].png").unlink()
     assert find("a[1].png") == (["a1.png"], [])
+
+
+def test_case_does_not_part_names(here):
+    for name in ("b1.png", "A2.png", "B2.png", "a1.png"):
+        draw(here / name, 5)
+    assert find("*.png") == (["a1.png", "A2.png", "b1.png", "B2.png"], [])
 
 
 @settings(max_examples=25, deadline=None)
@@ -132,6 +140,11 @@ def test_each_page_comes_once_where_it_was_first_named(tmp_path_factory, pattern
     assert found == [f"{os.path.realpath(folder)}/{name}" for name in expected]
 
 
+def test_a_page_keeps_the_name_that_it_had_first(here):
+    draw(here / "a.png", 5)
+    assert find("./a.png", here / "a.png", "a.png", "*.png") == (["./a.png"], [])
+
+
 def test_each_problem_is_one_line_and_the_rest_goes_on(here):
     draw(here / "good.png", 5)
     draw(here / "m.pdf", 5, 6)
@@ -142,7 +155,17 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(here):
     (here / "loop.png").symlink_to("loop.png")
     os.mkfifo(here / "pipe.png")
     names, problems = find(
-        *("missing.png", "missing.png", "empty", "none*.png", "bad", "./bad/torn.png", "bad/*.png", "loop.png"),
+        *(
+            "missing.png",
+            "missing.png",
+            "empty",
+            "empty",
+            "none*.png",
+            "bad",
+            "./bad/torn.png#page=1",
+            "bad/*.png",
+            "loop.png",
+        ),
         *("pipe.png", "m.pdf#page=3", "m.pdf#page=0", "m.pdf#page=two", "", "nul\0.png", "x" * 300),
         "good.png",
     )
@@ -162,6 +185,22 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(here):
         "nul\\x00.png: not a path (embedded null byte)",
         "x" * 300 + ": file name too long",
     ]
+
+
+@pytest.mark.parametrize("also", [0, 1])
+def test_a_subdirectory_that_cannot_be_listed_is_one_line(here, also):
+    for number in range(also):
+        draw(here / f"top/{number}.png", 5)
+    (here / "top").mkdir(exist_ok=True)
+    with contextlib.chdir(here / "top"):
+        for _ in range(20):  # deeper than any path can say, which stops root too
+            Path("d" * 250).mkdir()
+            os.chdir("d" * 250)
+    names, problems = find("top")
+    assert names == [f"top/{number}.png" for number in range(also)]
+    (problem,) = problems
+    assert problem.startswith("top/ddd")
+    assert problem.endswith("/" + "d" * 250 + ": file name too long")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -15,7 +15,7 @@ import numpy as np
 
 from panscan.bench.intervals import Interval, cluster_intervals, ratio_interval
 from panscan.bench.records import Run
-from panscan.core import RecordsError
+from panscan.core import RecordsError, Stamps
 
 __all__ = ["COLUMNS", "INTERVALS", "LAUNCHER", "STAGES", "CellMetrics", "RequestMetrics", "cell_metrics"]
 
@@ -79,20 +79,16 @@ class RequestMetrics:
         tokens: list[float] = stamps["tokens"]
         if tokens and len(tokens) != count:
             raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
-        ttft = tokens[0] - stamps["accepted"] if tokens else None
-        decode = tokens[-1] - tokens[0] if tokens else None
-        load, preprocess, vision, prefill = _stages_to_first_token(stamps)
+        seen = Stamps(**stamps)
+        stages = seen.stages()
+        decode = stages["decode"]
         return cls(
             output_tokens=count,
-            ttft=ttft,
-            e2e=tokens[-1] - stamps["accepted"] if tokens else None,
+            ttft=seen.ttft,
+            e2e=seen.e2e,
             tpot=decode / (count - 1) if decode is not None and count >= 2 else None,
             itl=tuple(later - earlier for earlier, later in pairwise(tokens)),
-            load=load,
-            preprocess=preprocess,
-            vision=vision,
-            prefill=prefill,
-            decode=decode,
+            **stages,
         )
 
 
@@ -178,21 +174,6 @@ def _batches(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
         batches.append(_Batch(len(group), tokens, latency, until - before))
         before = until
     return batches
-
-
-def _stages_to_first_token(stamps: Mapping[str, Any]) -> list[float | None]:
-    """Load, preprocess, vision and prefill, in seconds."""
-    reached = stamps["accepted"]
-    stages: list[float | None] = []
-    for boundary in ("loaded", "preprocessed"):
-        time = stamps.get(boundary)
-        stages.append(None if time is None else time - reached)
-        reached = reached if time is None else time
-    vision, entered = stamps.get("vision"), stamps.get("vision_start")
-    if vision is not None:
-        vision -= reached if entered is None else entered
-    prefill = stamps["tokens"][0] - reached - (vision or 0.0) if stamps["tokens"] else None
-    return [*stages, vision, prefill]
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -149,6 +149,8 @@ def _measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obse
         observer.batch_done()
     line: dict[str, Any] = {"type": "repeat", "cell": cell.id, "repeat": repeat, "started": started, "ended": now()}
     line |= {"warmup_s": started - warm_started, **peak_memory()}
+    if repeat < plan.repeats - 1:
+        return [*records, line]
     return [*records, line, _cell_record(cell, repeat, "done", None)]
 
 

@@ -20,6 +20,7 @@ __all__ = ["print_curves", "print_summary"]
 
 _PANEL_LINES = 11
 _MOST_SERIES = 4
+_WIDEST_SETTING = 9  # characters; longer ones are folded
 _MARKERS = "ox+*"
 _ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 _WORDS = {"oom": "out of memory"}
@@ -124,29 +125,51 @@ def _line(console: Console, text: str) -> None:
 
 
 def _table(rows: Sequence[_Row], varying: Sequence[str], console: Console) -> None:
+    """Where the settings leave no room for whole numbers, rows are numbered and their settings listed below."""
     from rich import box
     from rich.table import Table
 
+    headings, numbers = _measured(rows)
+    settings = [[_shown(row.settings.get(name)) for name in varying] for row in rows]
+    labels = [_short(name).replace("_", "\n") for name in varying]
+    narrow = [min(width, _WIDEST_SETTING) for width in _widths(labels, settings)]
+    widths = [*narrow, *_widths(headings, numbers)]
+    fits = sum(widths) + len(widths) <= console.width  # gaps, and one to spare: ASCII writes ± as two characters
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    for label, width in zip(labels, narrow, strict=True) if fits else ():
+        table.add_column(_text(console, label), overflow="fold", width=width)
+    if not fits:
+        table.add_column("#")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, (values, cells) in enumerate(zip(settings, numbers, strict=True), 1):
+        table.add_row(*(_text(console, cell) for cell in (*(values if fits else [str(index)]), *cells)))
+    console.print(table)
+    for index, row in enumerate(rows if not fits else (), 1):
+        _line(console, f"{index}: " + _label({name: row.settings.get(name) for name in varying}))
+
+
+def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
+
+
+def _measured(rows: Sequence[_Row]) -> tuple[list[str], list[list[str]]]:
+    """(headings, cells of each row) of the measured columns."""
     memory, name = _memory(rows)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for setting in varying:
-        longest = max(len(_shown(row.settings.get(setting))) for row in rows)
-        heading = _text(console, _short(setting).replace("_", "\n"))
-        table.add_column(heading, overflow="fold", min_width=min(longest, 6))
-    for metric in ("req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", name):
-        table.add_column(metric, justify="right", no_wrap=True)
+    headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", name]
+    numbers = []
     for row in rows:
         values = row.metrics.values
         peak = values[memory]
-        cells = (
-            *(_shown(row.settings.get(setting)) for setting in varying),
-            _throughput(row.metrics),
-            *(_marked(row.metrics, each) for each in ("median_ttft_ms", "median_tpot_ms", "p95_e2el_ms")),
-            *(_shown(values[each]) for each in ("mean_views", "mean_image_tokens")),
-            _number(None if peak is None else peak / 2**30),
+        numbers.append(
+            [
+                _throughput(row.metrics),
+                *(_marked(row.metrics, each) for each in ("median_ttft_ms", "median_tpot_ms", "p95_e2el_ms")),
+                *(_shown(values[each]) for each in ("mean_views", "mean_image_tokens")),
+                _number(None if peak is None else peak / 2**30),
+            ]
         )
-        table.add_row(*(_text(console, cell) for cell in cells))
-    console.print(table)
+    return headings, numbers
 
 
 def _memory(rows: Sequence[_Row]) -> tuple[str, str]:

@@ -16,7 +16,10 @@ Box = tuple[int, int, int, int]
 """(left, top, right, bottom) in pixels, half open."""
 
 _FINE = 4  # shapes are drawn this much larger and scaled down, because Pillow does not smooth their edges
-_LOOKALIKES = str.maketrans({"×": "x", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "€": "EUR"})
+_LOOKALIKES = str.maketrans(
+    {"×": "x", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "€": "EUR"}
+    | {"ß": "ss", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
+)
 
 
 @cache

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import transformers
 from transformers import (
     Gemma3Config,
-    Gemma3ImageProcessorPil,
     Gemma3Processor,
     Gemma3TextConfig,
     GenerationConfig,
@@ -103,11 +103,8 @@ def processor_for(tokenizer: PreTrainedTokenizerBase, image_size: int, image_seq
 
     Resizes with torchvision where it is installed and with PIL elsewhere, as Transformers itself would choose.
     """
-    if is_torchvision_available():
-        from transformers import Gemma3ImageProcessor as ImageProcessor
-    else:
-        ImageProcessor = Gemma3ImageProcessorPil  # noqa: N806 - a class
-    image_processor = ImageProcessor(
+    kind = transformers.Gemma3ImageProcessor if is_torchvision_available() else transformers.Gemma3ImageProcessorPil
+    image_processor = kind(
         size={"height": image_size, "width": image_size},
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],

@@ -32,9 +32,10 @@ from panscan.core import ModelError, SettingError
 from panscan.images.pixels import PixelSpec
 from panscan.model.prompt import PromptWriter
 
-__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_reader"]
+__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_random", "load_reader"]
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
+_LEAST_VOCABULARY = 260  # every byte and the marks of turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,30 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     with _explained(name):
         config = _config(name, source, revision)
         if config.model_type == TEXT_MODEL:
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-            return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0), None)
-        processor = AutoProcessor.from_pretrained(source, revision=revision)
-    return reader_of(name, processor)
+            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision))
+        else:
+            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision))
+    # Without its files Transformers makes up a tokenizer of a handful of words, and says nothing.
+    stranger = reader.reads_images and reader.prompts.soft_id != config.image_token_id
+    if stranger or len(reader.tokenizer) < _LEAST_VOCABULARY:
+        raise ModelError(f"--model {name}: the tokenizer does not belong to the model (are its files there?)")
+    return reader
 
 
-def reader_of(name: str, processor: Any) -> Reader:
-    """A reader around a ``Gemma3Processor`` that is already there."""
+def load_random(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """A model of a released shape with random weights, for speed without a download."""
+    from panscan.model.random_weights import random_model
+
+    model, tools = random_model(shape, dtype=dtype, device=device)
+    reader = _image_reader(name, tools) if hasattr(tools, "image_processor") else _text_reader(name, tools)
+    return _prepared(model, reader)
+
+
+def _text_reader(name: str, tokenizer: Any) -> Reader:
+    return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0), None)
+
+
+def _image_reader(name: str, processor: Any) -> Reader:
     images = processor.image_processor
     size = images.size["height"] if isinstance(images.size, dict) else images.size.height
     spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
@@ -135,10 +152,10 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **placement.arguments())
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
-    return prepared(model, reader)
+    return _prepared(model, reader)
 
 
-def prepared(model: Any, reader: Reader) -> Loaded:
+def _prepared(model: Any, reader: Reader) -> Loaded:
     """A model made ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
     model.eval().requires_grad_(False)
     stored = model.generation_config
@@ -187,7 +204,7 @@ def _advice(name: str, error: BaseException) -> str:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     text = " ".join(str(link) for link in chain)
-    if any(isinstance(link, GatedRepoError) for link in chain) or "gated repo" in text:
+    if any(isinstance(link, GatedRepoError) for link in chain):
         return (
             f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
             " 'hf auth login' (or set HF_TOKEN)"

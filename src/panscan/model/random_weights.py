@@ -37,7 +37,7 @@ def random_model(
     shape, device = _named(shape), torch.device(device)
     tokenizer = build_tokenizer()
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), device:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = auto.from_config(gemma3_config(shape, tokenizer), dtype=dtype).eval()
     _draw(model, torch.Generator(device).manual_seed(seed))
     model.generation_config = generation_config(tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ def read_images(request: Request) -> Read:
     Raises:
         ImageError: naming the file.
     """
-    return Read(request, [open_image(image) for image in expand_images(request.images)])
+    images = [open_image(image) for image in expand_images(request.images)]
+    return Read(replace(request, images=images), images)
 
 
 def count_views(request: Request) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from panscan.core import UnsupportedError
-from panscan.model.load import Loaded, Placement, load_model
+from panscan.model.load import Loaded, Placement, load_model, load_random
 from panscan.model.machine import attention_reason, quantization_reason, resolve_device, resolve_dtype
 from panscan.model.quantize import quantization_config
 from panscan.runners.settings import Settings
@@ -46,12 +46,8 @@ def load_for(settings: Settings) -> Loaded:
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if settings.random_weights:
-        from panscan.model.load import prepared, random_reader
-        from panscan.model.random_weights import random_model
-
         assert settings.model_shape is not None  # Settings holds this
-        model, tools = random_model(settings.model_shape, dtype=dtype, device=device)
-        return prepared(model, random_reader(settings.model_name, tools))
+        return load_random(settings.model_name, settings.model_shape, dtype, device)
     placement = Placement(
         device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
         quantization_config(settings.quantization, dtype),

@@ -49,7 +49,7 @@ class PipelineRunner(GenerateRunner):
         if request.sampling.seed is not None:
             torch.manual_seed(request.sampling.seed)
         [answer] = self._pipe(
-            [_chat(read)],
+            _chat(read),
             return_tensors=True,
             generate_kwargs={
                 "generation_config": generation_config(request.sampling, self.loaded, self.settings.cache),
@@ -61,7 +61,7 @@ class PipelineRunner(GenerateRunner):
         plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
         prompt = self.loaded.reader.prompts.write(request, [plan.crops for plan in plans])
         # The pipeline gives back the answer's ids alone or behind the prompt's, depending on its version.
-        row = list(answer["generated_token_ids"])[-len(tokens.marks) :]
+        row = answer["generated_token_ids"].tolist()[-len(tokens.marks) :]
         times = clock.read()
         steps = [times[mark] for mark in tokens.marks]
         return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)

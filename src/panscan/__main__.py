@@ -1,0 +1,5 @@
+"""``python -m panscan``."""
+
+from panscan.cli.main import main
+
+main()

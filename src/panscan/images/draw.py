@@ -1,0 +1,179 @@
+"""A picture for people of the views that pan and scan takes: where they lie, and what the model gets of each."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from PIL import Image, ImageDraw
+
+from panscan.core import ImageError, View
+from panscan.images.draw_layout import (
+    CAPTION_SIZE,
+    FACTS_SIZE,
+    MARGIN,
+    RIM,
+    SMALL_SIZE,
+    Layout,
+    lay_out,
+    view_label,
+)
+from panscan.images.ink import Box, printable, rounded, shorten, text_width, write
+from panscan.images.views import ViewPlan
+
+__all__ = ["COLOURS", "draw_views"]
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+"""Outlines of crops 1, 2, ... in turn: Okabe and Ito's colours, which most colour-blind people tell apart."""
+
+_PAPER, _INK, _GREY, _LINE = "#fbfbf9", "#22252b", "#5d626a", "#aeb2b9"
+_ON_DARK = {"#0072b2", "#009e73", "#d55e00"}  # colours on which white is easier to read than black
+_TINT = 0.14
+_BADGE = 22  # height of a badge
+
+
+def _colour(index: int) -> str:
+    return COLOURS[(index - 1) % len(COLOURS)]
+
+
+def _grown(box: Box, by: int) -> Box:
+    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
+
+
+def _frame(draw: ImageDraw.ImageDraw, box: Box, colour: str, weight: int) -> None:
+    """A line inside the edges of a half-open box."""
+    draw.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), outline=colour, width=weight)
+
+
+def _badge_width(index: int) -> int:
+    return max(_BADGE, ceil(text_width(str(index), SMALL_SIZE, bold=True)) + 12)
+
+
+def _badge(picture: Image.Image, index: int, middle: tuple[int, int]) -> None:
+    """The number of a crop on its colour."""
+    x, y = middle
+    half = _badge_width(index) // 2
+    box = (x - half, y - _BADGE // 2, x + half, y + _BADGE // 2)
+    rounded(picture, box, _BADGE // 2, _colour(index))
+    fill = "#ffffff" if _colour(index) in _ON_DARK else _INK
+    # The typeface's middle is that of its tallest and lowest letters; digits stand a little above it.
+    write(ImageDraw.Draw(picture), (x, y + 5), str(index), SMALL_SIZE, fill=fill, anchor="ms", bold=True)
+
+
+def _outline(picture: Image.Image, layout: Layout, index: int) -> None:
+    """Tint, outline and gutter bar of a crop.
+
+    Along the long edges of the image the outline lies outside, so that an image of few pixels stays visible.
+    """
+    box = layout.place(layout.plan.views[index].box)
+    if index % 2 == 0:
+        piece = picture.crop(box)
+        picture.paste(Image.blend(piece, Image.new("RGB", piece.size, _colour(index)), _TINT), box)
+    draw = ImageDraw.Draw(picture)
+    length = box[3] - box[1] if layout.vertical else box[2] - box[0]
+    weight = 3 if length >= 16 else 1
+    if layout.vertical:
+        edge = (box[0] - weight, box[1], box[2] + weight, box[3])
+        bar = (box[0] - RIM - 7, box[1], box[0] - RIM - 3, box[3])
+    else:
+        edge = (box[0], box[1] - weight, box[2], box[3] + weight)
+        bar = (box[0], box[1] - RIM - 7, box[2], box[1] - RIM - 3)
+    _frame(draw, edge, _colour(index), weight)
+    draw.rectangle((bar[0], bar[1], bar[2] - 1, bar[3] - 1), fill=_colour(index))
+
+
+def _badges(picture: Image.Image, layout: Layout) -> None:
+    """Numbers in the gutter, every second or n-th one where there is no room for all."""
+    crops = layout.plan.crops
+    left, top, right, bottom = layout.image
+    room = (bottom - top if layout.vertical else right - left) / crops
+    every = ceil(((_BADGE if layout.vertical else _badge_width(crops)) + 4) / room)
+    for index in range(1, crops + 1, every):
+        box = layout.place(layout.plan.views[index].box)
+        if layout.vertical:
+            middle = (left - RIM - 9 - _BADGE // 2 - (_badge_width(crops) - _BADGE) // 2, (box[1] + box[3]) // 2)
+        else:
+            middle = ((box[0] + box[2]) // 2, top - RIM - 9 - _BADGE // 2)
+        _badge(picture, index, middle)
+
+
+def _thumbnail(image: Image.Image, view: View, side: int) -> Image.Image:
+    """A view squashed to a square, as Gemma 3 reads it."""
+    return image.resize((side, side), Image.Resampling.BICUBIC, box=view.box, reducing_gap=3.0)
+
+
+def _strip(picture: Image.Image, image: Image.Image, layout: Layout) -> None:
+    """The thumbnails with their labels."""
+    draw, plan = ImageDraw.Draw(picture), layout.plan
+    x, y = layout.note_at
+    for index, line in enumerate(reversed(layout.note)):
+        write(draw, (x, y - 20 * index), line, SMALL_SIZE, fill=_GREY)
+    for index, box in enumerate(layout.tiles):
+        left, top, right, bottom = box
+        if layout.more and index == len(layout.tiles) - 1:
+            rounded(picture, box, 8, "#e9eaec")
+            middle = ((left + right) / 2, (top + bottom) / 2)
+            write(draw, middle, f"+{layout.more} more", FACTS_SIZE, fill=_INK, anchor="mm", bold=True)
+            continue
+        picture.paste(_thumbnail(image, plan.views[index], right - left), box)
+        title, detail = view_label(plan, index)
+        indent = 0
+        if index:
+            _frame(draw, box, _colour(index), 3)
+            _badge(picture, index, (left + _badge_width(index) // 2, bottom + 19))
+            indent = _badge_width(index) + 8
+        else:
+            _frame(draw, box, _LINE, 1)
+        write(draw, (left + indent, bottom + 24), title, SMALL_SIZE, fill=_INK, bold=True)
+        write(draw, (left, bottom + 47), detail, SMALL_SIZE, fill=_GREY)
+
+
+def draw_views(
+    image: Image.Image,
+    plan: ViewPlan,
+    *,
+    caption: str | None = None,
+    max_side: int = 1600,
+    estimated: bool = True,
+) -> Image.Image:
+    """Draw the views of an image: crops outlined and numbered in it, and each view squashed as the model gets it.
+
+    Args:
+        image: upright, of the size that ``plan`` was made for; any mode that Pillow turns into RGB. Not changed.
+        plan: its views; the first twelve get a thumbnail.
+        caption: a line on top, shortened to what fits.
+        max_side: the image is scaled to at most this many pixels along its longer side. With all that is around it the
+            picture stays within ``max_side + 1200`` pixels each way.
+        estimated: the plan's prompt tokens are not from the checkpoint's own tokenizer
+            (:attr:`~panscan.images.views.PromptCost.estimated`).
+
+    Returns:
+        a new RGB image.
+
+    Raises:
+        ImageError: if ``image`` is of another size than the plan's.
+        SettingError: if ``max_side`` is below 320.
+    """
+    if image.size != (plan.width, plan.height):
+        raise ImageError(
+            f"the views are planned for {plan.width}x{plan.height} pixels, the image has {image.width}x{image.height}"
+        )
+    layout = lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
+    upright = image.convert("RGB")
+    picture = Image.new("RGB", layout.size, _PAPER)
+    draw = ImageDraw.Draw(picture)
+    if caption:
+        title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
+        write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
+    for row, line in enumerate(layout.facts):
+        write(draw, (MARGIN, layout.facts_y + layout.facts_pitch * row), line, FACTS_SIZE, fill=_GREY)
+    left, top, right, bottom = layout.image
+    _frame(draw, _grown(layout.image, RIM), _LINE, 1)
+    enlarged = right - left > plan.width
+    method = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
+    picture.paste(upright.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
+    for index in range(1, len(plan.views)):
+        _outline(picture, layout, index)
+    if plan.crops:
+        _badges(picture, layout)
+    _strip(picture, upright, layout)
+    return picture

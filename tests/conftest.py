@@ -1,0 +1,64 @@
+"""What several test files share: one mini model per process, and documents drawn for the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from panscan.model.random_weights import random_model
+from panscan.model.shapes import SHAPES, Shape
+from panscan.runners.generate import GenerateRunner
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def mini() -> GenerateRunner:
+    """The mini model in float32 on the CPU, default settings. Tests that change its settings put them back."""
+    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", max_new_tokens=12)
+
+
+@pytest.fixture
+def runner(mini: GenerateRunner) -> Iterator[GenerateRunner]:
+    """The mini model, its settings put back afterwards."""
+    before = mini.settings
+    yield mini
+    mini.configure(before)
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture of random levels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[Path]:
+    """Three small pictures: tall (crops), wide (crops), square (none)."""
+    places = []
+    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
+        places.append(tmp_path / f"doc{seed}.png")
+        noise(*size, seed).save(places[-1])
+    return places
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a text-only Gemma 3 of few weights: what 270M and 1B are, smaller."""
+    place = tmp_path_factory.mktemp("text-only")
+    small = replace(SHAPES["mini"].text, layers=3)
+    model, tokenizer = random_model(Shape("tiny", small, None, 0), dtype=torch.float32, device="cpu")
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageChops, ImageColor
+
+from panscan.core import ImageError, PanAndScan, SettingError
+from panscan.images.draw import COLOURS, draw_views
+from panscan.images.draw_layout import LEAST_SIDE, MARGIN, Layout, lay_out, view_label
+from panscan.images.ink import Box, printable, shorten, text_width, wrap
+from panscan.images.views import ViewPlan, plan_views
+
+RGB = [ImageColor.getrgb(colour) for colour in COLOURS]
+MANY = PanAndScan(min_crop_size=1, max_num_crops=100, min_ratio_to_activate=1.0)
+sides = st.one_of(st.integers(1, 40), st.integers(1, 3000))
+pan_and_scan = st.builds(
+    PanAndScan,
+    enabled=st.booleans(),
+    min_crop_size=st.sampled_from([1, 8, 64, 256]),
+    max_num_crops=st.sampled_from([1, 2, 4, 13, 100]),
+    min_ratio_to_activate=st.sampled_from([0.0, 1.0, 1.2, 3.0]),
+)
+max_sides = st.sampled_from([LEAST_SIDE, 500, 801])
+
+
+def plan_or_skip(width: int, height: int, settings: PanAndScan) -> ViewPlan:
+    try:
+        return plan_views(width, height, settings)
+    except SettingError:
+        assume(False)
+        raise
+
+
+def layout_of(plan: ViewPlan, max_side: int, caption: str | None = None, *, estimated: bool = True) -> Layout:
+    return lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
+
+
+def inside(box: Box, outer: tuple[int, int], margin: int = 0) -> bool:
+    return margin <= box[0] < box[2] <= outer[0] - margin and margin <= box[1] < box[3] <= outer[1] - margin
+
+
+def apart(one: Box, other: Box) -> bool:
+    return one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+
+
+@given(sides, sides, pan_and_scan, max_sides, st.none() | st.text(max_size=300))
+@example(1, 1, PanAndScan(), LEAST_SIDE, "\ud800 one\npixel")
+@example(20000, 300, MANY, 1600, None)
+@example(300, 20000, PanAndScan(), 1600, "thin")
+@example(20000, 1, MANY, 1600, "W" * 5000)
+@settings(max_examples=60, deadline=None)
+def test_any_plan_is_drawn_with_clean_margins(
+    width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None
+) -> None:
+    plan = plan_or_skip(width, height, pas)
+    image = Image.new("RGB", (width, height), "#808080")
+    before = image.copy()
+    picture = draw_views(image, plan, caption=caption, max_side=max_side)
+    assert ImageChops.difference(image, before).getbbox() is None
+    assert picture.mode == "RGB"
+    assert max(picture.size) <= max_side + 1200
+    # Whatever is cut off at an edge would reach into the margin.
+    content = ImageChops.difference(picture, Image.new("RGB", picture.size, picture.getpixel((0, 0)))).getbbox()
+    assert inside(content, picture.size, MARGIN // 3)
+
+
+@given(sides, sides, pan_and_scan, max_sides)
+@example(20000, 300, MANY, 1600)
+@settings(max_examples=200, deadline=None)
+def test_nothing_in_the_layout_overlaps(width: int, height: int, pas: PanAndScan, max_side: int) -> None:
+    plan = plan_or_skip(width, height, pas)
+    layout = layout_of(plan, max_side)
+    left, top, right, bottom = layout.image
+    assert LEAST_SIDE // 2 < max(right - left, bottom - top) <= max_side
+    if min(right - left, bottom - top) > 1:
+        assert abs((right - left) * height - (bottom - top) * width) <= max(width, height)
+    assert 1 <= len(layout.tiles) <= 12
+    assert len(layout.tiles) - bool(layout.more) + layout.more == len(plan.views)
+    labels = [max(map(text_width, view_label(plan, i), (14, 14))) for i in range(len(layout.tiles))]
+    with_labels = [
+        (x0, y0, max(x1, x0 + round(label)), y1 + 50)
+        for (x0, y0, x1, y1), label in zip(layout.tiles, labels, strict=True)
+    ]
+    for box in (layout.image, *with_labels):
+        assert inside(box, layout.size, MARGIN)
+    for one, other in combinations((layout.image, *with_labels), 2):
+        assert apart(one, other)
+    assert layout.facts_y + layout.facts_pitch * (len(layout.facts) - 1) < top
+    for line in layout.facts:
+        assert text_width(line, 17) <= layout.size[0] - 2 * MARGIN
+    across, down = (right - left) / width, (bottom - top) / height
+    for view in plan.views:
+        placed = layout.place(view.box)
+        assert left <= placed[0] < placed[2] <= right
+        assert top <= placed[1] < placed[3] <= bottom
+        for got, wanted, origin, scale in zip(placed, view.box, (left, top) * 2, (across, down) * 2, strict=True):
+            assert abs(got - origin - wanted * scale) <= 1
+
+
+@given(sides, sides, pan_and_scan, max_sides)
+@settings(max_examples=60, deadline=None)
+def test_outlines_lie_on_the_edges_of_the_crops(width: int, height: int, pas: PanAndScan, max_side: int) -> None:
+    plan = plan_or_skip(width, height, pas)
+    picture = draw_views(Image.new("RGB", (width, height), "white"), plan, max_side=max_side)
+    layout = layout_of(plan, max_side)
+    for index, view in enumerate(plan.views[1:]):
+        left, top, right, bottom = layout.place(view.box)
+        x, y = (left + right) // 2, (top + bottom) // 2
+        if layout.vertical:
+            edges, length = [(x, top), (x, bottom - 1), (left - 1, y), (right, y)], bottom - top
+        else:
+            edges, length = [(left, y), (right - 1, y), (x, top - 1), (x, bottom)], right - left
+        if length >= 3:
+            assert [picture.getpixel(edge) for edge in edges] == [RGB[index % len(RGB)]] * 4
+        if length >= 16:
+            middle = picture.getpixel((x, y))
+            assert (middle == (255, 255, 255)) == (index % 2 == 0)
+            assert min(middle) > 200
+
+
+def test_without_crops_the_image_is_left_as_it_is() -> None:
+    image = Image.effect_noise((400, 400), 80).convert("RGB")
+    plan = plan_views(400, 400, PanAndScan())
+    picture = draw_views(image, plan, max_side=400)
+    assert picture.crop(layout_of(plan, 400).image).tobytes() == image.tobytes()
+    assert not {colour for _, colour in picture.getcolors(1 << 20)} & set(RGB)
+
+
+@pytest.mark.parametrize("size", [(1200, 300), (300, 1200)])
+def test_each_thumbnail_shows_its_view(size: tuple[int, int]) -> None:
+    plan = plan_views(*size, PanAndScan())
+    image = Image.new("RGB", size)
+    colours = [(40 * index, 90, 200 - 40 * index) for index in range(len(plan.views))]
+    for view, colour in list(zip(plan.views, colours, strict=True))[1:]:
+        image.paste(colour, view.box)
+    picture = draw_views(image, plan)
+    for (left, top, right, bottom), colour in list(zip(layout_of(plan, 1600).tiles, colours, strict=True))[1:]:
+        assert right - left == bottom - top
+        inner = picture.crop((left + 3, top + 3, right - 3, bottom - 3))
+        assert inner.getcolors() == [((right - left - 6) ** 2, colour)]
+        assert picture.getpixel((left, top)) == RGB[colours.index(colour) - 1]
+
+
+@pytest.mark.parametrize(("crops", "tiles", "more"), [(11, 12, 0), (12, 12, 2), (100, 12, 90)])
+def test_thumbnails_are_capped(crops: int, tiles: int, more: int) -> None:
+    plan = plan_views(crops * 20, 20, MANY)
+    assert plan.crops == crops
+    layout = layout_of(plan, 1600)
+    assert (len(layout.tiles), layout.more) == (tiles, more)
+
+
+def test_the_header_says_what_the_plan_says() -> None:
+    plan = plan_views(600, 2400, PanAndScan())
+    about = " · ".join(layout_of(plan, 1600).facts)
+    assert about == "600x2400 px · 5 views (whole and 4 crops) · 1,280 image tokens · about 1,321 prompt tokens"
+    assert " · ".join(layout_of(plan, 1600, estimated=False).facts) == about.replace("about ", "")
+    image = Image.new("RGB", (600, 2400))
+    assert draw_views(image, plan).tobytes() != draw_views(image, plan, estimated=False).tobytes()
+    assert view_label(plan, 0) == ("whole", "600x2400 px · 256 tokens")
+    assert view_label(plan, 1) == ("crop 1", "600x600 px · 256 tokens")
+    assert layout_of(plan_views(50, 50, PanAndScan()), 1600).facts[0].startswith("50x50 px · 1 view (whole)")
+
+
+def test_same_arguments_same_picture_and_the_caption_is_in_it() -> None:
+    image = Image.effect_noise((900, 300), 80).convert("RGB")
+    plan = plan_views(900, 300, PanAndScan())
+    pictures = [draw_views(image, plan, caption=caption) for caption in ("page.png", "page.png", "page.jpg", None)]
+    assert pictures[0].tobytes() == pictures[1].tobytes() != pictures[2].tobytes()
+    assert pictures[3].height < pictures[0].height
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
+def test_other_modes_are_drawn_too(mode: str) -> None:
+    image = Image.new(mode, (700, 200))
+    assert draw_views(image, plan_views(700, 200, PanAndScan())).mode == "RGB"
+    assert image.mode == mode
+
+
+def test_wrong_arguments() -> None:
+    plan = plan_views(700, 200, PanAndScan())
+    with pytest.raises(ImageError, match=r"700x200.*200x700"):
+        draw_views(Image.new("RGB", (200, 700)), plan)
+    with pytest.raises(SettingError, match=f"max_side must be at least {LEAST_SIDE}, got 319"):
+        draw_views(Image.new("RGB", (700, 200)), plan, max_side=LEAST_SIDE - 1)
+
+
+# --- text ---
+
+
+@given(st.text())
+def test_printable_text_is_one_line_of_known_letters(text: str) -> None:
+    shown = printable(text)
+    assert shown.isascii()
+    assert not shown or shown.isprintable()
+    assert printable(shown) == shown
+
+
+def test_printable_text_keeps_what_it_can() -> None:
+    assert printable("Übergröße  ×\n2 漢") == "Ubergrosse x 2 ?"
+
+
+words = st.text("abcW i.", min_size=1, max_size=80)
+
+
+@given(words, st.integers(30, 400), st.booleans())
+def test_shortened_text_fits(text: str, limit: int, bold: bool) -> None:
+    shown = shorten(text, 14, limit, bold=bold)
+    assert text_width(shown, 14, bold=bold) <= limit
+    if shown != text:
+        assert shown.endswith("...")
+        assert text.startswith(shown.removesuffix("..."))
+        assert text_width(text, 14, bold=bold) > limit
+
+
+@given(words, st.integers(1, 400))
+def test_wrapping_loses_nothing_and_fits_where_words_do(text: str, limit: int) -> None:
+    lines = wrap(text, 14, limit)
+    assert " ".join(lines) == text
+    for line, following in zip(lines, [*lines[1:], None], strict=True):
+        assert " " not in line or text_width(line, 14) <= limit
+        if following is not None:
+            assert text_width(f"{line} {following.split(' ')[0]}", 14) > limit
+
+
+def test_a_no_break_space_holds_words_together() -> None:
+    assert wrap("aaa bb\u00a0cc d", 14, text_width("aaa bb", 14)) == ["aaa", "bb cc", "d"]

@@ -1,0 +1,180 @@
+"""Loading: the path that real checkpoints take, and one line for each way in which it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from panscan import GenerateRunner, Request
+from panscan.core import ModelError, SettingError
+from panscan.model.load import Placement, load_model, load_reader
+from panscan.model.mini import mini_directory
+from tests.conftest import noise
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The mini checkpoint as somebody's local directory."""
+    return Path(shutil.copytree(mini_directory(), tmp_path / "checkpoint"))
+
+
+def answer(runner: GenerateRunner) -> list[int]:
+    return runner.generate([runner.request("What is the total?", [noise(300, 900)])])[0].token_ids
+
+
+def test_a_sharded_local_directory_gives_the_same_answers(mini: GenerateRunner, copy: Path) -> None:
+    mini.loaded.model.to(torch.bfloat16).save_pretrained(copy, max_shard_size="1MB")
+    mini.loaded.model.to(torch.float32)
+    (copy / "model.safetensors").unlink()
+    assert len(list(copy.glob("model-*.safetensors"))) > 2
+    local = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
+    assert answer(local) == answer(mini)
+
+
+def test_a_base_checkpoint_takes_raw_prompts_only(mini: GenerateRunner, copy: Path) -> None:
+    (copy / "chat_template.jinja").unlink()
+    base = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
+    with pytest.raises(ModelError, match="--raw-prompt"):
+        base.generate([base.request("What?")])
+    raw = Request(prompt="<start_of_image> reads: ", images=[noise(300, 900)], raw=True, sampling=base.settings.sampling)
+    [result] = base.generate([raw])
+    assert result.views == 4
+    assert result.token_ids == mini.generate([raw])[0].token_ids
+
+
+def test_the_checkpoints_sampling_defaults_do_not_leak(copy: Path) -> None:
+    """Released checkpoints store do_sample=True, top_k=64: greedy must still be greedy, and silent."""
+    stored = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**stored, "do_sample": True, "top_k": 64, "top_p": 0.95}))
+    runner = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
+    assert answer(runner) == answer(runner)
+    assert runner.loaded.model.generation_config.top_k != 64
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no config.json"):
+        load_reader(str(tmp_path))
+    for name in ("./nowhere", "/nowhere/at/all", "a/b/c"):
+        with pytest.raises(ModelError, match="no such directory"):
+            load_reader(name)
+
+
+def test_another_model_family_is_refused(copy: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="panscan runs Gemma 3; this is a 'llama' model"):
+        load_reader(str(copy))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "not json", "no tokenizer"])
+def test_a_damaged_checkpoint_is_one_line(copy: Path, damage: str) -> None:
+    weights = copy / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:100_000])
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "not json":
+        (copy / "config.json").write_text("{")
+    else:
+        (copy / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="--model") as caught:
+        load_model(str(copy), CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights_are_not_drawn_at_random(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    tensors = load_file(weights)
+    lost = next(name for name in tensors if "mm_input_projection_weight" in name)
+    del tensors[lost]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="1 weights are missing, e.g. .*mm_input_projection_weight"):
+        load_model(str(copy), CPU)
+
+
+@pytest.mark.parametrize("text", ["30GiB", "gpu=30GiB", "0=", "=3"])
+def test_max_memory_is_read_or_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="--max-memory takes"):
+        Placement(torch.device("cpu"), torch.float32, device_map="auto", max_memory=text).arguments()
+
+
+def test_max_memory_as_accelerate_wants_it() -> None:
+    placed = Placement(torch.device("cpu"), torch.float32, device_map="auto", max_memory="0=30GiB; cpu=60GiB")
+    assert placed.arguments()["max_memory"] == {0: "30GiB", "cpu": "60GiB"}
+
+
+def test_device_map_places_the_model(mini: GenerateRunner) -> None:
+    spread = GenerateRunner.from_pretrained("mini", dtype="fp32", device_map="auto", max_memory="cpu=2GiB")
+    if torch.cuda.is_available():
+        pytest.skip("auto takes the GPU here")
+    assert spread.generate([mini.request("What?", [noise(300, 900)])])[0].token_ids == mini.generate(
+        [mini.request("What?", [noise(300, 900)])]
+    )[0].token_ids
+
+
+@contextmanager
+def hub(status: int, code: str) -> Iterator[str]:
+    """A hub that answers everything with one error, as the real one words it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802 - http.server's name
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "GatedRepo", "accept its licence at https://huggingface.co/google/gemma-3-4b-it"),
+        (401, "RepoNotFound", "no such checkpoint on the hub"),
+        (404, "RevisionNotFound", "no such --revision"),
+        (404, "EntryNotFound", "config.json"),
+    ],
+)
+def test_what_the_hub_says_becomes_advice(tmp_path: Path, status: int, code: str, message: str) -> None:
+    with hub(status, code) as endpoint:
+        done = ask({"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
+    assert done.returncode == 3, done.stderr
+    assert message in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("panscan: --model google/gemma-3-4b-it: ")
+
+
+def test_offline_says_so(tmp_path: Path) -> None:
+    done = ask({"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)})
+    assert done.returncode == 3
+    assert "the hub cannot be reached" in done.stderr
+
+
+def ask(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", "google/gemma-3-4b-it"]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)

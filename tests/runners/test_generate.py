@@ -1,0 +1,198 @@
+"""Runner ``generate`` against Transformers called by hand, with its own processor: the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from panscan import GenerateRunner, PanAndScan, Request, Sampling
+from panscan.core import ImageError, PanscanWarning, Result, SettingError, UnsupportedError
+from panscan.runners.settings import Settings
+from tests.conftest import noise
+
+TOKENS = 12
+
+
+def by_hand(runner: GenerateRunner, prompt: str, images: list[Image.Image], views: PanAndScan, **kwargs: Any) -> list[int]:
+    """New token ids of one request, with Transformers alone."""
+    processor, model = runner.loaded.reader.processor, runner.loaded.model
+    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    pictures = {"images": images, **views.processor_kwargs()} if images else {}
+    inputs = processor(text=text, add_special_tokens=False, return_tensors="pt", **pictures)
+    inputs = {name: value for name, value in inputs.items() if name != "num_crops"}
+    with torch.no_grad():
+        output = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, **kwargs)
+    ids: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return ids
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.text("abc what total? ", min_size=1, max_size=30),
+        st.lists(st.tuples(st.integers(200, 700), st.integers(200, 700)), max_size=2),
+        st.builds(PanAndScan, st.booleans(), st.just(100), st.integers(1, 4), st.just(1.2)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(REQUESTS, st.integers(1, 4), st.booleans(), st.none() | st.sampled_from([32, 64]))
+def test_batched_and_padded_tokens_equal_single_requests_by_hand(
+    runner: GenerateRunner,
+    asked: list[tuple[str, list[tuple[int, int]], PanAndScan]],
+    batch_size: int,
+    equal_views: bool,
+    multiple: int | None,
+) -> None:
+    chosen = replace(runner.settings, batch_size=batch_size, equal_views=equal_views, pad_to_multiple_of=multiple)
+    runner.configure(chosen)
+    pictures = [[noise(*size, seed) for seed, size in enumerate(sizes)] for _, sizes, _ in asked]
+    requests = [
+        Request(prompt=text, images=images, pan_and_scan=views, sampling=Sampling(TOKENS), id=str(number))
+        for number, ((text, _, views), images) in enumerate(zip(asked, pictures, strict=True))
+    ]
+    results = runner.generate(requests)
+    assert [result.id for result in results] == [request.id for request in requests]
+    for result, (text, _, views), images in zip(results, asked, pictures, strict=True):
+        assert result.token_ids == by_hand(runner, text, images, views)
+
+
+@pytest.mark.parametrize("changes", [{"attention": "eager"}, {"cache": "static"}, {"tf32": True}])
+def test_settings_that_are_exact_give_the_same_tokens(runner: GenerateRunner, changes: dict[str, Any]) -> None:
+    requests = [runner.request("What is it?", [noise(300, 900, seed)]) for seed in range(2)]
+    expected = [result.token_ids for result in runner.generate(requests)]
+    runner.configure(replace(runner.settings, batch_size=2, **changes))
+    assert [result.token_ids for result in runner.generate(requests)] == expected
+
+
+def test_flex_attention_answers_at_several_lengths(runner: GenerateRunner) -> None:
+    requests = [runner.request("What is it?", [noise(300, height)]) for height in (300, 900)]
+    expected = [result.token_ids for result in runner.generate(requests)]
+    runner.configure(replace(runner.settings, attention="flex_attention"))
+    assert [result.token_ids for result in runner.generate(requests)] == expected
+
+
+def test_preprocessing_on_the_device_is_close(runner: GenerateRunner) -> None:
+    """Pillow and PyTorch round differently, so tokens may differ; the counts may not."""
+    request = runner.request("What is it?", [noise(300, 900)])
+    [pil] = runner.generate([request])
+    runner.configure(replace(runner.settings, preprocess="device"))
+    [torch_] = runner.generate([request])
+    assert (torch_.views, torch_.image_tokens, torch_.prompt_tokens) == (pil.views, pil.image_tokens, pil.prompt_tokens)
+
+
+def test_counts_are_counts_of_real_ids(runner: GenerateRunner) -> None:
+    [result] = runner.generate([runner.request("What is it?", [noise(300, 900), noise(300, 300)])])
+    assert (result.views, result.crops) == (5, 3)
+    assert result.image_tokens == 5 * runner.loaded.reader.prompts.image_tokens
+    assert result.output_tokens == len(result.token_ids) == len(result.stamps.tokens)
+    assert result.prompt_tokens > result.image_tokens
+
+
+def check_stamps(result: Result) -> None:
+    stamps = result.stamps
+    points = [stamps.accepted, stamps.loaded, stamps.preprocessed, stamps.vision_start, stamps.vision, *stamps.tokens]
+    known = [point for point in points if point is not None]
+    assert known == sorted(known)
+    assert stamps.end is not None
+    assert stamps.tokens[-1] <= stamps.end
+    assert stamps.e2e == pytest.approx(sum(seconds for seconds in stamps.stages().values() if seconds is not None))
+
+
+def test_stamps_are_in_order_and_stages_add_up(runner: GenerateRunner) -> None:
+    runner.configure(replace(runner.settings, batch_size=2))
+    requests = [runner.request("What is it?", [noise(300, 900)]), runner.request("And without an image?")]
+    for result in runner.generate(requests):
+        check_stamps(result)
+        assert result.stamps.vision is not None  # stages of a batch are shared
+    [text_only] = runner.generate(requests[1:])
+    check_stamps(text_only)
+    assert text_only.stamps.vision is None
+
+
+def test_ignore_eos_gives_exactly_the_tokens_asked_for(runner: GenerateRunner) -> None:
+    ends = runner.loaded.eos_ids
+    stopped = None
+    for number in range(40):  # find a prompt whose answer ends by itself
+        [stopped] = runner.generate([runner.request(f"Question {number}?", sampling=Sampling(64))])
+        if stopped.finish_reason == "stop":
+            break
+    assert stopped is not None
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] in ends
+    assert not ends & set(stopped.token_ids[:-1])
+    [whole] = runner.generate([runner.request(f"Question {number}?", sampling=Sampling(64, ignore_eos=True))])
+    assert whole.token_ids[: stopped.output_tokens] == stopped.token_ids
+    assert (whole.output_tokens, whole.finish_reason) == (64, "length")
+
+
+def test_sampling_follows_its_seed(runner: GenerateRunner) -> None:
+    def tokens(seed: int) -> list[int]:
+        sampling = Sampling(TOKENS, temperature=1.0, top_p=0.9, seed=seed)
+        return runner.generate([runner.request("Say something", sampling=sampling)])[0].token_ids
+
+    assert tokens(1) == tokens(1)
+    assert len({tuple(tokens(seed)) for seed in range(4)}) > 1
+
+
+def test_top_k_one_is_greedy(runner: GenerateRunner) -> None:
+    greedy = runner.request("Say something")
+    top_one = runner.request("Say something", sampling=Sampling(TOKENS, temperature=1.0, top_k=1, seed=0))
+    assert runner.generate([top_one])[0].token_ids == runner.generate([greedy])[0].token_ids
+
+
+def test_a_batch_of_two_samplings_is_refused(runner: GenerateRunner) -> None:
+    with pytest.raises(SettingError, match="one set of sampling settings"):
+        runner.run([runner.request("a"), runner.request("b", sampling=Sampling(3))])
+
+
+def test_pages_of_a_file_are_images_of_one_request(runner: GenerateRunner, tmp_path: Path) -> None:
+    pages = [noise(300, 300, seed) for seed in range(3)]
+    pages[0].save(tmp_path / "scan.tiff", save_all=True, append_images=pages[1:])
+    views = PanAndScan(enabled=False)
+    [whole] = runner.generate([runner.request("What?", [tmp_path / "scan.tiff"], pan_and_scan=views)])
+    [parts] = runner.generate([runner.request("What?", pages, pan_and_scan=views)])
+    assert whole.views == 3
+    assert whole.token_ids == parts.token_ids
+
+
+def test_an_unreadable_image_is_an_image_error(runner: GenerateRunner, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"not a picture")
+    with pytest.raises(ImageError, match=r"bad\.png"):
+        runner.generate([runner.request("What?", [tmp_path / "bad.png"])])
+
+
+def test_what_this_machine_cannot_do_is_unsupported() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine may be able to")
+    for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
+        with pytest.raises(UnsupportedError, match="NVIDIA GPU"):
+            GenerateRunner.from_pretrained("mini", attention=name)
+    with pytest.raises(UnsupportedError, match="shows 0 NVIDIA"):
+        GenerateRunner.from_pretrained("mini", device="cuda")
+    with pytest.raises(UnsupportedError, match="torchrun"):
+        GenerateRunner.from_pretrained("mini", tp_plan="auto")
+
+
+def test_flash_attention_is_warned_about(runner: GenerateRunner) -> None:
+    from panscan.model.runtime import apply_attention
+
+    with pytest.warns(PanscanWarning, match="ignore Gemma 3's image blocks"), pytest.raises(UnsupportedError):
+        apply_attention(runner.loaded.model, "flash_attention_2")
+
+
+def test_other_weights_need_another_runner(runner: GenerateRunner) -> None:
+    with pytest.raises(SettingError, match="another runner"):
+        runner.configure(Settings(model="elsewhere"))

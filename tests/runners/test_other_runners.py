@@ -1,0 +1,81 @@
+"""The pipeline and continuous batching against runner ``generate``: the same tokens, or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from panscan import GenerateRunner, Request, Sampling
+from panscan.core import SettingError, UnsupportedError
+from panscan.runners.factory import open_runner
+from panscan.runners.generate_batch import GenerateBatchRunner
+from panscan.runners.pipeline import PipelineRunner
+from panscan.runners.settings import Settings, settings_from
+from tests.conftest import noise
+from tests.runners.test_generate import check_stamps
+
+
+def test_the_pipeline_gives_the_tokens_of_generate(mini: GenerateRunner) -> None:
+    pipeline = PipelineRunner(mini.loaded, mini.settings)
+    requests = [
+        mini.request("What is the total?", [noise(300, 900)], id="one"),
+        mini.request("And here?", [noise(300, 300, 1), noise(900, 300, 2)], system="Be brief.", id="two"),
+        mini.request("No image at all?", id="three"),
+    ]
+    expected = mini.generate(requests)
+    found = pipeline.generate(requests)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    for result, other in zip(found, expected, strict=True):
+        assert (result.id, result.views, result.prompt_tokens) == (other.id, other.views, other.prompt_tokens)
+        assert result.text == other.text
+        check_stamps(result)
+
+
+def test_the_pipeline_refuses_what_it_does_not_offer(mini: GenerateRunner) -> None:
+    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+    with pytest.raises(UnsupportedError, match="--batch-size must stay at 1"):
+        pipeline.configure(replace(mini.settings, runner="pipeline", batch_size=2))
+    with pytest.raises(SettingError, match="raw"):
+        pipeline.run([Request(prompt="<start_of_image>", images=[noise(50, 50)], raw=True)])
+
+
+def test_generate_batch_refuses_a_checkpoint_that_reads_images() -> None:
+    with pytest.raises(UnsupportedError, match="without looking at the image"):
+        open_runner(settings_from({"runner": "generate_batch", "dtype": "fp32", "device": "cpu"}))
+
+
+def text_settings(checkpoint: Path, **changes: Any) -> Settings:
+    return settings_from({"model": str(checkpoint), "dtype": "fp32", "device": "cpu", "max_new_tokens": 12, **changes})
+
+
+def test_a_text_only_model_answers_in_both_runners(text_checkpoint: Path) -> None:
+    settings = text_settings(text_checkpoint, batch_size=3)
+    plain = GenerateRunner.from_settings(settings)
+    batched = GenerateBatchRunner(plain.loaded, settings)
+    requests = [plain.request(text) for text in ("What is the date?", "One", "Two words and a few more")]
+    expected = [result.token_ids for result in plain.generate(requests)]
+    found = batched.generate(requests)
+    assert [result.token_ids for result in found] == expected
+    assert [result.stamps.tokens for result in found] == [[], [], []]
+
+
+def test_a_text_only_model_takes_no_images(text_checkpoint: Path) -> None:
+    plain = GenerateRunner.from_settings(text_settings(text_checkpoint))
+    with pytest.raises(SettingError, match="reads text only"):
+        plain.generate([plain.request("What?", [noise(50, 50)])])
+    with pytest.raises(UnsupportedError, match="reads images"):
+        PipelineRunner(plain.loaded, plain.settings)
+
+
+def test_random_weights_load_into_the_runner() -> None:
+    settings = settings_from({"random_weights": True, "model_shape": "mini", "dtype": "fp32", "device": "cpu"})
+    runner = open_runner(settings)
+    runner.configure(settings)
+    [result] = runner.run([Request(prompt="What?", images=[noise(300, 900)], sampling=Sampling(4))])
+    assert result.views == 4
+    assert torch.isfinite(torch.tensor(result.stamps.tokens)).all()
+    runner.close()
