@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import traceback
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 import click
 
+from panscan import __version__
 from panscan.core import PanscanError
 
 __all__ = ["main"]
@@ -62,7 +62,7 @@ def _dashes(token: str) -> str:
         "token_normalize_func": _dashes,
     },
 )
-@click.version_option(version("panscan"), prog_name="panscan")
+@click.version_option(__version__, prog_name="panscan")
 def cli() -> None:
     """Run, measure and verify Gemma 3 with pan and scan.
 

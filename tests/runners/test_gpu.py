@@ -1,0 +1,80 @@
+"""What only a GPU can show: the same tokens in every mode, events as time stamps, memory that comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from panscan import GenerateRunner
+from panscan.core import now
+from panscan.runners.clock import DeviceClock
+from panscan.runners.pipeline import PipelineRunner
+from tests.conftest import noise
+from tests.runners.test_generate import check_stamps
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> GenerateRunner:
+    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda", max_new_tokens=12)
+
+
+def requests_of(runner: GenerateRunner) -> list[Any]:
+    return [runner.request("What is it?", [noise(300, height, height)]) for height in (300, 700, 900)]
+
+
+def test_tokens_equal_the_cpus(on_gpu: GenerateRunner, mini: GenerateRunner) -> None:
+    expected = [result.token_ids for result in mini.generate(requests_of(mini))]
+    assert [result.token_ids for result in on_gpu.generate(requests_of(on_gpu))] == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "eager"},
+        {"attention": "flex_attention"},
+        {"cache": "static"},
+        {"compile": "default"},
+        {"batch_size": 3, "pad_to_multiple_of": 64},
+    ],
+    ids=str,
+)
+def test_every_exact_mode_gives_the_same_tokens(on_gpu: GenerateRunner, changes: dict[str, Any]) -> None:
+    before = on_gpu.settings
+    expected = [result.token_ids for result in on_gpu.generate(requests_of(on_gpu))]
+    try:
+        on_gpu.configure(replace(before, **changes))
+        for _ in range(2):  # the second pass runs what the first compiled
+            results = on_gpu.generate(requests_of(on_gpu))
+            assert [result.token_ids for result in results] == expected
+            for result in results:
+                check_stamps(result)
+    finally:
+        on_gpu.configure(before)
+
+
+def test_the_pipeline_runs_on_the_gpu(on_gpu: GenerateRunner) -> None:
+    expected = [result.token_ids for result in on_gpu.generate(requests_of(on_gpu))]
+    pipeline = PipelineRunner(on_gpu.loaded, replace(on_gpu.settings, runner="pipeline"))
+    # Where torchvision is installed the processor resizes with it, so pixels may differ by a level.
+    found = pipeline.generate(requests_of(on_gpu))
+    assert [len(result.token_ids) for result in found] == [len(ids) for ids in expected]
+
+
+def test_event_stamps_lie_on_the_hosts_time_line() -> None:
+    device = torch.device("cuda")
+    square = torch.randn(4096, 4096, device=device)
+    clock = DeviceClock(device)
+    before = now()
+    clock.mark()
+    for _ in range(20):
+        square @ square
+    clock.mark()
+    queued = now()
+    first, last = clock.read()
+    assert before - 1e-3 <= first < last <= now() + 1e-3
+    assert last > queued, "the mark must tell when the device got there, not when it was asked"
