@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_what_is_wrong_is_said_in_one_line(content, problem):
     with pytest.raises(ImageError, match=f"^file: {problem}") as caught:
         read(content)
     assert "\n" not in str(caught.value)
-    assert " object at " not in str(caught.value)
+    assert not re.search(" object at |OSError", str(caught.value))
 
 
 def test_an_image_without_pixels_is_refused():

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,21 @@ def test_pdf_support_is_loaded_for_pdfs_only(monkeypatch):
     assert read(encode(Image.new("L", (2, 3)), "PNG")).size == (2, 3)
     with pytest.raises(ImageError, match=r"^file: PDF files need the package pypdfium2"):
         read(pdf(["/MediaBox[0 0 9 9]"]))
+
+
+class Probe(io.BytesIO):
+    """Notes whether pdfium was locked whenever it read."""
+
+    def readinto(self, buffer: Any, /) -> int:
+        self.locked = [*getattr(self, "locked", []), decode._PDFIUM.locked()]
+        return super().readinto(buffer)
+
+
+def test_pdfium_works_under_its_lock_only():
+    probe = Probe(pdf(["/MediaBox[0 0 144 72]/Contents 4 0 R"], (RED_LEFT_BLUE_RIGHT,)))
+    assert read_page(probe, None, "file").size == (300, 150)
+    assert set(probe.locked) == {True}
+    assert not decode._PDFIUM.locked()
 
 
 def tiff_pages(*sizes: int, **options: object) -> bytes:

@@ -158,7 +158,9 @@ def test_the_header_says_what_the_plan_says() -> None:
     assert about == "600x2400 px · 5 views (whole and 4 crops) · 1,280 image tokens · about 1,321 prompt tokens"
     assert " · ".join(layout_of(plan, 1600, estimated=False).facts) == about.replace("about ", "")
     image = Image.new("RGB", (600, 2400))
-    assert draw_views(image, plan).tobytes() != draw_views(image, plan, estimated=False).tobytes()
+    pictures = [draw_views(image, plan, estimated=estimated) for estimated in (True, False)]
+    header = (0, 0, pictures[0].width, layout_of(plan, 1600).facts_y + 4)
+    assert ImageChops.difference(*(picture.crop(header) for picture in pictures)).getbbox() is not None
     assert view_label(plan, 0) == ("whole", "600x2400 px · 256 tokens")
     assert view_label(plan, 1) == ("crop 1", "600x600 px · 256 tokens")
     assert layout_of(plan_views(50, 50, PanAndScan()), 1600).facts[0].startswith("50x50 px · 1 view (whole)")
@@ -170,12 +172,16 @@ def test_same_arguments_same_picture_and_the_caption_is_in_it() -> None:
     pictures = [draw_views(image, plan, caption=caption) for caption in ("page.png", "page.png", "page.jpg", None)]
     assert pictures[0].tobytes() == pictures[1].tobytes() != pictures[2].tobytes()
     assert pictures[3].height < pictures[0].height
+    for caption, shown in (("Größe 2×3", "Grosse 2x3"), ("two\nlines", "two lines")):
+        assert draw_views(image, plan, caption=caption).tobytes() == draw_views(image, plan, caption=shown).tobytes()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
 def test_other_modes_are_drawn_too(mode: str) -> None:
-    image = Image.new(mode, (700, 200))
-    assert draw_views(image, plan_views(700, 200, PanAndScan())).mode == "RGB"
+    noise = Image.effect_noise((700, 200), 80).convert("F" if mode == "I;16" else "RGB")
+    image = noise.convert("I").convert(mode) if mode == "I;16" else noise.convert(mode)
+    plan = plan_views(700, 200, PanAndScan())
+    assert draw_views(image, plan).tobytes() == draw_views(image.convert("RGB"), plan).tobytes()
     assert image.mode == mode
 
 

@@ -51,7 +51,7 @@ def test_pages_are_named_as_the_user_named_the_file():
 def test_every_kind_of_pattern(here):
     for name in ("one.png", "docs/2.png", "docs/10.PNG", "docs/deep/3.png", "docs/.hidden.png", "docs/.git/4.png"):
         draw(here / name, 5)
-    draw(here / "docs/Album.png/5.png", 5)
+    draw(here / "docs/Eggs.png/5.png", 5)
     draw(here / "docs/many.tiff", 5, 6)
     draw(here / "docs/many.pdf", 5, 6, 7)
     (here / "docs/notes.txt").write_text("no picture")
@@ -60,9 +60,9 @@ def test_every_kind_of_pattern(here):
     top = ["docs/2.png", "docs/10.PNG"]
     assert find("one.png") == (["one.png"], [])
     assert find(here / "one.png") == ([str(here / "one.png")], [])
-    assert find("docs") == find("docs/") == ([*top, "docs/Album.png/5.png", "docs/deep/3.png", *pdf, *tiff], [])
+    assert find("docs") == find("docs/") == ([*top, "docs/deep/3.png", "docs/Eggs.png/5.png", *pdf, *tiff], [])
     assert find("docs/*") == ([*top, *pdf, *tiff], [])
-    assert find("**/*.png") == (["docs/2.png", "docs/Album.png/5.png", "docs/deep/3.png", "one.png"], [])
+    assert find("**/*.png") == (["docs/2.png", "docs/deep/3.png", "docs/Eggs.png/5.png", "one.png"], [])
     assert find("docs/many.pdf#page=2", "docs/many.tiff#page=1") == ([pdf[1], tiff[0]], [])
     assert find("docs/many.*#page=2") == ([pdf[1], tiff[1]], [])
     assert find("one.png#page=1") == (["one.png"], [])
@@ -95,12 +95,6 @@ def test_names_with_special_characters_are_taken_literally_if_they_exist(here):
     assert find("y.pdf#page=1") == (["y.pdf#page=1"], [])
     (here / "a[1].png").unlink()
     assert find("a[1].png") == (["a1.png"], [])
-
-
-def test_case_does_not_part_names(here):
-    for name in ("b1.png", "A2.png", "B2.png", "a1.png"):
-        draw(here / name, 5)
-    assert find("*.png") == (["a1.png", "A2.png", "b1.png", "B2.png"], [])
 
 
 @settings(max_examples=25, deadline=None)
@@ -155,18 +149,8 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(here):
     (here / "loop.png").symlink_to("loop.png")
     os.mkfifo(here / "pipe.png")
     names, problems = find(
-        *(
-            "missing.png",
-            "missing.png",
-            "empty",
-            "empty",
-            "none*.png",
-            "bad",
-            "./bad/torn.png#page=1",
-            "bad/*.png",
-            "loop.png",
-        ),
-        *("pipe.png", "m.pdf#page=3", "m.pdf#page=0", "m.pdf#page=two", "", "nul\0.png", "x" * 300),
+        *("missing.png", "missing.png", "empty", "empty", "none*.png", "bad", "./bad/torn.png#page=1", "bad/*.png"),
+        *("loop.png", "pipe.png", "m.pdf#page=3", "m.pdf#page=0", "m.pdf#page=two", "", "nul\0.png", "x" * 300),
         "good.png",
     )
     assert names == ["good.png"]

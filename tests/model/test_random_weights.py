@@ -100,11 +100,11 @@ def test_the_seed_alone_decides_and_the_global_state_is_left_alone() -> None:
     assert not torch.equal(first, weights(1))
 
 
-class Created(TorchDispatchMode):
+class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Notes every large floating-point tensor that any operator gives back: dtype, and bytes by storage."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.dtypes: set[torch.dtype] = set()
         self.held: list[torch.Tensor] = []
 

@@ -41,7 +41,7 @@ def counted(**inputs: Any) -> int:
     rotations = sum(
         sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")
     )
-    return counter.get_total_flops() - rotations
+    return int(counter.get_total_flops()) - int(rotations)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, out, quiet_libraries, show_warnings
+from panscan.cli.options import axis_options, common_options, errors, given_axes, out, show_warnings
 from panscan.core import Request, Result, SettingError
 from panscan.runners.settings import settings_from
 
@@ -39,8 +39,10 @@ def command(**options: Any) -> None:
     show_warnings(errors())
     prompt = _prompt(options["prompt"])
     settings = _settings(options)
-    quiet_libraries()
+    from panscan.model.runtime import quiet_libraries
     from panscan.runners.generate import GenerateRunner
+
+    quiet_libraries()
 
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         errors().print("no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)")

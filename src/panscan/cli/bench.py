@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, out, quiet_libraries, show_warnings
+from panscan.cli.options import axis_options, common_options, errors, given_axes, out, show_warnings
 from panscan.core import InputError, SettingError
 
 __all__ = ["command"]
@@ -55,6 +55,8 @@ def command(**options: Any) -> int:
     Without --model the bundled mini Gemma 3 runs, without --images its sample documents. Results go to a run
     directory: records.jsonl (raw) and summary.csv.
     """
+    from panscan.model.runtime import quiet_libraries
+
     show_warnings(errors())
     quiet_libraries()
     if options["resume"] is not None:

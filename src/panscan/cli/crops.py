@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, out, quiet_libraries
+from panscan.cli.options import axis_options, common_options, errors, given_axes, out
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.runners.settings import Settings, settings_from
@@ -107,8 +107,10 @@ def _settings(options: dict[str, Any]) -> Settings:
 def _cost(settings: Settings, *, given: bool) -> PromptCost:
     if not given:
         return GEMMA3_COST
-    quiet_libraries()
     from panscan.model.load import load_reader
+    from panscan.model.runtime import quiet_libraries
+
+    quiet_libraries()
 
     reader = load_reader(settings.model, settings.revision)
     if not reader.reads_images:

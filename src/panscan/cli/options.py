@@ -12,7 +12,7 @@ from rich.console import Console
 from panscan.core import PanscanWarning, SettingError
 from panscan.runners.settings import Axis, axes
 
-__all__ = ["axis_options", "common_options", "errors", "given_axes", "out", "quiet_libraries", "show_warnings"]
+__all__ = ["axis_options", "common_options", "errors", "given_axes", "out", "show_warnings"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -98,10 +98,3 @@ def show_warnings(console: Console) -> None:
     warnings.simplefilter("always", PanscanWarning)
     warnings.showwarning = show
 
-
-def quiet_libraries() -> None:
-    """Transformers' own progress bars and advice would tear ours apart; its errors still come through."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

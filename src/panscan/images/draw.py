@@ -59,6 +59,24 @@ def _badge(picture: Image.Image, index: int, middle: tuple[int, int]) -> None:
     write(ImageDraw.Draw(picture), (x, y + 5), str(index), SMALL_SIZE, fill=fill, anchor="ms", bold=True)
 
 
+def _header(picture: Image.Image, layout: Layout, caption: str | None) -> None:
+    """The caption and the facts about the whole image."""
+    draw = ImageDraw.Draw(picture)
+    if caption:
+        title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
+        write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
+    for row, line in enumerate(layout.facts):
+        write(draw, (MARGIN, layout.facts_y + layout.facts_pitch * row), line, FACTS_SIZE, fill=_GREY)
+
+
+def _whole(picture: Image.Image, image: Image.Image, layout: Layout) -> None:
+    """The scaled image in a thin frame."""
+    left, top, right, bottom = layout.image
+    method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
+    picture.paste(image.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
+    _frame(ImageDraw.Draw(picture), _grown(layout.image, RIM), _LINE, 1)
+
+
 def _outline(picture: Image.Image, layout: Layout, index: int) -> None:
     """Tint, outline and gutter bar of a crop.
 
@@ -160,17 +178,8 @@ def draw_views(
     layout = lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)
-    draw = ImageDraw.Draw(picture)
-    if caption:
-        title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
-        write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
-    for row, line in enumerate(layout.facts):
-        write(draw, (MARGIN, layout.facts_y + layout.facts_pitch * row), line, FACTS_SIZE, fill=_GREY)
-    left, top, right, bottom = layout.image
-    _frame(draw, _grown(layout.image, RIM), _LINE, 1)
-    enlarged = right - left > plan.width
-    method = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
-    picture.paste(upright.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
+    _header(picture, layout, caption)
+    _whole(picture, upright, layout)
     for index in range(1, len(plan.views)):
         _outline(picture, layout, index)
     if plan.crops:

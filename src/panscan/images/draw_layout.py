@@ -110,6 +110,36 @@ def _grid(count: int, room: int, label: int, *, beside: bool) -> tuple[int, int]
     return min(count, 3), _LEAST_TILE
 
 
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """The thumbnails, before it is known where they go. ``pitch`` is (across, down) from one to the next."""
+
+    count: int
+    columns: int
+    side: int
+    pitch: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        return self.columns * self.pitch[0] - _GAP
+
+    def tiles(self, left: int, top: int) -> tuple[Box, ...]:
+        boxes = []
+        for index in range(self.count):
+            row, column = divmod(index, self.columns)
+            x, y = left + column * self.pitch[0], top + row * self.pitch[1]
+            boxes.append((x, y, x + self.side, y + self.side))
+        return tuple(boxes)
+
+
+def _strip(plan: ViewPlan, room: int, *, beside: bool) -> _Strip:
+    """Thumbnails for ``room`` pixels of height (``beside``) or width, no label of them wider than its place."""
+    count = min(len(plan.views), _MOST_TILES)
+    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
+    columns, side = _grid(count, room, label, beside=beside)
+    return _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
+
+
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> Layout:
     """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
 
@@ -120,39 +150,23 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
         raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
     width, height = _display(plan, max_side)
     beside = height >= width
-    count = min(len(plan.views), _MOST_TILES)
-    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
-    columns, side = _grid(count, height if beside else width, label, beside=beside)
-    pitch = (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP)
-    strip = columns * pitch[0] - _GAP
+    strip = _strip(plan, height if beside else width, beside=beside)
 
     # The gutter is for the badges of the crops, which lie left of a tall image and above any other.
-    gutter = (_GUTTER if plan.crops else 0) + RIM
-    aside = (gutter, RIM) if plan.height > plan.width else (RIM, gutter)
-    block = (aside[0] + width + RIM, aside[1] + height + RIM)
-    content = max(block[0] + _GAP + strip if beside else max(block[0], strip), _LEAST_WIDTH)
+    gutter = RIM + (_GUTTER if plan.crops else 0)
+    inset = (gutter, RIM) if plan.height > plan.width else (RIM, gutter)
+    block = (inset[0] + width + RIM, inset[1] + height + RIM)
+    content = max(block[0] + _GAP + strip.width if beside else max(block[0], strip.width), _LEAST_WIDTH)
 
-    facts = wrap(_facts(plan, estimated=estimated), FACTS_SIZE, content, separator=" · ")
+    facts = tuple(wrap(_facts(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
     facts_y = MARGIN + (2 * CAPTION_SIZE if caption else FACTS_SIZE)
     top = facts_y + _FACTS_PITCH * (len(facts) - 1) + _GAP
-    left = MARGIN + aside[0]
-    image = (left, top + aside[1], left + width, top + aside[1] + height)
+    left = MARGIN + inset[0]
+    image = (left, top + inset[1], left + width, top + inset[1] + height)
+
+    note = tuple(wrap(_NOTE, SMALL_SIZE, strip.width))
     x, y = (MARGIN + block[0] + _GAP, top) if beside else (MARGIN, top + block[1] + _GAP // 2)
-    note = wrap(_NOTE, SMALL_SIZE, max(strip, label))
-    y += 20 * len(note) + 8
-    tiles = []
-    for index in range(count):
-        row, column = divmod(index, columns)
-        tile_x, tile_y = x + column * pitch[0], y + row * pitch[1]
-        tiles.append((tile_x, tile_y, tile_x + side, tile_y + side))
-    bottom = max(top + block[1], tiles[-1][3] + _LABEL_HEIGHT)
-    return Layout(
-        plan,
-        (content + 2 * MARGIN, bottom + MARGIN),
-        tuple(facts),
-        facts_y,
-        image,
-        tuple(note),
-        (x, y - 12),
-        tuple(tiles),
-    )
+    y += 20 * len(note)
+    tiles = strip.tiles(x, y + 8)
+    size = (content + 2 * MARGIN, max(top + block[1], tiles[-1][3] + _LABEL_HEIGHT) + MARGIN)
+    return Layout(plan, size, facts, facts_y, image, note, (x, y - 4), tiles)

@@ -6,10 +6,11 @@ import warnings
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from panscan.core import PanscanWarning, UnsupportedError
 
-__all__ = ["apply_attention", "apply_compile", "apply_tf32"]
+__all__ = ["apply_attention", "apply_compile", "apply_tf32", "quiet_libraries"]
 
 
 def apply_attention(model: Any, name: str) -> None:
@@ -52,3 +53,9 @@ def apply_tf32(enabled: bool) -> None:
     """Let float32 matrix products and convolutions use TF32, or forbid it. Process-wide, as PyTorch has it."""
     torch.set_float32_matmul_precision("high" if enabled else "highest")
     torch.backends.cudnn.allow_tf32 = enabled
+
+
+def quiet_libraries() -> None:
+    """Transformers' own progress bars and advice would tear ours apart; its errors still come through."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

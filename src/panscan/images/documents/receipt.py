@@ -248,7 +248,7 @@ def receipt(rng: Random, variant: int) -> Document:
     cash = -(-bill.total // 1000) * 1000 + rng.choice((0, 1000, 2000))
     _sums(roll, bill, cash)
     _foot(roll, rng, layout.farewell)
-    height = max(round(roll.y + 2 * roll.step), 2 * width)
+    height = round(roll.y + 2 * roll.step)
     _lay_on_table(roll.sheet, height)
     others = [
         Ask("What is the date of purchase?", (day,), "date"),

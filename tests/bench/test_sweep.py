@@ -1,0 +1,159 @@
+"""The sweep on the real mini model: what is recorded, what is skipped, and that killing it loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from panscan.bench.records import Run, read_run
+from panscan.core import RecordsError
+from tests.conftest import noise
+
+SMALL = ["--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
+        noise(*size, seed).save(tmp_path / f"doc{seed}.png")
+    return tmp_path
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "panscan", "bench", *arguments]
+
+
+def only_run(folder: Path) -> Path:
+    [directory] = (folder / "runs").iterdir()
+    return directory
+
+
+def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
+    """What two runs of one plan must have in common: everything but times and peaks."""
+    names = ("request", "image", "image_sha256", "batch", "views", "prompt_tokens", "output_tokens", "finish_reason")
+    return {key: [[record[name] for name in names] for record in run.requests[key]] for key in run.repeats}
+
+
+def test_a_killed_run_resumes_to_the_same_cells_and_requests(folder: Path) -> None:
+    whole = bench(folder, *SMALL, "--images", "*.png", "--output-dir", "undisturbed")
+    assert whole.returncode == 0, whole.stderr
+    [expected] = (folder / "undisturbed").iterdir()
+    process = subprocess.Popen(
+        command(*SMALL, "--images", "*.png", "--output-dir", "killed"),
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    kill_after(process, folder / "killed", repeats=2)
+    [directory] = (folder / "killed").iterdir()
+    before = (directory / "records.jsonl").read_bytes()
+    finished = read_run(directory).finished()
+    assert 2 <= len(finished) < 6, "the kill came too late to show anything"
+    resumed = bench(folder, "--resume", str(directory))
+    assert resumed.returncode == 0, resumed.stderr
+    after = (directory / "records.jsonl").read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1]), "finished work was rewritten"
+    assert after.count(b'"type":"repeat"') == 6, "finished work was measured again"
+    assert facts(read_run(directory)) == facts(read_run(expected))
+    assert (directory / "summary.csv").exists()
+
+
+def kill_after(process: subprocess.Popen[bytes], output: Path, *, repeats: int) -> None:
+    """SIGKILL as soon as the records say that so many repeats are done."""
+    while not sum(path.read_bytes().count(b'"type":"repeat"') for path in output.glob("*/records.jsonl")) >= repeats:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(timeout=0.02) is None, "the run ended before it could be killed"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
+    assert bench(folder, *SMALL, "--images", "*.png").returncode == 0
+    directory = only_run(folder)
+    before = (directory / "records.jsonl").read_bytes()
+    assert bench(folder, "--resume", str(directory)).returncode == 0
+    assert (directory / "records.jsonl").read_bytes() == before
+
+
+def test_changed_documents_are_not_resumed(folder: Path) -> None:
+    assert bench(folder, *SMALL, "--images", "*.png").returncode == 0
+    noise(300, 300, 99).save(folder / "doc1.png")
+    done = bench(folder, "--resume", str(only_run(folder)))
+    assert done.returncode == RecordsError.exit_code
+    assert "have changed since the run began" in done.stderr
+
+
+def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
+    done = bench(
+        folder, "doc0.png", "--device", "cpu", "--max-new-tokens", "2",
+        "--attn_impl", "sdpa,flash_attention_2", "--runner", "generate,generate_batch",
+    )  # fmt: skip
+    assert done.returncode == 4
+    run = read_run(only_run(folder))
+    found = {(run.cells[cell]["runner"], run.cells[cell]["attention"]): o["outcome"] for cell, o in run.outcomes.items()}
+    assert found == {
+        ("generate", "sdpa"): "done",
+        ("generate", "flash_attention_2"): "skipped",
+        ("generate_batch", "sdpa"): "skipped",
+        ("generate_batch", "flash_attention_2"): "skipped",
+    }
+    assert "flash_attention_2 needs an NVIDIA GPU" in done.stdout + done.stderr
+    assert "without looking at the image" in done.stdout + done.stderr
+
+
+def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -> None:
+    """A prompt without its image fails in one cell; batches without trouble are measured in the other."""
+    done = bench(folder, "doc0.png", "--raw-prompt", "-p", "no place for an image", "--max-new-tokens", "2")
+    assert done.returncode == 4
+    [outcome] = read_run(only_run(folder)).outcomes.values()
+    assert outcome["outcome"] == "failed"
+    assert "0 place(s) for images" in outcome["reason"]
+
+
+def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path) -> None:
+    assert bench(folder, "doc0.png", "-p", "What is it?", "--max-new-tokens", "2").returncode == 0
+    text = (only_run(folder) / "records.jsonl").read_text()
+    header, *lines = [json.loads(line) for line in text.splitlines()]
+    assert header["schema"] == 1
+    assert header["environment"]["packages"]["torch"]
+    [request] = [line for line in lines if line["type"] == "request"]
+    assert request["image"] == ["doc0.png"]
+    assert "content" not in request
+    again = bench(folder, "doc0.png", "-p", "What?", "--max-new-tokens", "2", "--include-content", "--output-dir", "b")
+    assert again.returncode == 0
+    [directory] = (folder / "b").iterdir()
+    [key] = (run := read_run(directory)).requests
+    assert run.requests[key][0]["content"]["prompt"] == "What?"
+
+
+def test_order_is_random_but_seeded() -> None:
+    from panscan.bench.grid import build_cells
+    from panscan.bench.sweep import Plan
+    from panscan.bench.workload import Source
+
+    cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
+
+    def order(seed: int) -> list[list[tuple[str, int]]]:
+        plan = Plan(cells, [], Source(no_images=True, prompt="x"), repeats=2, seed=seed)
+        return [[(cell.id, repeat) for cell, repeat in visits] for visits in plan.order()]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    by_load = order(1)
+    assert [len(visits) for visits in by_load] == [16, 16], "one load per model, every cell in every repeat"
+    for visits in by_load:
+        assert sorted(visits) == sorted((cell, repeat) for cell in {c for c, _ in visits} for repeat in range(2))
+        assert [repeat for _, repeat in visits] == [0] * 8 + [1] * 8
+        assert [cell for cell, _ in visits[:8]] != [cell for cell, _ in visits[8:]]
