@@ -41,11 +41,18 @@ class DeviceClock:
         return len(self._marks) - 1
 
     def read(self) -> list[float]:
-        """Every mark's time, once the device has reached the last."""
+        """Every mark's time, once the device has reached the last.
+
+        The device's clock and the host's drift apart by some millionths, which shows after seconds: marks are placed
+        between two moments that both clocks have seen.
+        """
         synchronize(self.device)
-        if self._events:
-            return [self._zero + self._anchor.elapsed_time(event) / 1e3 for event in self._marks]
-        return list(self._marks)
+        if not self._events:
+            return list(self._marks)
+        last = self._event()
+        synchronize(self.device)
+        per_millisecond = (now() - self._zero) / self._anchor.elapsed_time(last)
+        return [self._zero + self._anchor.elapsed_time(event) * per_millisecond for event in self._marks]
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

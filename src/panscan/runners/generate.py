@@ -12,7 +12,6 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
 from panscan.model.load import Loaded
-from panscan.model.machine import synchronize
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
 from panscan.runners.base import batches
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
@@ -139,9 +138,8 @@ class GenerateRunner:
                 generation_config=generation_config(sampling, self.loaded, self.settings.cache),
                 stopping_criteria=StoppingCriteriaList([tokens]),
             )
-        synchronize(self.loaded.device)
-        stamps.end = now()
         times = clock.read()
+        stamps.end = now()
         if vision.start is not None and vision.end is not None:
             stamps.vision_start, stamps.vision = times[vision.start], times[vision.end]
         steps = [times[mark] for mark in tokens.marks]

@@ -57,12 +57,12 @@ class PipelineRunner(GenerateRunner):
             },
             processor_kwargs=request.pan_and_scan.processor_kwargs(),
         )
+        times = clock.read()
         stamps.end = now()
         plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
         prompt = self.loaded.reader.prompts.write(request, [plan.crops for plan in plans])
         # The pipeline gives back the answer's ids alone or behind the prompt's, depending on its version.
         row = answer["generated_token_ids"].tolist()[-len(tokens.marks) :]
-        times = clock.read()
         steps = [times[mark] for mark in tokens.marks]
         return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)
 
