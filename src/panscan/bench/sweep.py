@@ -77,9 +77,9 @@ def skip_reason(cell: Cell, items: Sequence[Item]) -> str | None:
     try:
         for item in items:
             plans_of(item, cell.settings)
-        return unsupported_reason(cell.settings)
-    except SettingError as error:
+    except SettingError as error:  # crops without pixels, for one of these images
         return str(error)
+    return unsupported_reason(cell.settings)
 
 
 def run_sweep(plan: Plan, writer: RecordWriter, done: set[tuple[str, int]], observer: Observer) -> None:

@@ -75,7 +75,8 @@ def _prompt(text: str | None) -> str:
     if text is None or text == "-":
         if sys.stdin.isatty():
             raise SettingError("-p is missing: what is the question?")
-        text = sys.stdin.read().strip()
+        text = sys.stdin.read()
+    text = text.strip()
     if not text:
         raise SettingError("the prompt is empty")
     return text

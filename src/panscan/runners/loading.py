@@ -23,11 +23,7 @@ _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
 
 
 def unsupported_reason(settings: Settings) -> str | None:
-    """Why this machine cannot run these settings, found out without loading a model; None if nothing speaks against it.
-
-    Raises:
-        SettingError: a value that no machine takes.
-    """
+    """Why this machine cannot run these settings, found out without loading a model; None if nothing speaks against."""
     for name, only in _RUNNER_LIMITS.get(settings.runner, {}).items():
         if getattr(settings, name) != only:
             return f"runner {settings.runner}: --{name.replace('_', '-')} must stay at {only}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -11,8 +12,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from panscan.core import PanAndScan, Sampling, SettingError
 
-__all__ = ["Axis", "Settings", "axes", "nearest", "parse_value", "settings_from"]
+__all__ = ["ATTENTION", "Axis", "Settings", "axes", "nearest", "parse_value", "settings_from"]
 
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 Level = Literal["load", "call"]
 
 
@@ -84,6 +86,14 @@ class Settings:
             if axis.choices and value is not None and value not in axis.choices:
                 hint = nearest(value, axis.choices)
                 raise SettingError(f"--{axis.flag} takes {', '.join(axis.choices)}; got {value!r}{hint}")
+        if self.attention not in ATTENTION and not re.fullmatch(r"[\w.-]+/[\w.@-]+", self.attention):
+            hint = nearest(self.attention, ATTENTION)
+            raise SettingError(
+                f"--attention takes {', '.join(ATTENTION)} or a kernels-hub name (owner/kernel);"
+                f" got {self.attention!r}{hint}"
+            )
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {self.device!r}")
         for name, least in (("batch_size", 1), ("pad_to_multiple_of", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -1,0 +1,142 @@
+"""Bad input on the real command line: one line that names the knob, and the documented exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from panscan.cli.main import run
+from tests.conftest import noise
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a picture and a prompt file."""
+    monkeypatch.chdir(tmp_path)
+    noise(300, 900).save(tmp_path / "doc.png")
+    (tmp_path / "prompts.txt").write_text("What is it?\n")
+    return tmp_path
+
+
+CASES = [
+    (["bnech"], 2, "bnech"),
+    (["bench", "--bach-size", "2"], 2, "--batch-size"),
+    (["bench", "doc.png", "--batch-size", "two"], 2, "--batch-size takes a whole number; got 'two'"),
+    (["bench", "doc.png", "--batch-size", "1,,2"], 2, "--batch-size has an empty value"),
+    (["bench", "doc.png", "--dtype", "bf17"], 2, "did you mean 'bf16'"),
+    (["bench", "doc.png", "--attention", "flash"], 2, "--attention takes eager"),
+    (["bench", "doc.png", "--device", "tpu"], 2, "--device takes"),
+    (["bench", "doc.png", "--preset", "balancd"], 2, "did you mean 'balanced'"),
+    (["bench", "doc.png", "--grid", "none.yaml"], 2, "none.yaml"),
+    (["bench", "doc.png", "--grid-max-crops", "0"], 2, "max_num_crops must be a whole number of at least 1"),
+    (["bench", "doc.png", "--grid-min-crop-size", "0"], 2, "min_crop_size"),
+    (["bench", "doc.png", "--no-pan-and-scan", "--grid-max-crops", "4"], 2, "contradicts"),
+    (["bench", "doc.png", "--no-pan-and-scan", "--do-pan-and-scan", "true"], 2, "contradicts"),
+    (["bench", "doc.png", "--device-map", "auto", "--device", "cpu"], 2, "exclude each other"),
+    (["bench", "doc.png", "--random-weights"], 2, "--random-weights and --model-shape"),
+    (["bench", "doc.png", "-p", "x", "--prompts", "prompts.txt"], 2, "exclude each other"),
+    (["bench", "doc.png", "--dataset", "q.jsonl"], 2, "--dataset brings its own images"),
+    (["bench", "doc.png", "--no-images", "-p", "x"], 2, "--no-images contradicts"),
+    (["bench", "--no-images"], 2, "--no-images needs"),
+    (["bench", "doc.png", "--num-samples", "0"], 2, "--num-samples must be at least 1"),
+    (["bench", "doc.png", "--repeats", "0"], 2, "--repeats"),
+    (["bench", "--resume", "nowhere"], 3, "nowhere"),
+    (["bench", "--resume", "nowhere", "--batch-size", "2"], 2, "--resume takes the run's own settings"),
+    (["bench", "--images", "none*.png"], 3, "no readable image is left"),
+    (["bench", "doc.png", "--prompts", "none.txt"], 3, "--prompts none.txt: No such file"),
+    (["bench", "--dataset", "none.jsonl"], 3, "--dataset none.jsonl: No such file"),
+    (["bench", "doc.png", "--model", "./nowhere"], 4, "no such directory"),
+    (["ask", "doc.png", "-p", "What?", "--model", "./nowhere"], 3, "--model ./nowhere: there is no such directory"),
+    (["ask", "none.png", "-p", "What?"], 3, "none.png"),
+    (["ask", "doc.png", "-p", " "], 2, "the prompt is empty"),
+    (["ask", "doc.png", "-p", "What?", "--raw-prompt"], 2, "0 place(s) for images"),
+    (["ask", "doc.png", "-p", "What?", "--device", "cuda:99"], 4, "NVIDIA GPU(s)"),
+    (["crops", "none.png"], 3, "no readable image is left"),
+    (["crops", "doc.png", "--max-num-crops", "0"], 2, "max_num_crops"),
+    (["crops", "doc.png", "-o", "doc.png/x.png"], 2, "--output"),
+    (["samples", "out", "--count", "0"], 2, "count"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), CASES, ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_line_and_a_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    said = " ".join((captured.err + captured.out).split())
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_missing_model_keeps_the_reason_in_the_records(folder: Path) -> None:
+    assert run(["bench", "doc.png", "--model", "./nowhere"]) == 4
+    [records] = folder.glob("runs/*/records.jsonl")
+    outcomes = [line for line in map(json.loads, records.read_text().splitlines()) if line["type"] == "cell"]
+    assert [outcome["outcome"] for outcome in outcomes] == ["failed"]
+
+
+def test_debug_shows_the_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ask", "none.png", "-p", "What?", "--debug"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_unwritable_output_is_said_before_anything_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "runs").write_text("a file, not a folder")
+    assert run(["bench", "doc.png", "-p", "x"]) == 3
+    assert "runs" in capsys.readouterr().err
+
+
+def test_torn_and_foreign_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "doc.png", "-p", "x", "--max-new-tokens", "2", "--device", "cpu"]
+    assert run(arguments) == 0
+    [records] = folder.glob("runs/*/records.jsonl")
+    whole = records.read_bytes()
+    records.write_bytes(whole + b'{"type":"repeat","cell":"to')
+    assert run(["bench", "--resume", str(records.parent)]) == 0
+    assert records.read_bytes() == whole
+    assert b"repeat" in records.with_name("records.jsonl.torn").read_bytes()
+    records.write_bytes(whole.replace(b'"schema":1', b'"schema":99', 1))
+    capsys.readouterr()
+    assert run(["bench", "--resume", str(records.parent)]) == 3
+    assert "99" in capsys.readouterr().err
+
+
+def test_bad_documents_are_left_out_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "text.png").write_text("no picture")
+    (folder / "cut.png").write_bytes((folder / "doc.png").read_bytes()[:2000])
+    assert run(["bench", "--images", "*.png", "-p", "x", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    said = capsys.readouterr().err
+    for name in ("empty.png", "text.png", "cut.png"):
+        assert said.count(f"left out: {name}") == 1
+
+
+def test_bad_datasets_name_the_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"image": "doc.png", "question": "What?"}
+    for bad, message in [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: expected an object"),
+        (json.dumps({"image": "doc.png"}), "'question' is missing"),
+        (json.dumps({**row, "answer": ["x"]}), "did you mean 'answers'"),
+        (json.dumps({**row, "image": 3}), "'image' must be"),
+        (json.dumps({**row, "answers": "x"}), "'answers' a list"),
+    ]:
+        (folder / "q.jsonl").write_text(json.dumps(row) + "\n" + bad + "\n")
+        assert run(["bench", "--dataset", "q.jsonl"]) == 3
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    for arguments in (["--help"], ["bench", "--help"], ["ask", "--help"], ["crops", "--help"], ["samples", "--help"]):
+        code = (
+            "import sys; from panscan.cli.main import run; run(sys.argv[1:]);"
+            "print([m for m in ('torch', 'transformers', 'PIL') if m in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "[]"
+        assert "Example" in done.stdout
