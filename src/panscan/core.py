@@ -1,13 +1,13 @@
 """The shared nouns and the exception tree. Imports nothing else of panscan, and no tensor library.
 
-    PanscanError                    exit code 1
-    ├── SettingError                2   an option, key or value is wrong
-    ├── InputError                  3   something the user gave could not be used
-    │   ├── ImageError                  a document or picture
-    │   ├── DatasetError                questions, prompts
-    │   ├── ModelError                  a checkpoint: unknown, gated, incomplete
-    │   └── RecordsError                a run directory
-    └── UnsupportedError            4   fine in itself, but not on this machine
+PanscanError                    exit code 1
+├── SettingError                2   an option, key or value is wrong
+├── InputError                  3   something the user gave could not be used
+│   ├── ImageError                  a document or picture
+│   ├── DatasetError                questions, prompts
+│   ├── ModelError                  a checkpoint: unknown, gated, incomplete
+│   └── RecordsError                a run directory
+└── UnsupportedError            4   fine in itself, but not on this machine
 """
 
 from __future__ import annotations

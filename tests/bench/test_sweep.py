@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import noise
 
 from panscan.bench.records import Run, read_run
 from panscan.core import RecordsError
-from tests.conftest import noise
 
 SMALL = ["--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?"]
 
@@ -102,7 +102,9 @@ def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 4
     run = read_run(only_run(folder))
-    found = {(run.cells[cell]["runner"], run.cells[cell]["attention"]): o["outcome"] for cell, o in run.outcomes.items()}
+    found = {
+        (run.cells[cell]["runner"], run.cells[cell]["attention"]): o["outcome"] for cell, o in run.outcomes.items()
+    }
     assert found == {
         ("generate", "sdpa"): "done",
         ("generate", "flash_attention_2"): "skipped",

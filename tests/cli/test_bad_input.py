@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conftest import noise
 
 from panscan.cli.main import run
-from tests.conftest import noise
 
 
 @pytest.fixture

@@ -38,9 +38,7 @@ class Sliced:
 
 def transformers_boxes(width: int, height: int, chosen: PanAndScan) -> list[tuple[int, int, int, int]]:
     image: Any = Sliced(width, height)
-    return TRANSFORMERS.pan_and_scan(
-        image, chosen.min_crop_size, chosen.max_num_crops, chosen.min_ratio_to_activate
-    )
+    return TRANSFORMERS.pan_and_scan(image, chosen.min_crop_size, chosen.max_num_crops, chosen.min_ratio_to_activate)
 
 
 @settings(max_examples=5000, deadline=None)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
 from panscan.model.load import Placement, load_model, load_reader
 from panscan.model.mini import mini_directory
-from tests.conftest import noise
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 
@@ -50,7 +50,8 @@ def test_a_base_checkpoint_takes_raw_prompts_only(mini: GenerateRunner, copy: Pa
     base = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
     with pytest.raises(ModelError, match="--raw-prompt"):
         base.generate([base.request("What?")])
-    raw = Request(prompt="<start_of_image> reads: ", images=[noise(300, 900)], raw=True, sampling=base.settings.sampling)
+    greedy = base.settings.sampling
+    raw = Request(prompt="<start_of_image> reads: ", images=[noise(300, 900)], raw=True, sampling=greedy)
     [result] = base.generate([raw])
     assert result.views == 4
     assert result.token_ids == mini.generate([raw])[0].token_ids
@@ -66,7 +67,7 @@ def test_the_checkpoints_sampling_defaults_do_not_leak(copy: Path) -> None:
 
 
 def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has no config.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         load_reader(str(tmp_path))
     for name in ("./nowhere", "/nowhere/at/all", "a/b/c"):
         with pytest.raises(ModelError, match="no such directory"):
@@ -102,7 +103,7 @@ def test_missing_weights_are_not_drawn_at_random(copy: Path) -> None:
     lost = next(name for name in tensors if "mm_input_projection_weight" in name)
     del tensors[lost]
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="1 weights are missing, e.g. .*mm_input_projection_weight"):
+    with pytest.raises(ModelError, match=r"1 weights are missing, e\.g\. .*mm_input_projection_weight"):
         load_model(str(copy), CPU)
 
 
@@ -121,9 +122,10 @@ def test_device_map_places_the_model(mini: GenerateRunner) -> None:
     spread = GenerateRunner.from_pretrained("mini", dtype="fp32", device_map="auto", max_memory="cpu=2GiB")
     if torch.cuda.is_available():
         pytest.skip("auto takes the GPU here")
-    assert spread.generate([mini.request("What?", [noise(300, 900)])])[0].token_ids == mini.generate(
-        [mini.request("What?", [noise(300, 900)])]
-    )[0].token_ids
+    assert (
+        spread.generate([mini.request("What?", [noise(300, 900)])])[0].token_ids
+        == mini.generate([mini.request("What?", [noise(300, 900)])])[0].token_ids
+    )
 
 
 @contextmanager
@@ -131,7 +133,7 @@ def hub(status: int, code: str) -> Iterator[str]:
     """A hub that answers everything with one error, as the real one words it."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - http.server's name
+        def do_GET(self) -> None:
             self.send_response(status)
             self.send_header("X-Error-Code", code)
             self.send_header("X-Error-Message", code)

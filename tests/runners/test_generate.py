@@ -11,16 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import ImageError, PanscanWarning, Result, SettingError, UnsupportedError
 from panscan.runners.settings import Settings
-from tests.conftest import noise
 
 TOKENS = 12
 
 
-def by_hand(runner: GenerateRunner, prompt: str, images: list[Image.Image], views: PanAndScan, **kwargs: Any) -> list[int]:
+def by_hand(runner: GenerateRunner, prompt: str, images: list[Image.Image], views: PanAndScan) -> list[int]:
     """New token ids of one request, with Transformers alone."""
     processor, model = runner.loaded.reader.processor, runner.loaded.model
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
@@ -31,7 +31,7 @@ def by_hand(runner: GenerateRunner, prompt: str, images: list[Image.Image], view
     inputs = processor(text=text, add_special_tokens=False, return_tensors="pt", **pictures)
     inputs = {name: value for name, value in inputs.items() if name != "num_crops"}
     with torch.no_grad():
-        output = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, **kwargs)
+        output = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
     ids: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
     return ids
 

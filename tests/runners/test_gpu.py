@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import noise
+from tests.runners.test_generate import check_stamps
 
 from panscan import GenerateRunner
 from panscan.core import now
 from panscan.runners.clock import DeviceClock
 from panscan.runners.pipeline import PipelineRunner
-from tests.conftest import noise
-from tests.runners.test_generate import check_stamps
 
 pytestmark = pytest.mark.gpu
 

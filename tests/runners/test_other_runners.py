@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import noise
+from tests.runners.test_generate import check_stamps
 
 from panscan import GenerateRunner, Request, Sampling
 from panscan.core import SettingError, UnsupportedError
@@ -15,8 +17,6 @@ from panscan.runners.factory import open_runner
 from panscan.runners.generate_batch import GenerateBatchRunner
 from panscan.runners.pipeline import PipelineRunner
 from panscan.runners.settings import Settings, settings_from
-from tests.conftest import noise
-from tests.runners.test_generate import check_stamps
 
 
 def test_the_pipeline_gives_the_tokens_of_generate(mini: GenerateRunner) -> None:

@@ -26,7 +26,12 @@ def test_defaults_are_transformers_pan_and_scan_and_greedy() -> None:
     assert Settings().changed() == {}
 
 
-VALUES = {bool: st.booleans(), int: st.integers(1, 10**6), float: st.floats(0.01, 0.99), str: st.text("abc", min_size=1)}
+VALUES = {
+    bool: st.booleans(),
+    int: st.integers(1, 10**6),
+    float: st.floats(0.01, 0.99),
+    str: st.text("abc", min_size=1),
+}
 
 
 @given(st.data(), st.sampled_from(sorted(axes())))

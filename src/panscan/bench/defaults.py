@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import panscan
-from panscan.core import cache_directory
+from panscan.core import SettingError, cache_directory
 from panscan.images.samples import write_samples
 
 __all__ = ["sample_dataset"]
@@ -20,5 +20,5 @@ def sample_dataset() -> Path:
     name = f"samples-{panscan.__version__}"
     try:
         return write_samples(cache_directory() / name, overwrite=True)
-    except OSError:
+    except SettingError:
         return write_samples(Path(tempfile.gettempdir()) / f"panscan-{name}", overwrite=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,9 +52,7 @@ def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None
     seconds = None
     if (shape := shape_of(settings)) is not None:
         seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in todo)
-    return Prediction(
-        cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None
-    )
+    return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
 
 
 def shape_of(settings: Settings) -> Shape | None:
@@ -73,9 +71,7 @@ def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], token
     padded = max(tokens)
     prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + len(tokens) * shape.prefill_flops(padded)
     width = 4 if settings.dtype == "fp32" else 2
-    step = max(
-        shape.decode_bytes(padded, len(tokens), width) / byte_rate, shape.text.layers * _STEP_SECONDS_PER_LAYER
-    )
+    step = max(shape.decode_bytes(padded, len(tokens), width) / byte_rate, shape.text.layers * _STEP_SECONDS_PER_LAYER)
     return prefill / (flops_rate * _EFFICIENCY) + settings.max_new_tokens * step
 
 
@@ -92,14 +88,14 @@ def _rates(device_name: str, dtype_name: str) -> tuple[float, float]:
     square = torch.randn(side, side, device=device).to(dtype)
     source = torch.empty((16 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device)
 
-    def seconds(work: object) -> float:
+    def seconds(work: Callable[[], object]) -> float:
         best = float("inf")
         for _ in range(4):
             synchronize(device)
             start = time.perf_counter()
-            work() if callable(work) else None
+            work()
             synchronize(device)
             best = min(best, time.perf_counter() - start)
         return best
 
-    return 2 * side**3 / seconds(lambda: square @ square), 2 * source.numel() / seconds(lambda: source.clone())
+    return 2 * side**3 / seconds(lambda: square @ square), 2 * source.numel() / seconds(source.clone)

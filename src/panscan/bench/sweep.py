@@ -162,9 +162,7 @@ def _seeded(batch: list[Request], repeat: int) -> list[Request]:
     return [replace(request, sampling=replace(sampling, seed=sampling.seed + repeat)) for request in batch]
 
 
-def _request_record(
-    plan: Plan, cell: Cell, repeat: int, batch: int, item: Item, result: Result
-) -> dict[str, Any]:
+def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item, result: Result) -> dict[str, Any]:
     record: dict[str, Any] = {
         "type": "request",
         "cell": cell.id,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.metrics import CellMetrics, cell_metrics
 from panscan.bench.records import Run
 from panscan.bench.summary import outcome_of
+from panscan.runners.settings import axes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +44,8 @@ def print_summary(run: Run, console: Console) -> None:
     rows = _rows(run)
     shown = [row.settings for row in rows] or list(run.cells.values())
     varying = _varying(shown)
-    constant = {name: value for name, value in shown[0].items() if name not in varying} if shown else {}
+    constant = {name: value for name, value in (shown[0] if shown else {}).items() if name not in varying}
+    constant = {name: value for name, value in constant.items() if _telling(name, value)}
     if constant:
         _line(console, _label(constant))
     if rows:
@@ -84,6 +86,11 @@ def _rows(run: Run) -> list[_Row]:
 def _varying(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for cell in cells for name in cell)
     return [name for name in names if len({_shown(cell.get(name)) for cell in cells}) > 1]
+
+
+def _telling(name: str, value: Any) -> bool:
+    """Whether a setting that is the same everywhere is worth a reader's time: the model, and what is not the default."""
+    return name == "model" or name not in axes() or value != axes()[name].default
 
 
 def _shown(value: Any) -> str:

@@ -170,4 +170,3 @@ def _source(options: dict[str, Any]) -> Any:
 
 def _say_problem(problem: InputError) -> None:
     errors().print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-

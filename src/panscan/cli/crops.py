@@ -77,7 +77,7 @@ def _one(page: Any, settings: Settings, cost: PromptCost, options: dict[str, Any
         print_plan(page.name, plan, estimated=cost.estimated, console=out())
     if not options["as_json"] or options["output"]:
         place = _place(page.name, options["output"], many=many)
-        _save(draw_views(image, plan, caption=page.name), place)
+        _save(draw_views(image, plan, caption=page.name, estimated=cost.estimated), place)
         errors().print(f"picture: {place}", highlight=False, soft_wrap=True)
     return _facts(page.name, plan, cost)
 

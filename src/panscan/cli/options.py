@@ -97,4 +97,3 @@ def show_warnings(console: Console) -> None:
 
     warnings.simplefilter("always", PanscanWarning)
     warnings.showwarning = show
-

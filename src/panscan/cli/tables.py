@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from panscan.bench.predict import Prediction, predict
+from panscan.bench.predict import predict
 from panscan.bench.sweep import Plan
 from panscan.core import Result
 from panscan.images.views import ViewPlan
@@ -74,4 +74,3 @@ def _duration(seconds: float | None) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import platformdirs
 import tokenizers
 import torch
 import transformers
@@ -28,7 +26,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
-from panscan.core import ModelError
+from panscan.core import ModelError, cache_directory
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
@@ -77,7 +75,7 @@ def mini_directory() -> Path:
     Raises:
         ModelError: if there is nowhere to write it.
     """
-    root = Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))
+    root = cache_directory()
     target = root / f"mini-{_digest()}"
     if _complete(target):
         return target
