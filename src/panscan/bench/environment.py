@@ -63,7 +63,7 @@ def _peak_rss() -> int:
     try:
         import resource
     except ImportError:  # Windows
-        return int(psutil.Process().memory_info().peak_wset)
+        return int(getattr(psutil.Process().memory_info(), "peak_wset"))  # noqa: B009 - known on Windows only
     # Kilobytes on Linux, bytes on macOS (getrusage(2) of each).
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

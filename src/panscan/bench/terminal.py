@@ -89,7 +89,7 @@ def _varying(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _telling(name: str, value: Any) -> bool:
-    """Whether a setting that is the same everywhere is worth a reader's time: the model, and what is not the default."""
+    """Whether a setting that is the same everywhere is worth saying: the model, and what is not the default."""
     return name == "model" or name not in axes() or value != axes()[name].default
 
 

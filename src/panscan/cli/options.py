@@ -58,12 +58,13 @@ def _option(axis: Axis) -> Callable[[Command], Command]:
     kinds = {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}
     choices = "|".join(axis.choices)
     shown = "" if axis.default is None else f"  [default: {str(axis.default).lower()}]"
+    bare: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if axis.kind is bool else {}
     return click.option(
         *flags,
         axis.name,
         metavar=choices if 0 < len(choices) <= 40 else kinds[axis.kind],
         help=axis.help + (f" ({choices})" if len(choices) > 40 else "") + shown,
-        **({"is_flag": False, "flag_value": "true"} if axis.kind is bool else {}),
+        **bare,
     )
 
 

@@ -55,7 +55,7 @@ class DeviceClock:
         return [self._zero + self._anchor.elapsed_time(event) * per_millisecond for event in self._marks]
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         event.record(torch.cuda.current_stream(self.device))
         return event
 

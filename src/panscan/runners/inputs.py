@@ -103,7 +103,7 @@ def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int |
         mask[row, longest - len(item.prompt.ids) :] = 1
     inputs = {"input_ids": ids.to(loaded.device), "attention_mask": mask.to(loaded.device)}
     if loaded.reader.reads_images:
-        inputs["token_type_ids"] = (inputs["input_ids"] == loaded.reader.prompts.soft_id).long()
+        inputs["token_type_ids"] = torch.eq(inputs["input_ids"], loaded.reader.prompts.soft_id).long()
     pixels = [item.pixels for item in batch if item.pixels is not None]
     if pixels:
         inputs["pixel_values"] = torch.cat(pixels)
