@@ -159,3 +159,20 @@ def test_order_is_random_but_seeded() -> None:
         assert sorted(visits) == sorted((cell, repeat) for cell in {c for c, _ in visits} for repeat in range(2))
         assert [repeat for _, repeat in visits] == [0] * 8 + [1] * 8
         assert [cell for cell, _ in visits[:8]] != [cell for cell, _ in visits[8:]]
+
+
+def test_tensor_parallel_under_torchrun_gives_the_same_answers(folder: Path) -> None:
+    arguments = ["doc0.png", "-p", "What?", "--max-new-tokens", "8", "--device", "cpu", "--include-content"]
+    assert bench(folder, *arguments, "--output-dir", "alone").returncode == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "panscan", "bench"]
+    done = subprocess.run(
+        [*torchrun, *arguments, "--tp-plan", "auto", "--output-dir", "two"], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("records:") == 1, "one process speaks"
+    answers = []
+    for output in ("alone", "two"):
+        [directory] = (folder / output).iterdir()
+        answers.append([r["content"]["answer"] for records in read_run(directory).requests.values() for r in records])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 1

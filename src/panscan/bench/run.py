@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
 from panscan.runners.settings import Settings
 
-__all__ = ["new_directory", "plan_of", "resume", "start"]
+__all__ = ["follow", "new_directory", "plan_of", "resume", "start"]
 
 
 def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
@@ -49,6 +49,16 @@ def resume(plan: Plan, directory: Path, observer: Observer) -> Run:
             raise RecordsError(f"--resume {directory}: there is no run")
         run_sweep(plan, writer, writer.previous.finished(), observer)
     return finish(directory)
+
+
+def follow(plan: Plan, done: set[tuple[str, int]], observer: Observer) -> None:
+    """What the processes beside the first do under torchrun: the same calls in the same order, and no records."""
+    run_sweep(plan, _Nowhere(), done, observer)
+
+
+class _Nowhere:
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """The first process has written them."""
 
 
 def finish(directory: Path) -> Run:

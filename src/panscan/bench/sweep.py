@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
-from panscan.bench.records import RecordWriter
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, Request, Result, SettingError, UnsupportedError, now
 from panscan.runners.base import batches
@@ -20,7 +19,13 @@ from panscan.runners.settings import Settings
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
-__all__ = ["Observer", "Plan", "run_sweep", "skip_reason"]
+__all__ = ["Observer", "Plan", "Writer", "run_sweep", "skip_reason"]
+
+
+class Writer(Protocol):
+    """Takes records, such as a :class:`panscan.bench.records.RecordWriter`."""
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class Observer(Protocol):
@@ -82,7 +87,7 @@ def skip_reason(cell: Cell, items: Sequence[Item]) -> str | None:
     return unsupported_reason(cell.settings)
 
 
-def run_sweep(plan: Plan, writer: RecordWriter, done: set[tuple[str, int]], observer: Observer) -> None:
+def run_sweep(plan: Plan, writer: Writer, done: set[tuple[str, int]], observer: Observer) -> None:
     """Measure every (cell, repeat) that is not done yet. What fails is recorded, and the sweep goes on.
 
     Args:
@@ -104,7 +109,7 @@ def run_sweep(plan: Plan, writer: RecordWriter, done: set[tuple[str, int]], obse
             _run_loaded(plan, todo, writer, observer)
 
 
-def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: RecordWriter, observer: Observer) -> None:
+def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, observer: Observer) -> None:
     """Every visit that shares one loaded model."""
     from panscan.runners.factory import open_runner
 
@@ -190,9 +195,7 @@ def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | Non
     return {"type": "cell", "cell": cell.id, "repeat": repeat, "outcome": outcome, "reason": reason, "time": now()}
 
 
-def _outcome(
-    writer: RecordWriter, observer: Observer, cell: Cell, repeat: int | None, outcome: str, reason: str
-) -> None:
+def _outcome(writer: Writer, observer: Observer, cell: Cell, repeat: int | None, outcome: str, reason: str) -> None:
     writer.write([_cell_record(cell, repeat, outcome, reason)])
     observer.problem(cell, outcome, reason)
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, out, show_warnings
+from panscan.cli.options import (
+    axis_options,
+    common_options,
+    errors,
+    first_process,
+    given_axes,
+    out,
+    show_warnings,
+)
 from panscan.core import InputError, SettingError
 
 __all__ = ["command"]
@@ -78,6 +86,10 @@ def command(**options: Any) -> int:
     from panscan.bench import run
     from panscan.cli.progress import SweepProgress
 
+    if not first_process():
+        with SweepProgress(plan, set(), errors()) as progress:
+            run.follow(plan, set(), progress)
+        return 0
     directory = run.new_directory(Path(options["output_dir"]), cells[0].settings.model_name)
     line = shlex.join(["panscan", *sys.argv[1:]])
     errors().print(f"{len(cells)} cell(s), {len(items)} request(s) each; records in {directory}", highlight=False)
@@ -103,6 +115,10 @@ def _resume(options: dict[str, Any]) -> int:
     before = read_run(directory)
     plan = run.plan_of(before, on_problem=_say_problem)
     done = before.finished()
+    if not first_process():
+        with SweepProgress(plan, done, errors()) as progress:
+            run.follow(plan, done, progress)
+        return 0
     errors().print(f"resuming {directory}: {len(done)} of {len(plan.cells) * plan.repeats} repeats are done")
     with SweepProgress(plan, done, errors()) as progress:
         measured = run.resume(plan, directory, progress)

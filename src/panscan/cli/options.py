@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from rich.console import Console
 from panscan.core import PanscanWarning, SettingError
 from panscan.runners.settings import Axis, axes
 
-__all__ = ["axis_options", "common_options", "errors", "given_axes", "out", "show_warnings"]
+__all__ = ["axis_options", "common_options", "errors", "first_process", "given_axes", "out", "show_warnings"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -23,8 +24,13 @@ def out() -> Console:
 
 
 def errors() -> Console:
-    """Progress and remarks go here, so that results can be piped."""
-    return Console(stderr=True)
+    """Progress and remarks go here, so that results can be piped. Under torchrun only the first process speaks."""
+    return Console(stderr=True, quiet=not first_process())
+
+
+def first_process() -> bool:
+    """Whether this is the only process, or torchrun's first."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def common_options(command: Command) -> Command:

@@ -102,8 +102,8 @@ def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int |
         ids[row, longest - len(item.prompt.ids) :] = torch.tensor(item.prompt.ids)
         mask[row, longest - len(item.prompt.ids) :] = 1
     inputs = {"input_ids": ids.to(loaded.device), "attention_mask": mask.to(loaded.device)}
-    if loaded.reader.reads_images:
-        inputs["token_type_ids"] = torch.eq(inputs["input_ids"], loaded.reader.prompts.soft_id).long()
+    if (soft_id := loaded.reader.prompts.soft_id) is not None:
+        inputs["token_type_ids"] = torch.eq(inputs["input_ids"], soft_id).long()
     pixels = [item.pixels for item in batch if item.pixels is not None]
     if pixels:
         inputs["pixel_values"] = torch.cat(pixels)
