@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "panscan": panscan.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

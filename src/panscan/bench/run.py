@@ -21,7 +21,7 @@ from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
 from panscan.runners.settings import Settings
 
-__all__ = ["follow", "new_directory", "plan_of", "resume", "start"]
+__all__ = ["follow", "header", "new_directory", "plan_of", "resume", "start"]
 
 
 def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
@@ -33,7 +33,7 @@ def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observe
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another name, or --resume {directory}")
-        writer.write([_header(plan, command)])
+        writer.write([header(plan, command)])
         run_sweep(plan, writer, set(), observer)
     return finish(directory)
 
@@ -95,7 +95,8 @@ def new_directory(output_dir: Path, model: str) -> Path:
     return next(path for name in names if not (path := output_dir / name).exists())
 
 
-def _header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+    """The run line of a plan's records."""
     return {
         "type": "run",
         "schema": SCHEMA,

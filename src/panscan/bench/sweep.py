@@ -19,7 +19,7 @@ from panscan.runners.settings import Settings
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
-__all__ = ["Observer", "Plan", "Writer", "run_sweep", "skip_reason"]
+__all__ = ["Observer", "Plan", "Writer", "measure", "run_sweep", "skip_reason"]
 
 
 class Writer(Protocol):
@@ -128,7 +128,7 @@ def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, obse
             continue
         try:
             runner.configure(cell.settings)
-            writer.write(_measure(plan, cell, repeat, runner, observer))
+            writer.write(measure(plan, cell, repeat, runner, observer))
         except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
             outcome, reason = _classify(error)
             broken.add(cell.id)
@@ -137,7 +137,7 @@ def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, obse
     runner.close()
 
 
-def _measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
+def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
     """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.distributed import DistributedConfig
 
 from panscan.core import ModelError, SettingError
 from panscan.images.pixels import PixelSpec
@@ -55,7 +57,8 @@ class Placement:
         if self.quantization is not None:
             chosen["quantization_config"] = self.quantization
         if self.tp_plan is not None:
-            chosen["tp_plan"] = self.tp_plan
+            world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+            chosen["distributed_config"] = DistributedConfig(tp_plan=self.tp_plan, tp_size=world)
         else:
             chosen["device_map"] = self.device_map or {"": self.device}
         if self.max_memory is not None:
