@@ -150,10 +150,6 @@ def _cells(options: dict[str, Any]) -> list[Any]:
     cells = build_cells(flags, file=file, presets=presets)
     if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
         errors().print("no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)")
-    for cell in cells:
-        if cell.settings.dtype == "fp16":
-            errors().print("warning: Gemma 3 overflows in fp16; bf16 has the same size and speed", style="yellow")
-            break
     return cells
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
-from panscan.core import UnsupportedError
+from panscan.core import PanscanWarning, UnsupportedError
 from panscan.model.load import Loaded, Placement, load_model, load_random
 from panscan.model.machine import attention_reason, quantization_reason, resolve_device, resolve_dtype
 from panscan.model.quantize import quantization_config
@@ -41,6 +42,9 @@ def load_for(settings: Settings) -> Loaded:
     """Load the model that settings name, placed and quantised as they say."""
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
+    if dtype == torch.float16:
+        message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
+        warnings.warn(message, PanscanWarning, stacklevel=2)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
         return load_random(settings.model_name, settings.model_shape, dtype, device)

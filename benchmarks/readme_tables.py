@@ -1,0 +1,133 @@
+"""Writes the measured tables of README.md and docs/measured.md from committed records; `--check` fails if they differ.
+
+    python benchmarks/readme_tables.py [--check]
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from panscan.bench.metrics import CellMetrics, cell_metrics
+from panscan.bench.records import Run, read_run
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "records"
+PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "measured.md")
+
+
+def machine(run: Run) -> str:
+    """One line on hardware, versions, weights, work and command of a run."""
+    facts, kept = run.header["environment"], run.header["settings"]
+    gpu = facts["gpus"][0]
+    packages = facts["packages"]
+    command = " ".join(part for part in run.header["command"] if part not in ("--debug",))
+    return (
+        f"One {gpu['name']} (driver {gpu['driver']}), torch {packages['torch']}, transformers"
+        f" {packages['transformers']}, Python {facts['python']}, {run.header['created'][:10]};"
+        f" {kept['requests']} requests per cell, {kept['repeats']} repeat; ~ has too few samples for 99% confidence."
+        f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
+    )
+
+
+def measured(run: Run) -> list[tuple[dict[str, object], CellMetrics]]:
+    """Settings and metrics of each measured cell, in the order of the run."""
+    found = ((settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
+    return [(settings, metrics) for settings, metrics in found if metrics is not None]
+
+
+def number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def row(metrics: CellMetrics) -> list[str]:
+    """Throughput with its interval, latencies, views and memory; ~ marks what has too few samples."""
+    values = metrics.values
+
+    def latency(name: str, digits: int) -> str:
+        return ("~" if name in metrics.uncertified else "") + number(values[name], digits)
+
+    low, high = metrics.intervals.get("request_throughput", (None, None))
+    spread = "" if low is None else f" ({number(low, 2)}-{number(high, 2)})"
+    return [
+        number(values["request_throughput"], 2) + spread,
+        latency("median_ttft_ms", 0),
+        latency("median_tpot_ms", 1),
+        latency("p95_e2el_ms", 0),
+        number(values["mean_views"], 1),
+        number((values["peak_allocated_bytes"] or 0) / 2**30, 1),
+        "unverified",
+    ]
+
+
+HEADINGS = ["req/s (95%)", "TTFT ms", "TPOT ms", "E2E p95 ms", "views", "GPU GiB", "verdict"]
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def h200_27b() -> str:
+    """Pan and scan on and off, by batch size."""
+    run = read_run(RECORDS / "h200-27b")
+    rows = [
+        ["on" if settings["do_pan_and_scan"] else "off", str(settings["batch_size"]), *row(metrics)]
+        for settings, metrics in measured(run)
+    ]
+    rows.sort(key=lambda cells: (cells[0] == "on", int(cells[1])))
+    return table(["pan and scan", "batch", *HEADINGS], rows) + "\n\n" + machine(run)
+
+
+def h200_4b() -> str:
+    """Attention, cache and preprocessing."""
+    run = read_run(RECORDS / "h200-4b")
+    names = ("attention", "cache", "preprocess")
+    rows = [[str(settings[name]) for name in names] + row(metrics) for settings, metrics in measured(run)]
+    return table([*names, *HEADINGS], rows) + "\n\n" + machine(run)
+
+
+def harness() -> str:
+    """The harness's own speed."""
+    overhead = json.loads((RECORDS / "harness-overhead.json").read_text())
+    plans = json.loads((RECORDS / "view-planning.json").read_text())
+    rows = [
+        ["`panscan bench` / bare loop of `generate()`", f"{overhead['median']:.3f}", "at most 1.05"],
+        ["view plans per second, one core", f"{statistics.median(plans['plans_per_second']):,.0f}", "100,000"],
+    ]
+    facts = overhead["environment"]
+    where = f"{facts['cpu']}, {facts['cpu_count']} cores, torch {facts['packages']['torch']}, mini model, float32."
+    return table(["the harness itself", "measured", "target"], rows) + "\n\n" + where
+
+
+TABLES: dict[str, Callable[[], str]] = {"h200-27b": h200_27b, "h200-4b": h200_4b, "harness": harness}
+
+
+def filled(text: str) -> str:
+    """The page with every table written anew."""
+
+    def write(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", write, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    stale = [page for page in PAGES if filled(page.read_text("utf-8")) != page.read_text("utf-8")]
+    if "--check" in sys.argv:
+        for page in stale:
+            print(f"{page.name}: a table is not what its record says; run python benchmarks/readme_tables.py")
+        return bool(stale)
+    for page in stale:
+        page.write_text(filled(page.read_text("utf-8")), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
