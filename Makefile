@@ -20,10 +20,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/panscan bench --preset baseline,balanced --max-new-tokens 32 --repeats 2 --output-dir runs
+	$(BIN)/panscan bench --preset baseline,balanced --num-samples 12 --max-new-tokens 32 --repeats 2 --output-dir runs
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: install
 	$(BIN)/ruff check .

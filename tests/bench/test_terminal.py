@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from panscan.bench.curves import print_curves
 from panscan.bench.metrics import cell_metrics
 from panscan.bench.records import Run
-from panscan.bench.terminal import print_curves, print_summary
+from panscan.bench.terminal import print_summary
 
 from .synthetic import batches_of, header, outcome, write_run
 
@@ -170,3 +171,12 @@ def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:
     assert "1.90+-" in text
     assert "\x1b" not in text
     assert "?" not in text
+
+
+def test_crop_settings_mean_nothing_without_pan_and_scan(tmp_path: Path) -> None:
+    """Two presets differ in crop settings that one of them does not use: no curve of single points, and a dash."""
+    grid = [{"do_pan_and_scan": False, "pan_and_scan_max_num_crops": 4}, {"pan_and_scan_max_num_crops": 6}]
+    run = build(tmp_path, grid, lambda cell: 1.0 + cell["do_pan_and_scan"])
+    assert "Over" not in shown(print_curves, run)
+    assert "max_num_crops=-" in shown(print_curves, run)
+    assert "max_num_crops=6" in shown(print_curves, run)

@@ -1,0 +1,99 @@
+"""What the terminal's table and curves share: measured cells as rows, values and labels as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, log10
+from typing import TYPE_CHECKING, Any
+
+from panscan.bench.metrics import CellMetrics, cell_metrics
+from panscan.bench.records import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+__all__ = [
+    "Row",
+    "decimals",
+    "label",
+    "measured_rows",
+    "number_text",
+    "print_line",
+    "safe_text",
+    "short",
+    "shown",
+    "varying_names",
+]
+
+_ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
+_CROPS = "pan_and_scan_"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    cell: str
+    settings: Mapping[str, Any]
+    metrics: CellMetrics
+
+
+def measured_rows(run: Run) -> list[Row]:
+    """The measured cells of a run. Crop settings of a cell without pan and scan are None: they mean nothing there.
+
+    Raises:
+        RecordsError: see :func:`panscan.bench.metrics.cell_metrics`.
+    """
+    measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
+    return [Row(cell, _meant(settings), metrics) for cell, settings, metrics in measured if metrics is not None]
+
+
+def _meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    if settings.get("do_pan_and_scan", True):
+        return settings
+    return {name: None if name.startswith(_CROPS) else value for name, value in settings.items()}
+
+
+def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings that differ between cells, in their order."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    return [name for name in names if len({shown(cell.get(name)) for cell in cells}) > 1]
+
+
+def shown(value: Any) -> str:
+    """A setting's value."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def short(name: str) -> str:
+    """A setting's name without the prefix that four of them share."""
+    return name.removeprefix(_CROPS)
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """``name=value, ...``"""
+    return ", ".join(f"{short(name)}={shown(value)}" for name, value in settings.items())
+
+
+def decimals(value: float) -> int:
+    """Decimals that show three digits."""
+    return max(0, 2 - floor(log10(abs(value)))) if value else 0
+
+
+def number_text(value: float | None) -> str:
+    """Three digits, or a dash."""
+    return "-" if value is None else f"{value:,.{decimals(value)}f}"
+
+
+def safe_text(console: Console, text: str) -> Text:
+    """Never markup, and only what the console can encode: names and reasons come from outside."""
+    from rich.text import Text
+
+    return Text(text.translate(_ASCII) if console.options.ascii_only else text)
+
+
+def print_line(console: Console, text: str) -> None:
+    """One line, wrapped by the console."""
+    console.print(safe_text(console, " ".join(text.split())))
