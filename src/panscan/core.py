@@ -42,6 +42,7 @@ __all__ = [
     "UnsupportedError",
     "View",
     "cache_directory",
+    "from_perf_counter",
     "now",
 ]
 
@@ -98,7 +99,12 @@ def now() -> float:
 
     Anchored to the wall clock once, so that stamps of several processes of one host can be merged.
     """
-    return _EPOCH + time.perf_counter()
+    return from_perf_counter(time.perf_counter())
+
+
+def from_perf_counter(seconds: float) -> float:
+    """A reading of ``time.perf_counter()`` of this process on the time line of :func:`now`."""
+    return _EPOCH + seconds
 
 
 def cache_directory() -> Path:

@@ -22,6 +22,7 @@ from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
 from panscan.model.load import Placement, load_model, load_reader
 from panscan.model.mini import mini_directory
+from panscan.runners.settings import settings_from
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 
@@ -107,10 +108,10 @@ def test_missing_weights_are_not_drawn_at_random(copy: Path) -> None:
         load_model(str(copy), CPU)
 
 
-@pytest.mark.parametrize("text", ["30GiB", "gpu=30GiB", "0=", "=3"])
+@pytest.mark.parametrize("text", ["30GiB", "gpu=30GiB", "0=", "=3", "cpu=XGiB", "0=3"])
 def test_max_memory_is_read_or_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--max-memory takes"):
-        Placement(torch.device("cpu"), torch.float32, device_map="auto", max_memory=text).arguments()
+        settings_from({"device_map": "auto", "max_memory": text})
 
 
 def test_max_memory_as_accelerate_wants_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -13,10 +14,13 @@ import psutil
 
 import panscan
 
-__all__ = ["environment", "peak_memory", "reset_peak_memory"]
+__all__ = ["environment", "peak_memory", "release_memory", "reset_peak_memory"]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "triton", "flash-attn", "kernels", "bitsandbytes",
              "torchao", "torchvision", "numpy", "pillow", "vllm")  # fmt: skip
+
+
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def environment() -> dict[str, Any]:
@@ -39,19 +43,29 @@ def environment() -> dict[str, Any]:
     }
 
 
+def release_memory() -> None:
+    """Collect what nobody holds any more, and give cached blocks back to the device."""
+    from panscan.model import machine
+
+    machine.release_memory()
+
+
 def reset_peak_memory() -> None:
-    """Start a new peak on every GPU."""
+    """Start new peaks: on every GPU in use, and of this process where the system lets it (Linux)."""
     import torch
 
-    for index in range(torch.cuda.device_count()):
+    for index in _gpus_in_use():
         torch.cuda.reset_peak_memory_stats(index)
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident size
 
 
 def peak_memory() -> dict[str, int | None]:
-    """Peak bytes since :func:`reset_peak_memory`, summed over GPUs, and the process's peak resident size on a CPU."""
+    """Peak bytes since :func:`reset_peak_memory`: allocated and reserved, summed over GPUs (None without one in use),
+    and the process's resident size (None where its peak cannot be reset, so that it would be an earlier cell's)."""
     import torch
 
-    devices = range(torch.cuda.device_count())
+    devices = _gpus_in_use()
     return {
         "peak_allocated_bytes": sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None,
         "peak_reserved_bytes": sum(map(torch.cuda.max_memory_reserved, devices)) if devices else None,
@@ -59,14 +73,20 @@ def peak_memory() -> dict[str, int | None]:
     }
 
 
-def _peak_rss() -> int:
+def _gpus_in_use() -> range:
+    """GPUs, once anything has touched one: asking for their memory must not be what does."""
+    import torch
+
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return range(torch.cuda.device_count() if started else 0)
+
+
+def _peak_rss() -> int | None:
     try:
-        import resource
-    except ImportError:  # Windows
-        return int(getattr(psutil.Process().memory_info(), "peak_wset"))  # noqa: B009 - known on Windows only
-    # Kilobytes on Linux, bytes on macOS (getrusage(2) of each).
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        lines = _STATUS.read_text("ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _version(name: str) -> str | None:

@@ -91,12 +91,24 @@ def build_cells(
     for base in [load_preset(name) for name in presets] or [{}]:
         chosen = {**base, **over}
         for values in product(*chosen.values()):
-            cell = Cell.of(Settings(**dict(zip(chosen, values, strict=True))))
+            cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)))
             cells.setdefault(cell.id, cell)
     crops = [name for name in over if name in _CROP_AXES]
     if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):
         raise SettingError(f"--no-pan-and-scan contradicts --{crops[0].replace('_', '-')}")
     return list(cells.values())
+
+
+_GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "device_map": ("max_memory",)}
+"""A setting, and those that mean nothing where it is off."""
+
+
+def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
+    """Where a swept setting is off, those that it governs are left out; where it is off everywhere, they contradict."""
+    for name, governed in _GOVERNED.items():
+        if not point.get(name) and any(axes_.get(name, ())):
+            point = {key: value for key, value in point.items() if key not in governed}
+    return point
 
 
 def _presets() -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from panscan.bench.sweep import Plan, skip_reason
+from panscan.bench.sweep import Plan
 from panscan.bench.workload import plans_of
-from panscan.images.views import GEMMA3_COST, PromptCost
+from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.settings import Settings
 
@@ -36,21 +36,23 @@ class Prediction:
     skipped: str | None
 
 
-def predict(plan: Plan, cost: PromptCost = GEMMA3_COST) -> list[Prediction]:
+def predict(plan: Plan) -> list[Prediction]:
     """Predict every cell of a plan. Measures this machine's product and copy rates once (a fraction of a second)."""
-    return [_predict_cell(plan, cell.id, cell.settings, skip_reason(cell, plan.items), cost) for cell in plan.cells]
+    return [_predict_cell(plan, cell.id, cell.settings, plan.skipped.get(cell.id)) for cell in plan.cells]
 
 
-def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None, cost: PromptCost) -> Prediction:
+def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None) -> Prediction:
     if skipped is not None:
         return Prediction(cell, settings, 0, 0, 0, 0, None, skipped)
+    shape = shape_of(settings)
+    cost = GEMMA3_COST if shape is None else replace(GEMMA3_COST, image_tokens=shape.image_tokens)
     per_item = [plans_of(item, settings, cost) for item in plan.items]
     views = [sum(len(p.views) for p in plans) for plans in per_item]
     texts = [10 + round(len(item.prompt) * _TEXT_TOKENS_PER_CHARACTER) for item in plan.items]
     tokens = [sum(p.prompt_tokens for p in plans) + text for plans, text in zip(per_item, texts, strict=True)]
     todo = plan.batches(settings)
     seconds = None
-    if (shape := shape_of(settings)) is not None:
+    if shape is not None:
         seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in todo)
     return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
 

@@ -72,18 +72,21 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
     """The plan that a run was started with, its documents and prompts read again.
 
     Raises:
-        RecordsError: documents or prompts are not what they were.
+        RecordsError: documents or prompts are not what they were, or the header is another version's.
     """
     kept = run.header["settings"]
-    source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
+    try:
+        source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
+        cells = [Cell(cell_id, Settings(**settings)) for cell_id, settings in run.cells.items()]
+        chosen = {name: kept[name] for name in ("workload_sha256", "repeats", "warmup", "seed", "include_content")}
+    except (KeyError, TypeError) as error:
+        raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = build_workload(source, on_problem=on_problem)
-    if _fingerprint(items) != kept["workload_sha256"]:
+    if _fingerprint(items) != chosen.pop("workload_sha256"):
         raise RecordsError(
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
         )
-    cells = [Cell(cell_id, Settings(**settings)) for cell_id, settings in run.cells.items()]
-    chosen = {name: kept[name] for name in ("repeats", "warmup", "seed", "include_content")}
     return Plan(cells, items, source, **chosen)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from panscan.bench.environment import peak_memory, reset_peak_memory
+from panscan.bench.environment import peak_memory, release_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, Request, Result, SettingError, UnsupportedError, now
@@ -19,7 +19,7 @@ from panscan.runners.settings import Settings
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
-__all__ = ["Observer", "Plan", "Writer", "measure", "run_sweep", "skip_reason"]
+__all__ = ["Observer", "Plan", "Writer", "measure", "run_sweep"]
 
 
 class Writer(Protocol):
@@ -36,7 +36,7 @@ class Observer(Protocol):
     def problem(self, cell: Cell, outcome: str, reason: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """What a sweep does; the same plan gives the same cells, requests and order.
 
@@ -45,8 +45,8 @@ class Plan:
         items: requests of every cell.
         source: where the items come from.
         repeats: times that each cell is measured.
-        warmup: batches run and thrown away before each repeat; a compiling cell runs them all.
-        seed: of the order of cells.
+        warmup: batches run and thrown away before each repeat; a compiling cell runs them all, unless 0.
+        seed: of the order of cells, and of the sampler in cells that name none.
         include_content: keep prompts and answers in the records.
     """
 
@@ -63,6 +63,23 @@ class Plan:
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
         return batches(views, settings.batch_size, equal_views=settings.equal_views)
 
+    @cached_property
+    def skipped(self) -> dict[str, str]:
+        """Why cells cannot run on this machine, by id; found out once, before any model is loaded."""
+        from panscan.runners.loading import unsupported_reason
+
+        found = {}
+        for cell in self.cells:
+            try:
+                for item in self.items:
+                    plans_of(item, cell.settings)
+            except SettingError as error:  # crops without pixels, for one of these images
+                found[cell.id] = str(error)
+                continue
+            if (reason := unsupported_reason(cell.settings)) is not None:
+                found[cell.id] = reason
+        return found
+
     def order(self) -> Iterator[list[tuple[Cell, int]]]:
         """(cell, repeat) pairs, one list per loaded model; within a model each repeat visits its cells shuffled."""
         by_load = sorted(self.cells, key=lambda cell: repr(cell.settings.load_key))
@@ -75,18 +92,6 @@ class Plan:
             yield visits
 
 
-def skip_reason(cell: Cell, items: Sequence[Item]) -> str | None:
-    """Why a cell cannot run here, found out before any model is loaded."""
-    from panscan.runners.loading import unsupported_reason
-
-    try:
-        for item in items:
-            plans_of(item, cell.settings)
-    except SettingError as error:  # crops without pixels, for one of these images
-        return str(error)
-    return unsupported_reason(cell.settings)
-
-
 def run_sweep(plan: Plan, writer: Writer, done: set[tuple[str, int]], observer: Observer) -> None:
     """Measure every (cell, repeat) that is not done yet. What fails is recorded, and the sweep goes on.
 
@@ -97,14 +102,10 @@ def run_sweep(plan: Plan, writer: Writer, done: set[tuple[str, int]], observer: 
         observer: told of progress.
     """
     for visits in plan.order():
-        todo = []
-        for cell, repeat in visits:
-            if (cell.id, repeat) in done:
-                continue
-            if (reason := skip_reason(cell, plan.items)) is None:
-                todo.append((cell, repeat))
-            elif repeat == 0:
-                _outcome(writer, observer, cell, None, "skipped", reason)
+        left = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
+        for cell in dict.fromkeys(cell for cell, _ in left if cell.id in plan.skipped):
+            _outcome(writer, observer, cell, None, "skipped", plan.skipped[cell.id])
+        todo = [(cell, repeat) for cell, repeat in left if cell.id not in plan.skipped]
         if todo:
             _run_loaded(plan, todo, writer, observer)
 
@@ -117,54 +118,70 @@ def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, obse
     try:
         runner = open_runner(visits[0][0].settings)
     except Exception as error:  # whatever a load raises is these cells' outcome; the sweep goes on
-        outcome, reason = _classify(error)
-        for cell in dict.fromkeys(cell for cell, _ in visits):
-            _outcome(writer, observer, cell, None, outcome, reason)
-        _collect_memory()
+        failure = _classify(error)
+    else:
+        try:
+            _visit(plan, visits, runner, writer, observer)
+        finally:
+            runner.close()
         return
+    release_memory()
+    for cell in dict.fromkeys(cell for cell, _ in visits):
+        _outcome(writer, observer, cell, None, *failure)
+
+
+def _visit(plan: Plan, visits: list[tuple[Cell, int]], runner: Runner, writer: Writer, observer: Observer) -> None:
     broken: set[str] = set()
     for cell, repeat in visits:
         if cell.id in broken:
             continue
+        failure = None
         try:
             runner.configure(cell.settings)
-            writer.write(measure(plan, cell, repeat, runner, observer))
+            records = measure(plan, cell, repeat, runner, observer)
         except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
-            outcome, reason = _classify(error)
-            broken.add(cell.id)
-            _outcome(writer, observer, cell, repeat, outcome, reason)
-            _collect_memory()
-    runner.close()
+            failure = _classify(error)
+        if failure is None:
+            writer.write(records)
+            continue
+        release_memory()  # not above: there the traceback still holds what the cell had
+        broken.add(cell.id)
+        _outcome(writer, observer, cell, repeat, *failure)
 
 
 def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
     """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
+    release_memory()  # the peak is this cell's, not that of a larger one before it
     warm_started = now()
-    for batch in todo if _compiles(cell.settings) else todo[: plan.warmup]:
+    for batch in todo if plan.warmup and _compiles(cell.settings) else todo[: plan.warmup]:
         runner.run([requests[index] for index in batch])
     reset_peak_memory()
     started = now()
     records = []
     for number, batch in enumerate(todo):
-        results = runner.run(_seeded([requests[index] for index in batch], repeat))
+        results = runner.run(_seeded([requests[index] for index in batch], plan.seed, repeat))
         for index, result in zip(batch, results, strict=True):
             records.append(_request_record(plan, cell, repeat, number, plan.items[index], result))
         observer.batch_done()
     line: dict[str, Any] = {"type": "repeat", "cell": cell.id, "repeat": repeat, "started": started, "ended": now()}
     line |= {"warmup_s": started - warm_started, **peak_memory()}
+    line |= {"device": str(runner.loaded.device), "dtype": str(runner.loaded.dtype).removeprefix("torch.")}
+    if not cell.settings.sampling.greedy:
+        line["sampling_seed"] = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed
     if repeat < plan.repeats - 1:
         return [*records, line]
     return [*records, line, _cell_record(cell, repeat, "done", None)]
 
 
-def _seeded(batch: list[Request], repeat: int) -> list[Request]:
-    """The same batch with the sampler's seed moved on, so that repeats of a sampled cell are draws of their own."""
+def _seeded(batch: list[Request], seed: int, repeat: int) -> list[Request]:
+    """The same batch with a seed for its sampler, moved on so that repeats of a sampled cell are draws of their own."""
     sampling = batch[0].sampling
-    if sampling.greedy or sampling.seed is None:
+    if sampling.greedy:
         return batch
-    return [replace(request, sampling=replace(sampling, seed=sampling.seed + repeat)) for request in batch]
+    chosen = seed if sampling.seed is None else sampling.seed
+    return [replace(request, sampling=replace(sampling, seed=chosen + repeat)) for request in batch]
 
 
 def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item, result: Result) -> dict[str, Any]:
@@ -202,10 +219,10 @@ def _outcome(writer: Writer, observer: Observer, cell: Cell, repeat: int | None,
 
 def _classify(error: Exception) -> tuple[str, str]:
     """Outcome and reason of a failure."""
-    import torch
+    from panscan.model.machine import is_out_of_memory
 
     text = " ".join(str(error).split())[:300]
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return "oom", f"out of memory: {text}"
     if isinstance(error, UnsupportedError):
         return "skipped", text
@@ -215,11 +232,3 @@ def _classify(error: Exception) -> tuple[str, str]:
 def _compiles(settings: Settings) -> bool:
     """Whether each new prompt length may cost a compilation, which warm-up must pay instead of the measurement."""
     return settings.compile is not None or settings.cache == "static" or settings.attention == "flex_attention"
-
-
-def _collect_memory() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

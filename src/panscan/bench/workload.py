@@ -77,6 +77,8 @@ class Source:
             raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
         if self.prompt is not None and self.prompts is not None:
             raise SettingError("--prompt and --prompts exclude each other")
+        if self.prompt is not None and not self.prompt.strip():
+            raise SettingError("the prompt is empty")
         if self.no_images and (self.images or self.dataset):
             raise SettingError("--no-images contradicts --images and --dataset")
         if self.no_images and not (self.prompts or self.prompt):
@@ -107,7 +109,10 @@ def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) 
             Item(f"{number:05d}", picture, prompt)
             for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
         ]
-    return _sampled(items, source.num_samples, source.seed)
+    chosen = _sampled(items, source.num_samples, source.seed)
+    if len({item.id for item in chosen}) < len(chosen):
+        raise DatasetError(f"--dataset {source.dataset}: two requests have the same id (repeats add +1, +2, ... to it)")
+    return chosen
 
 
 def request_of(item: Item, settings: Settings, source: Source) -> Request:
@@ -142,16 +147,16 @@ def _documents(pages: Sequence[Page], on_problem: Callable[[InputError], None]) 
 def _prompts(source: Source) -> list[str]:
     if source.prompts is None:
         return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
-    lines = [line.strip() for line in _read(Path(source.prompts), "--prompts").splitlines()]
-    if not any(lines):
+    lines = [line for line in _read(Path(source.prompts), "--prompts").split("\n") if line.strip()]
+    if not lines:
         raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
-    return [line for line in lines if line]
+    return lines if source.raw_prompt else [line.strip() for line in lines]
 
 
 def _dataset_items(path: Path, on_problem: Callable[[InputError], None]) -> list[Item]:
     rows = [
         _row(line, f"--dataset {path}, line {number}")
-        for number, line in enumerate(_read(path, "--dataset").splitlines(), 1)
+        for number, line in enumerate(_read(path, "--dataset").split("\n"), 1)
         if line.strip()
     ]
     known: dict[str, list[Document]] = {}
@@ -169,8 +174,6 @@ def _dataset_items(path: Path, on_problem: Callable[[InputError], None]) -> list
             items.append(Item(item_id, documents, row["question"], tuple(row.get("answers", ())), tags))
     if not items:
         raise DatasetError(f"--dataset {path}: no usable question is left")
-    if len({item.id for item in items}) < len(items):
-        raise DatasetError(f"--dataset {path}: two rows have the same id")
     return items
 
 
@@ -179,6 +182,8 @@ def _row(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{where}: not JSON: {error.msg}") from error
+    if not _is_unicode(row):
+        raise DatasetError(f"{where}: half of a surrogate pair is no text")
     if not isinstance(row, dict):
         raise DatasetError(f"{where}: expected an object with image, question and answers")
     for key in ("image", "question"):
@@ -186,11 +191,21 @@ def _row(line: str, where: str) -> dict[str, Any]:
             raise DatasetError(f"{where}: {key!r} is missing")
     for key in row.keys() - _KEYS:
         raise DatasetError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}")
-    if not (isinstance(row["image"], str) or (row["image"] and _texts(row["image"]))):
+    names = [row["image"]] if isinstance(row["image"], str) else row["image"]
+    if not names or not _texts(names) or not all(names):
         raise DatasetError(f"{where}: 'image' must be a file name or a list of them")
     if not isinstance(row["question"], str) or not _texts(row.get("answers", [])):
         raise DatasetError(f"{where}: 'question' must be text and 'answers' a list of texts")
     return row
+
+
+def _is_unicode(row: Any) -> bool:
+    """JSON's escapes can write code points that UTF-8, and so a tokenizer, cannot."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _texts(value: Any) -> bool:
@@ -198,6 +213,7 @@ def _texts(value: Any) -> bool:
 
 
 def _read(path: Path, flag: str) -> str:
+    """A file's text, its line ends made "\\n". (str.splitlines would also cut at signs that a JSON text may hold.)"""
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:

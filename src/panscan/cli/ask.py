@@ -7,8 +7,18 @@ import sys
 from typing import Any
 
 import click
+from rich.text import Text
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, out, show_warnings
+from panscan.cli.options import (
+    axis_options,
+    common_options,
+    errors,
+    given_axes,
+    one_preset,
+    say_mini,
+    show_warnings,
+    utf8,
+)
 from panscan.core import Request, Result, SettingError
 from panscan.runners.settings import settings_from
 
@@ -45,13 +55,13 @@ def command(**options: Any) -> None:
     quiet_libraries()
 
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
-        errors().print("no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)")
-    with errors().status(f"loading {settings.model_name}"):
+        say_mini()
+    with errors().status(Text(f"loading {settings.model_name}")):
         runner = GenerateRunner.from_settings(settings)
     request = Request(
         prompt=prompt,
         images=options["images"],
-        system=options["system"],
+        system=utf8("--system", options["system"]),
         raw=options["raw_prompt"],
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
@@ -62,23 +72,26 @@ def command(**options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> Any:
-    from panscan.bench.grid import load_preset
-
-    chosen: dict[str, Any] = {}
-    if options["preset"]:
-        chosen = {name: values[0] for name, values in load_preset(options["preset"]).items()}
+    chosen = one_preset(options["preset"])
+    for name in _NOT_HERE:
+        if name in chosen:
+            raise SettingError(f"--preset {options['preset']}: panscan ask takes no {name}")
     given = given_axes(options, lists=False)
     return settings_from({**chosen, **{name: values[0] for name, values in given.items()}})
 
 
 def _prompt(text: str | None) -> str:
+    """The question as it is: the turn template trims it, and a raw prompt means its spaces."""
     if text is None or text == "-":
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise SettingError("-p is missing: what is the question?")
-        text = sys.stdin.read()
-    text = text.strip()
-    if not text:
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise SettingError("the prompt on standard input is not UTF-8 text") from None
+    if not text.strip():
         raise SettingError("the prompt is empty")
+    utf8("the prompt", text)
     return text
 
 
@@ -94,5 +107,5 @@ def _show(result: Result, *, as_json: bool) -> None:
         return
     from panscan.cli.tables import print_result
 
-    out().print(result.text, markup=False, highlight=False, soft_wrap=True)
+    click.echo(result.text)
     print_result(result, errors())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,9 @@ from panscan.cli.options import (
     first_process,
     given_axes,
     out,
+    say_mini,
     show_warnings,
+    utf8,
 )
 from panscan.core import InputError, SettingError
 
@@ -91,10 +91,10 @@ def command(**options: Any) -> int:
             run.follow(plan, set(), progress)
         return 0
     directory = run.new_directory(Path(options["output_dir"]), cells[0].settings.model_name)
-    line = shlex.join(["panscan", *sys.argv[1:]])
-    errors().print(f"{len(cells)} cell(s), {len(items)} request(s) each; records in {directory}", highlight=False)
+    line = ["panscan", *click.get_current_context().obj["arguments"]]
+    errors().print(f"{len(cells)} cell(s), {len(items)} request(s) each; records in {directory}", soft_wrap=True)
     with SweepProgress(plan, set(), errors()) as progress:
-        measured = run.start(plan, directory, shlex.split(line), progress)
+        measured = run.start(plan, directory, line, progress)
     return _show(measured, directory)
 
 
@@ -105,12 +105,13 @@ def _resume(options: dict[str, Any]) -> int:
 
     context = click.get_current_context()
     given = [
-        name
-        for name in options
-        if name != "resume" and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        option
+        for option in context.command.params
+        if option.name not in (None, "resume")
+        and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
-        raise SettingError(f"--resume takes the run's own settings: leave --{given[0].replace('_', '-')} out")
+        raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
     directory = Path(options["resume"])
     before = read_run(directory)
     plan = run.plan_of(before, on_problem=_say_problem)
@@ -119,20 +120,22 @@ def _resume(options: dict[str, Any]) -> int:
         with SweepProgress(plan, done, errors()) as progress:
             run.follow(plan, done, progress)
         return 0
-    errors().print(f"resuming {directory}: {len(done)} of {len(plan.cells) * plan.repeats} repeats are done")
+    repeats = len(plan.cells) * plan.repeats
+    errors().print(f"resuming {directory}: {len(done)} of {repeats} repeats are done", soft_wrap=True)
     with SweepProgress(plan, done, errors()) as progress:
         measured = run.resume(plan, directory, progress)
     return _show(measured, directory)
 
 
 def _show(measured: Any, directory: Path) -> int:
-    from panscan.bench.terminal import print_curves, print_summary
+    from panscan.bench.curves import print_curves
+    from panscan.bench.terminal import print_summary
 
     console = out()
     print_summary(measured, console)
     print_curves(measured, console)
-    console.print(f"records: {directory / 'records.jsonl'}", highlight=False, soft_wrap=True)
-    console.print(f"summary: {directory / 'summary.csv'}", highlight=False, soft_wrap=True)
+    console.print(f"records: {directory / 'records.jsonl'}", soft_wrap=True)
+    console.print(f"summary: {directory / 'summary.csv'}", soft_wrap=True)
     finished = [cell for cell in measured.cells if measured.outcomes.get(cell, {}).get("outcome") == "done"]
     return 0 if len(finished) == len(measured.cells) else 4
 
@@ -149,7 +152,7 @@ def _cells(options: dict[str, Any]) -> list[Any]:
     presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
     cells = build_cells(flags, file=file, presets=presets)
     if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
-        errors().print("no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)")
+        say_mini()
     return cells
 
 
@@ -163,22 +166,22 @@ def _source(options: dict[str, Any]) -> Any:
 
         place = sample_dataset()
         errors().print(f"no --images given: using the bundled sample documents ({place.parent})", soft_wrap=True)
-        if options["prompts"] or options["prompt"]:
+        if options["prompts"] is not None or options["prompt"] is not None:
             images = (str(place.parent),)
         else:
             dataset = str(place)
     return Source(
         images=images,
         prompts=options["prompts"],
-        prompt=options["prompt"],
+        prompt=utf8("--prompt", options["prompt"]),
         dataset=dataset,
         no_images=options["no_images"],
         num_samples=options["num_samples"],
-        system=options["system"],
+        system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
         seed=options["seed"],
     )
 
 
 def _say_problem(problem: InputError) -> None:
-    errors().print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)

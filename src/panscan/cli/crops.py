@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, out
+from panscan.cli.options import axis_options, common_options, errors, given_axes, one_preset, out
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.runners.settings import Settings, settings_from
+
+if TYPE_CHECKING:
+    from panscan.images.files import Page
 
 __all__ = ["command"]
 
@@ -52,20 +57,20 @@ def command(**options: Any) -> None:
     problems: list[ImageError] = []
     pages = find_pages(options["images"], on_problem=problems.append)
     shown = []
-    for page in pages:
+    for page, place in zip(pages, _places(pages, options["output"]), strict=True):
         try:
-            shown.append(_one(page, settings, cost, options, many=len(pages) > 1))
+            shown.append(_one(page, place, settings, cost, options))
         except ImageError as error:
             problems.append(error)
     if options["as_json"]:
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
     for problem in problems:
-        errors().print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
     if not shown:
         raise ImageError("no readable image is left")
 
 
-def _one(page: Any, settings: Settings, cost: PromptCost, options: dict[str, Any], *, many: bool) -> dict[str, Any]:
+def _one(page: Page, place: Path, settings: Settings, cost: PromptCost, options: dict[str, Any]) -> dict[str, Any]:
     from panscan.images.draw import draw_views
     from panscan.images.files import load_page
 
@@ -76,9 +81,8 @@ def _one(page: Any, settings: Settings, cost: PromptCost, options: dict[str, Any
 
         print_plan(page.name, plan, estimated=cost.estimated, console=out())
     if not options["as_json"] or options["output"]:
-        place = _place(page.name, options["output"], many=many)
         _save(draw_views(image, plan, caption=page.name, estimated=cost.estimated), place)
-        errors().print(f"picture: {place}", highlight=False, soft_wrap=True)
+        errors().print(f"picture: {place}", soft_wrap=True)
     return _facts(page.name, plan, cost)
 
 
@@ -96,12 +100,9 @@ def _facts(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    from panscan.bench.grid import load_preset
-
-    preset = load_preset(options["preset"]) if options["preset"] else {}
-    given = given_axes(options, lists=False)
-    chosen = {**preset, **given}
-    return settings_from({name: values[0] for name, values in chosen.items() if name in _SETTINGS})
+    given = {name: values[0] for name, values in given_axes(options, lists=False).items()}
+    chosen = {**one_preset(options["preset"]), **given}
+    return settings_from({name: value for name, value in chosen.items() if name in _SETTINGS})
 
 
 def _cost(settings: Settings, *, given: bool) -> PromptCost:
@@ -118,15 +119,21 @@ def _cost(settings: Settings, *, given: bool) -> PromptCost:
     return reader.prompts.cost()
 
 
-def _place(name: str, output: str | None, *, many: bool) -> Path:
-    stem = Path(name.replace("#page=", "-page")).name
-    own = f"{stem.rsplit('.', 1)[0] if '#' not in name else stem.replace('.', '-')}-views.png"
-    if output is None:
-        return Path(own)
-    path = Path(output)
-    if many or path.is_dir() or path.suffix.lower() != ".png":
-        return path / own
-    return path
+def _places(pages: Sequence[Page], output: str | None) -> list[Path]:
+    """A picture's file for each page: no two the same, and none of them one of the images."""
+    images = {Path(page.source).resolve() for page in pages}
+    folder = Path(output or "")
+    if output and len(pages) == 1 and folder.suffix.lower() == ".png" and not folder.is_dir():
+        if folder.resolve() in images:
+            raise SettingError(f"--output {output} is the image itself")
+        return [folder]
+    places: list[Path] = []
+    for page in pages:
+        source = Path(page.source)
+        stem = source.stem if page.page is None else f"{source.name.replace('.', '-')}-page{page.page}"
+        names = (f"{stem}-views.png" if turn == 1 else f"{stem}-{turn}-views.png" for turn in count(1))
+        places.append(next(p for name in names if (p := folder / name) not in places and p.resolve() not in images))
+    return places
 
 
 def _save(picture: Any, place: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from importlib import import_module
@@ -74,12 +75,14 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a pipe's encoding lacks is written escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
     """Run the command line; returns its exit code."""
-    state: dict[str, Any] = {"debug": False}
+    state: dict[str, Any] = {"debug": False, "arguments": list(arguments)}
     try:
         result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
         return result if isinstance(result, int) else 0

@@ -13,19 +13,30 @@ from rich.console import Console
 from panscan.core import PanscanWarning, SettingError
 from panscan.runners.settings import Axis, axes
 
-__all__ = ["axis_options", "common_options", "errors", "first_process", "given_axes", "out", "show_warnings"]
+__all__ = [
+    "axis_options",
+    "common_options",
+    "errors",
+    "first_process",
+    "given_axes",
+    "one_preset",
+    "out",
+    "say_mini",
+    "show_warnings",
+    "utf8",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def out() -> Console:
-    """Results go here."""
-    return Console()
+    """Results go here. Names and reasons are printed as they are: nothing in them is markup or an emoji."""
+    return Console(markup=False, emoji=False, highlight=False)
 
 
 def errors() -> Console:
     """Progress and remarks go here, so that results can be piped. Under torchrun only the first process speaks."""
-    return Console(stderr=True, quiet=not first_process())
+    return Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
 
 
 def first_process() -> bool:
@@ -92,6 +103,40 @@ def given_axes(options: dict[str, Any], *, lists: bool = True) -> dict[str, list
     return found
 
 
+def one_preset(name: str | None) -> dict[str, Any]:
+    """The settings of a preset, for a verb that runs once; none without a name.
+
+    Raises:
+        SettingError: no such preset, or one with several values of a setting.
+    """
+    from panscan.bench.grid import load_preset
+
+    axes_of_preset = load_preset(name) if name else {}
+    for setting, values in axes_of_preset.items():
+        if len(values) > 1:
+            raise SettingError(f"--preset {name}: one {setting} is wanted, not {len(values)}; panscan bench sweeps")
+    return {setting: values[0] for setting, values in axes_of_preset.items()}
+
+
+def utf8(flag: str, text: str | None) -> str | None:
+    """The text of an option.
+
+    Raises:
+        SettingError: it was typed in another encoding than UTF-8, so it holds no text.
+    """
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise SettingError(f"{flag} is not UTF-8 text: {text!r}") from None
+    return text
+
+
+def say_mini() -> None:
+    """Say that nobody named a model."""
+    text = "no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)"
+    errors().print(text, soft_wrap=True)
+
+
 def show_warnings(console: Console) -> None:
     """panscan's own warnings become one line each, once; other libraries' stay theirs."""
     shown: set[str] = set()
@@ -100,7 +145,7 @@ def show_warnings(console: Console) -> None:
         text = str(message)
         if issubclass(category, PanscanWarning) and text not in shown:
             shown.add(text)
-            console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+            console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
     warnings.simplefilter("always", PanscanWarning)
     warnings.showwarning = show

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from panscan.bench.grid import Cell
-from panscan.bench.sweep import Plan, skip_reason
+from panscan.bench.sweep import Plan
 from panscan.runners.settings import Settings
 
 __all__ = ["SweepProgress"]
@@ -22,11 +22,11 @@ class SweepProgress:
         self.console = console
         self._said: set[str] = set()
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("batches"),
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("batches"),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
         self._bar = Progress(*columns, console=console, transient=True)
-        runnable = [cell for cell in plan.cells if skip_reason(cell, plan.items) is None]
+        runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]
         self._batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
         total = sum(
             count for cell, count in self._batches.items() for r in range(plan.repeats) if (cell, r) not in done
@@ -54,4 +54,4 @@ class SweepProgress:
         """A cell did not come to its end; each reason is said once."""
         if reason not in self._said:
             self._said.add(reason)
-            self.console.print(f"{outcome}: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+            self.console.print(f"{outcome}: {reason}", style="yellow", soft_wrap=True)

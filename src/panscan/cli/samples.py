@@ -30,5 +30,5 @@ def command(directory: Path, **options: Any) -> None:
 
     questions = write_samples(directory, **options)
     console = out()
-    console.print(f"{options['count']} documents in {directory}", highlight=False, soft_wrap=True)
-    console.print(f"next: panscan bench --dataset {questions}", highlight=False, soft_wrap=True)
+    console.print(f"{options['count']} documents in {directory}", soft_wrap=True)
+    console.print(f"next: panscan bench --dataset {questions}", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,11 +18,12 @@ __all__ = ["print_plan", "print_predictions", "print_result"]
 def print_plan(name: str, plan: ViewPlan, *, estimated: bool, console: Console) -> None:
     """Views of one image: kind, box, size and tokens."""
     about = "about " if estimated else ""
-    title = (
-        f"{name}: {plan.width} x {plan.height} px, {len(plan.views)} views, {plan.image_tokens} image tokens,"
-        f" {about}{plan.prompt_tokens} prompt tokens"
+    console.print(
+        f"{name}: {plan.width} x {plan.height} px, {_count(len(plan.views), 'view')}, {plan.image_tokens} image tokens,"
+        f" {about}{plan.prompt_tokens} prompt tokens",
+        soft_wrap=True,
     )
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for heading in ("view", "left", "top", "right", "bottom", "width", "height", "image tokens"):
         table.add_column(heading, justify="left" if heading == "view" else "right")
     each = plan.image_tokens // len(plan.views)
@@ -35,11 +37,17 @@ def print_predictions(plan: Plan, console: Console) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
     varying = [name for name in axes() if len({getattr(p.settings, name) for p in predictions}) > 1]
-    table = Table(title=f"{len(predictions)} cells, {len(plan.items)} requests each, {plan.repeats} repeat(s)")
-    for heading in ("cell", *varying, "batches", "views", "image tokens", "prompt tokens", "about"):
-        table.add_column(heading, justify="right" if heading in ("batches", "views", "about") else "left")
+    counts = (_count(len(predictions), "cell"), _count(len(plan.items), "request"), _count(plan.repeats, "repeat"))
+    console.print("{}, {} each, {}".format(*counts))
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("cell", no_wrap=True)
+    for name in varying:
+        table.add_column(name.removeprefix("pan_and_scan_").replace("_", "\n"), overflow="fold")
+    for heading in ("batches", "views", "image\ntokens", "prompt\ntokens", "about"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for p in predictions:
-        values = [str(getattr(p.settings, name)) for name in varying]
+        settings = [getattr(p.settings, name) for name in varying]
+        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in settings]
         costs = (
             [str(p.batches), str(p.views), str(p.image_tokens), f"~{p.prompt_tokens}", _duration(p.seconds)]
             if p.skipped is None
@@ -48,10 +56,10 @@ def print_predictions(plan: Plan, console: Console) -> None:
         table.add_row(p.cell, *values, *costs)
     console.print(table)
     for reason in dict.fromkeys(p.skipped for p in predictions if p.skipped is not None):
-        console.print(f"skipped: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"skipped: {reason}", style="yellow", soft_wrap=True)
     known = [p.seconds for p in predictions if p.seconds is not None]
     if known:
-        console.print(f"all together about {_duration(sum(known) * plan.repeats)}, a rough figure", highlight=False)
+        console.print(f"all together about {_duration(sum(known) * plan.repeats)}, a rough figure")
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -59,13 +67,16 @@ def print_result(result: Result, console: Console) -> None:
     stages = result.stages_ms
     parts = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
     console.print(
-        f"{result.views} views, {result.image_tokens} image tokens, {result.prompt_tokens} prompt tokens,"
+        f"{_count(result.views, 'view')}, {result.image_tokens} image tokens, {result.prompt_tokens} prompt tokens,"
         f" {result.output_tokens} output tokens ({result.finish_reason})\n"
         f"{parts} = {sum(stages.values()):.0f} ms",
         style="dim",
-        highlight=False,
         soft_wrap=True,
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _duration(seconds: float | None) -> str:

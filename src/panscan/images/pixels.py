@@ -47,7 +47,7 @@ def pixels_pil(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> to
 def image_to_device(image: Image.Image, device: torch.device | str) -> torch.Tensor:
     """An RGB image as uint8 ``[3, height, width]`` on ``device``: a quarter of the bytes of float32 over the link."""
     levels = torch.from_numpy(np.array(image))  # a copy: Pillow's own buffer is read-only
-    return levels.to(device, non_blocking=True).permute(2, 0, 1)
+    return levels.to(device).permute(2, 0, 1)
 
 
 def pixels_torch(image: torch.Tensor, views: Sequence[View], spec: PixelSpec) -> torch.Tensor:

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from panscan.core import ModelError, SettingError
+from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.prompt import PromptWriter
 
@@ -91,8 +91,10 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
-        return torch.device(self.model.device)
+        """Where inputs go. Of a model with offloaded parts: the first device of its map that computes."""
+        placed = getattr(self.model, "hf_device_map", None) or {}
+        real = [torch.device(place) for place in placed.values() if place not in ("disk", "meta")]
+        return real[0] if real else torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,6 +200,8 @@ def _explained(name: str) -> Iterator[None]:
     """Turns what the hub, the files and Transformers raise into one line that says what to do."""
     try:
         yield
+    except ImportError as error:
+        raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
     except (OSError, ValueError, SafetensorError, HFValidationError) as error:
         raise ModelError(f"--model {name}: {_advice(name, error)}") from error
 
@@ -237,10 +241,5 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _max_memory(text: str) -> dict[int | str, str]:
     """``0=30GiB;cpu=60GiB`` as accelerate wants it."""
-    pairs: dict[int | str, str] = {}
-    for part in text.split(";"):
-        device, sign, size = part.strip().partition("=")
-        if not sign or not size or not (device.isdigit() or device in ("cpu", "disk", "mps")):
-            raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {part.strip()!r}")
-        pairs[int(device) if device.isdigit() else device] = size
-    return pairs
+    pairs = (part.strip().split("=") for part in text.split(";"))
+    return {int(device) if device.isdigit() else device: size for device, size in pairs}

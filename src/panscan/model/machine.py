@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 
 import torch
 
 from panscan.core import UnsupportedError
 
-__all__ = ["attention_reason", "quantization_reason", "resolve_device", "resolve_dtype", "synchronize"]
+__all__ = [
+    "attention_reason",
+    "is_out_of_memory",
+    "quantization_reason",
+    "release_memory",
+    "resolve_device",
+    "resolve_dtype",
+    "synchronize",
+]
 
 _FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", (8, 0)),
@@ -55,8 +64,9 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
     package, capability = _FLASH_PACKAGES[name]
     if torch.cuda.get_device_capability(device) < capability:
         return f"{name} needs compute capability {capability[0]}.{capability[1]} or later"
-    if find_spec(package.split(".")[0]) is None:
-        return f"{name} needs the package {package.split('.')[0].replace('_', '-')}"
+    root = package.split(".")[0]
+    if find_spec(root) is None or find_spec(package) is None:  # a submodule cannot be looked up without its package
+        return f"{name} needs the package {root.replace('_', '-')}" + (" 4 or later" if root != package else "")
     return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
 
 
@@ -73,6 +83,23 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
     elif name in ("gptq", "torchao-int4") and device.type != "cuda":
         return f"{name} needs an NVIDIA GPU"
     return None
+
+
+def release_memory() -> None:
+    """Collect what nobody holds any more, and give cached blocks back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on whichever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
 
 
 def synchronize(device: torch.device) -> None:

@@ -103,6 +103,11 @@ class PromptWriter:
         filled = pieces[0] + "".join(self._block(n) + piece for n, piece in zip(crops, pieces[1:], strict=True))
         return Prompt(self._ids(filled, guard), self.image_tokens * sum(n + 1 for n in crops))
 
+    def special_in(self, request: Request) -> str | None:
+        """The first special token that stands in the texts of a conversation, if any."""
+        found = self._specials.search(_texts(conversation(request)))
+        return found[0] if found else None
+
     def _raw(self, request: Request) -> tuple[str, str]:
         assert request.prompt is not None  # Request holds this for raw prompts
         text, bos = request.prompt, self.tokenizer.bos_token

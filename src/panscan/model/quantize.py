@@ -19,7 +19,8 @@ def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
         return None
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
-    untouched = ["vision_tower", "multi_modal_projector", "lm_head"]
+    # Names are matched from the start of a module's path.
+    untouched = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
     if name == "bnb-8bit":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=untouched)
     if name == "bnb-4bit":

@@ -26,9 +26,15 @@ def apply_attention(model: Any, name: str) -> None:
             PanscanWarning,
             stacklevel=2,
         )
-    if name == "flex_attention" and model.device.type == "cpu":
-        # Compiling for the CPU fails at the second prompt length while lengths are symbols.
-        torch._dynamo.config.automatic_dynamic_shapes = False
+    flex_on_cpu = name == "flex_attention" and model.device.type == "cpu"
+    if flex_on_cpu:
+        warnings.warn(
+            "--attention flex_attention: PyTorch compiles it for a CPU length by length, and only a few of them; the"
+            " others run unfused, so its speed here says nothing about a GPU's",
+            PanscanWarning,
+            stacklevel=2,
+        )
+    _forget_compilations(strict=not flex_on_cpu)
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
@@ -40,6 +46,7 @@ def apply_compile(model: Any, mode: str | None) -> None:
 
     Whole modules, not ``model.forward``: what happens between them (merging image embeddings) depends on the data.
     """
+    _forget_compilations(strict=True)
     inner = model.model
     for module in (getattr(inner, "vision_tower", None), getattr(inner, "language_model", inner)):
         if module is None:
@@ -47,6 +54,19 @@ def apply_compile(model: Any, mode: str | None) -> None:
         module._compiled_call_impl = None  # nn.Module.compile has no counterpart that undoes it
         if mode is not None:
             module.compile(mode=mode)
+
+
+def _forget_compilations(*, strict: bool) -> None:
+    """Start from nothing. Strict: fail rather than fall back to eager, since a cell must be what its label says.
+
+    The limit of compilations is per function and shared by everything in the process; the default of 8 is less than the
+    prompt lengths of a handful of documents. Not strict, for FlexAttention on a CPU: compiling fails there at the second
+    length while lengths are symbols, and one compilation for each length takes too long.
+    """
+    torch.compiler.reset()
+    torch._dynamo.config.automatic_dynamic_shapes = strict
+    torch._dynamo.config.fail_on_recompile_limit_hit = strict
+    torch._dynamo.config.recompile_limit = 256 if strict else 8
 
 
 def apply_tf32(enabled: bool) -> None:

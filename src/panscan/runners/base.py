@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from panscan.core import Request, Result
 from panscan.runners.settings import Settings
+
+if TYPE_CHECKING:
+    from panscan.model.load import Loaded
 
 __all__ = ["Runner", "batches"]
 
@@ -15,6 +18,7 @@ class Runner(Protocol):
     """A loaded model that answers requests. Settings of level "call" may change between batches."""
 
     settings: Settings
+    loaded: Loaded
 
     def configure(self, settings: Settings) -> None:
         """Take other settings of the same load. Raises SettingError or UnsupportedError."""

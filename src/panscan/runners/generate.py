@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
 from panscan.model.load import Loaded
+from panscan.model.machine import release_memory
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
 from panscan.runners.base import batches
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
@@ -19,7 +19,7 @@ from panscan.runners.inputs import Prepared, Read, collate, count_views, prepare
 from panscan.runners.loading import load_for, unsupported_reason
 from panscan.runners.settings import Settings, settings_from
 
-__all__ = ["GenerateRunner", "finished", "generation_config"]
+__all__ = ["GenerateRunner", "finished", "generation_config", "one_sampling"]
 
 
 def generation_config(sampling: Sampling, loaded: Loaded, cache: str) -> GenerationConfig:
@@ -44,6 +44,17 @@ def generation_config(sampling: Sampling, loaded: Loaded, cache: str) -> Generat
     return GenerationConfig(**chosen)
 
 
+def one_sampling(batch: Sequence[Request]) -> Sampling:
+    """The sampling settings that a batch shares.
+
+    Raises:
+        SettingError: they differ; ``generate()`` takes one set.
+    """
+    if any(request.sampling != batch[0].sampling for request in batch):
+        raise SettingError("generate() takes one set of sampling settings per batch")
+    return batch[0].sampling
+
+
 class GenerateRunner:
     """Gemma 3 through Transformers' ``generate()``.
 
@@ -56,6 +67,7 @@ class GenerateRunner:
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         self.loaded = loaded
         self.settings = settings
+        self._attention: str | None = loaded.model.config._attn_implementation
         self._compiled: str | None = None
 
     @classmethod
@@ -87,8 +99,10 @@ class GenerateRunner:
             raise SettingError("other weights need another runner")
         if (reason := unsupported_reason(settings)) is not None:
             raise UnsupportedError(reason)
-        if self.loaded.model.config._attn_implementation != settings.attention:
+        if self._attention != settings.attention:
+            self._attention = None  # a switch that fails half-way is tried again
             apply_attention(self.loaded.model, settings.attention)
+            self._attention = settings.attention
         if self._compiled != settings.compile:
             apply_compile(self.loaded.model, settings.compile)
             self._compiled = settings.compile
@@ -119,9 +133,7 @@ class GenerateRunner:
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """One ``generate()`` call. All requests of a batch share its sampling settings, as ``generate()`` does."""
-        sampling = batch[0].sampling
-        if any(request.sampling != sampling for request in batch):
-            raise SettingError("generate() takes one set of sampling settings per batch")
+        sampling = one_sampling(batch)
         stamps = Stamps(accepted=now())
         read = [read_images(request) for request in batch]
         stamps.loaded = now()
@@ -154,9 +166,7 @@ class GenerateRunner:
     def close(self) -> None:
         """Drop the model and give its memory back."""
         del self.loaded
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
     def _devices(self) -> set[Any]:
         return set((getattr(self.loaded.model, "hf_device_map", None) or {"": self.loaded.device}).values())

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import ContinuousBatchingConfig
 
-from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, from_perf_counter, now
 from panscan.model.load import Loaded
-from panscan.model.machine import synchronize
-from panscan.runners.generate import GenerateRunner, finished, generation_config
+from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.runners.inputs import Prepared
 from panscan.runners.settings import Settings
 
 __all__ = ["GenerateBatchRunner"]
 
+_BLOCK = 256  # tokens, Transformers' default
+
 
 class GenerateBatchRunner(GenerateRunner):
-    """Gemma 3 through ``model.generate_batch()``. Only a request's start and end can be seen from outside."""
+    """Gemma 3 through ``model.generate_batch()``. Times of tokens are the library's own."""
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         super().__init__(loaded, settings)
@@ -31,22 +33,40 @@ class GenerateBatchRunner(GenerateRunner):
 
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """One ``generate_batch()`` call over all requests of the batch."""
+        """One ``generate_batch()`` call over all requests of the batch, with a cache that just holds them."""
         if any(request.images for request in batch):
             raise SettingError("runner generate_batch takes prompts without images")
-        stamps = Stamps(accepted=now(), loaded=now())
+        sampling = one_sampling(batch)
+        stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]
         stamps.preprocessed = now()
         outputs = self.loaded.model.generate_batch(
             inputs=[prompt.ids for prompt in prompts],
-            generation_config=generation_config(batch[0].sampling, self.loaded, "dynamic"),
+            generation_config=generation_config(sampling, self.loaded, "dynamic"),
+            continuous_batching_config=_cache_for(
+                [len(prompt.ids) + sampling.max_new_tokens for prompt in prompts], sampling
+            ),
+            record_timestamps=True,
             progress_bar=False,
         )
-        synchronize(self.loaded.device)
         stamps.end = now()
         # Answers come in the order in which they finished; their ids end in their place in the batch.
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rsplit("_", 1)[-1]))
         return [
-            finished(Prepared(request, [], prompt, None), output.generated_tokens, stamps, [], self.loaded)
+            finished(
+                Prepared(request, [], prompt, None), output.generated_tokens, stamps,
+                [from_perf_counter(time) for time in output.timestamps], self.loaded,
+            )
             for request, prompt, output in zip(batch, prompts, ordered, strict=True)
-        ]
+        ]  # fmt: skip
+
+
+def _cache_for(lengths: Sequence[int], sampling: Sampling) -> ContinuousBatchingConfig:
+    """A paged cache for sequences of these lengths. Left alone, Transformers takes all memory that it finds, each time.
+
+    Local and global layers have blocks of their own, hence twice as many as the tokens need.
+    """
+    blocks = sum(-(-length // _BLOCK) + 1 for length in lengths)
+    return ContinuousBatchingConfig(
+        block_size=_BLOCK, num_blocks=2 * blocks, max_batch_tokens=max(_BLOCK, sum(lengths)), seed=sampling.seed
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from panscan.core import PanscanWarning, UnsupportedError
+from panscan.core import ModelError, PanscanWarning, UnsupportedError
 from panscan.model.load import Loaded, Placement, load_model, load_random
 from panscan.model.machine import attention_reason, quantization_reason, resolve_device, resolve_dtype
 from panscan.model.quantize import quantization_config
@@ -19,7 +19,7 @@ __all__ = ["load_for", "unsupported_reason"]
 # What a runner does not offer: setting -> the only value it takes.
 _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
     "pipeline": {"batch_size": 1, "pad_to_multiple_of": None, "preprocess": "cpu"},
-    "generate_batch": {"cache": "dynamic", "compile": None},
+    "generate_batch": {"cache": "dynamic", "compile": None, "pad_to_multiple_of": None, "preprocess": "cpu"},
 }
 
 
@@ -52,4 +52,7 @@ def load_for(settings: Settings) -> Loaded:
         device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
         quantization_config(settings.quantization, dtype),
     )  # fmt: skip
-    return load_model(settings.model, placement, revision=settings.revision)
+    loaded = load_model(settings.model, placement, revision=settings.revision)
+    if settings.quantization == "gptq" and getattr(loaded.model.config, "quantization_config", None) is None:
+        raise ModelError(f"--quantization gptq: --model {settings.model} is not a GPTQ checkpoint")
+    return loaded

@@ -1,7 +1,7 @@
 """Runner ``pipeline``: ``pipeline("image-text-to-text")`` as its documentation shows it, for comparison.
 
-It preprocesses with the checkpoint's own processor and takes chats one by one, or as a list with ``batch_size``.
-Its vision time cannot be seen from outside; token times can.
+It preprocesses with the checkpoint's own processor and answers one chat per call here. Its vision time cannot be seen
+from outside; token times can.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class PipelineRunner(GenerateRunner):
         super().__init__(loaded, settings)
         if not loaded.reader.reads_images:
             raise UnsupportedError("runner pipeline: image-text-to-text needs a checkpoint that reads images")
-        self._pipe = pipeline("image-text-to-text", model=loaded.model, processor=loaded.reader.processor)
+        # Without a device it would move the model to the first GPU there is.
+        placed = getattr(loaded.model, "hf_device_map", None)
+        chosen = {} if placed else {"device": loaded.device}
+        self._pipe = pipeline("image-text-to-text", model=loaded.model, processor=loaded.reader.processor, **chosen)
 
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
@@ -44,7 +47,11 @@ class PipelineRunner(GenerateRunner):
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
-        clock = DeviceClock(self.loaded.device)
+        plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
+        prompt = self.loaded.reader.prompts.write(read.request, [plan.crops for plan in plans])
+        if (special := self.loaded.reader.prompts.special_in(request)) is not None:
+            raise SettingError(f"runner pipeline would obey {special} in the user's text: use the runner generate")
+        clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
         tokens = TokenClock(clock)
         if request.sampling.seed is not None:
             torch.manual_seed(request.sampling.seed)
@@ -59,8 +66,6 @@ class PipelineRunner(GenerateRunner):
         )
         times = clock.read()
         stamps.end = now()
-        plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
-        prompt = self.loaded.reader.prompts.write(request, [plan.crops for plan in plans])
         # The pipeline gives back the answer's ids alone or behind the prompt's, depending on its version.
         row = answer["generated_token_ids"].tolist()[-len(tokens.marks) :]
         steps = [times[mark] for mark in tokens.marks]

@@ -86,7 +86,7 @@ class Settings:
             if axis.choices and value is not None and value not in axis.choices:
                 hint = nearest(value, axis.choices)
                 raise SettingError(f"--{axis.flag} takes {', '.join(axis.choices)}; got {value!r}{hint}")
-        if self.attention not in ATTENTION and not re.fullmatch(r"[\w.-]+/[\w.@-]+", self.attention):
+        if self.attention not in ATTENTION and not re.fullmatch(r"[\w.-]+/[\w.@:-]+", self.attention):
             hint = nearest(self.attention, ATTENTION)
             raise SettingError(
                 f"--attention takes {', '.join(ATTENTION)} or a kernels-hub name (owner/kernel);"
@@ -106,12 +106,20 @@ class Settings:
             raise SettingError("--random-weights and --model-shape go together")
         if self.random_weights and self.model != "mini":
             raise SettingError("--random-weights takes --model-shape instead of --model")
+        for name in ("quantization", "device_map", "tp_plan", "revision"):
+            if self.random_weights and getattr(self, name) is not None:
+                raise SettingError(
+                    f"--random-weights are drawn in place: --{name.replace('_', '-')} does not go with it"
+                )
         if self.device_map is not None and self.tp_plan is not None:
             raise SettingError("--device-map and --tp-plan exclude each other")
         if self.device_map is not None and self.device != "auto":
             raise SettingError("--device-map and --device exclude each other: the map places the layers")
         if self.max_memory is not None and self.device_map is None:
             raise SettingError("--max-memory needs --device-map")
+        for part in self.max_memory.split(";") if self.max_memory is not None else ():
+            if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
+                raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {part.strip()!r}")
 
     @property
     def pan_and_scan(self) -> PanAndScan:

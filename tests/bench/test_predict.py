@@ -1,0 +1,95 @@
+"""Predictions against what a run then measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import noise
+
+from panscan.bench.grid import build_cells
+from panscan.bench.predict import Prediction, predict, shape_of
+from panscan.bench.run import start
+from panscan.bench.sweep import Plan
+from panscan.bench.workload import Document, Item, Source, build_workload
+from panscan.cli.options import errors
+from panscan.cli.progress import SweepProgress
+from panscan.core import InputError
+from panscan.model.shapes import SHAPES
+from panscan.runners.settings import Settings
+
+PAGE = Item("0", (Document("a.png", 1240, 1754, ""),), "What is the total?")
+
+
+def refuse(problem: InputError) -> None:
+    raise problem
+
+
+def one(**settings: Any) -> Prediction:
+    """The prediction of one cell for a page."""
+    axes = {"device": ["cpu"], "dtype": ["fp32"], **{name: [value] for name, value in settings.items()}}
+    [found] = predict(Plan(build_cells(axes), [PAGE], Source(prompt="x", no_images=True)))
+    return found
+
+
+def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
+    for name, size in {"a.png": (260, 800), "b.png": (700, 300), "c.png": (300, 300)}.items():
+        noise(*size).save(tmp_path / name)
+    source = Source(images=(str(tmp_path),), prompt="What is the total?")
+    axes = {"do_pan_and_scan": ["true", "false"], "batch_size": ["2"], "equal_views": ["true"],
+            "pan_and_scan_max_num_crops": ["2", "4"], "max_new_tokens": ["1"], "device": ["cpu"]}  # fmt: skip
+    plan = Plan(build_cells(axes), build_workload(source, on_problem=refuse), source, warmup=0)
+    with SweepProgress(plan, set(), errors()) as progress:
+        measured = start(plan, tmp_path / "run", [], progress)
+    predictions = predict(plan)
+    assert [found.cell for found in predictions] == list(measured.cells)
+    assert len({found.views for found in predictions}) == 3
+    for found in predictions:
+        records = measured.requests[found.cell, 0]
+        assert found.skipped is None
+        assert found.views == sum(record["views"] for record in records)
+        assert found.image_tokens == sum(record["image_tokens"] for record in records)
+        assert found.batches == len({record["batch"] for record in records})
+        assert found.prompt_tokens == pytest.approx(sum(record["prompt_tokens"] for record in records), rel=0.15)
+
+
+@pytest.mark.parametrize("size", ["4b", "27b"])
+def test_seconds_grow_with_tokens_views_and_the_model(size: str) -> None:
+    model = f"google/gemma-3-{size}-it"
+    seconds = [one(model=model, max_new_tokens=count).seconds for count in (1, 2, 100, 1000)]
+    known = [each for each in seconds if each is not None]
+    assert len(known) == 4
+    assert 0 < known[0] < known[1] < known[2] < known[3]
+    whole = one(model=model, max_new_tokens=1, do_pan_and_scan=False)
+    cropped = one(model=model, max_new_tokens=1)
+    assert (whole.views, cropped.views) == (1, 3)
+    assert whole.seconds is not None
+    assert cropped.seconds is not None
+    assert whole.seconds < cropped.seconds
+    small = one(max_new_tokens=1).seconds
+    assert small is not None
+    assert small < known[0]
+
+
+def test_an_unknown_shape_has_counts_but_no_time() -> None:
+    found = one(model="someone/finetune")
+    assert (found.views, found.image_tokens, found.batches) == (3, 3 * 256, 1)
+    assert (found.seconds, found.skipped) == (None, None)
+
+
+def test_a_cell_that_cannot_run_costs_nothing() -> None:
+    found = one(attention="flash_attention_2")
+    assert found.skipped == "flash_attention_2 needs an NVIDIA GPU"
+    assert (found.batches, found.views, found.image_tokens, found.seconds) == (0, 0, 0, None)
+
+
+def test_a_checkpoints_name_tells_its_shape() -> None:
+    for size, shape in SHAPES.items():
+        if size == "mini":
+            continue
+        for name in (f"google/gemma-3-{size}-it", f"/models/Gemma-3-{size.upper()}-pt"):
+            assert shape_of(Settings(model=name)) is shape
+        assert shape_of(Settings(random_weights=True, model_shape=size)) is shape
+    assert shape_of(Settings()) is SHAPES["mini"]
+    assert shape_of(Settings(model="mistral-4b")) is None

@@ -1,0 +1,170 @@
+"""A run directory's life around the sweep: its name, its header, and the plan that comes back out of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import noise
+
+import panscan
+from panscan.bench.grid import Cell, build_cells
+from panscan.bench.records import SCHEMA, Run, read_run
+from panscan.bench.run import follow, new_directory, plan_of, resume, start
+from panscan.bench.sweep import Plan
+from panscan.bench.workload import Source, build_workload
+from panscan.core import InputError, RecordsError
+from panscan.runners.settings import Settings
+
+SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
+"""Cells that no machine measures, so that a run takes no model."""
+
+
+@dataclass
+class Watch:
+    """What a sweep told."""
+
+    loads: list[str] = field(default_factory=list)
+    batches: int = 0
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def loading(self, settings: Settings) -> None:
+        self.loads.append(settings.model)
+
+    def batch_done(self) -> None:
+        self.batches += 1
+
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
+        self.problems.append((cell.id, outcome))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    noise(260, 800).save(tmp_path / "a.png")
+    noise(300, 300).save(tmp_path / "b.png")
+    return tmp_path
+
+
+def refuse(problem: InputError) -> None:
+    raise problem
+
+
+def plan(axes: dict[str, list[Any]], **fields: Any) -> Plan:
+    source = Source(images=("a.png", "b.png"), prompt="What?", system="Be brief.", num_samples=3, seed=5)
+    return Plan(build_cells(axes), build_workload(source, on_problem=refuse), source, **fields)
+
+
+def edited(run: Run, edit: Any) -> Run:
+    """The run after an edit of its header, as another version might have written it."""
+    header, *lines = run.path.read_text().splitlines()
+    changed = json.loads(header)
+    edit(changed)
+    run.path.write_text("\n".join([json.dumps(changed), *lines]) + "\n")
+    return read_run(run.path)
+
+
+@pytest.mark.parametrize(
+    ("model", "slug"),
+    [
+        ("google/gemma-3-27b-it", "gemma-3-27b-it"),
+        ("/data/My Model_v2/", "my-model-v2"),
+        (".", "model"),
+        ("模", "model"),
+    ],
+)
+def test_a_new_directory_is_named_by_time_and_model_and_not_made(tmp_path: Path, model: str, slug: str) -> None:
+    place = new_directory(tmp_path, model)
+    assert place.parent == tmp_path
+    day, time, name = place.name.split("-", 2)
+    assert (len(day), len(time), name) == (8, 6, slug)
+    assert not place.exists()
+
+
+def test_new_directories_never_meet(tmp_path: Path) -> None:
+    found = []
+    for _ in range(4):
+        place = new_directory(tmp_path, "mini")
+        place.mkdir()
+        found.append(place)
+    assert len(set(found)) == 4
+
+
+def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) -> None:
+    watch = Watch()
+    chosen = plan({"batch_size": [2], "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [2]}, repeats=2, warmup=0)
+    measured = start(chosen, folder / "run", ["panscan", "bench", "--x", "a b"], watch)
+    assert (watch.loads, watch.batches, watch.problems) == (["mini"], 4, [])
+    header = measured.header
+    assert (header["schema"], header["command"]) == (SCHEMA, ["panscan", "bench", "--x", "a b"])
+    assert header["environment"]["panscan"] == panscan.__version__
+    assert header["cells"] == [{"cell": cell.id, "settings": asdict(cell.settings)} for cell in chosen.cells]
+    assert [len(requests) for requests in measured.requests.values()] == [3, 3]
+    with (folder / "run" / "summary.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
+    assert (row["outcome"], row["completed"], row["measured_repeats"]) == ("done", "6", "2")
+
+
+def test_a_second_run_into_a_directory_is_refused(folder: Path) -> None:
+    start(plan(SKIPPED), folder / "run", [], Watch())
+    before = (folder / "run" / "records.jsonl").read_bytes()
+    with pytest.raises(RecordsError, match="already holds a run"):
+        start(plan(SKIPPED), folder / "run", [], Watch())
+    assert (folder / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_nothing_is_not_resumed(folder: Path) -> None:
+    with pytest.raises(RecordsError, match="there is no run"):
+        resume(plan(SKIPPED), folder / "run", Watch())
+    assert not (folder / "run" / "records.jsonl").exists()
+
+
+def test_the_plan_comes_back_out_of_the_records(folder: Path) -> None:
+    chosen = plan({**SKIPPED, "batch_size": [1, 2]}, repeats=3, warmup=2, seed=9, include_content=True)
+    measured = start(chosen, folder / "run", [], Watch())
+    assert plan_of(measured, on_problem=refuse) == chosen
+    assert list(plan_of(measured, on_problem=refuse).order()) == list(chosen.order())
+
+
+def test_the_other_processes_make_the_same_calls_and_write_nothing(folder: Path) -> None:
+    watch = Watch()
+    chosen = plan({"dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [1], "batch_size": [3]}, warmup=0)
+    before = sorted(folder.rglob("*"))
+    follow(replace(chosen, cells=[*chosen.cells, *build_cells(SKIPPED)]), set(), watch)
+    assert (watch.loads, watch.batches) == (["mini"], 1)
+    assert [outcome for _, outcome in watch.problems] == ["skipped"]
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("change", ["pixels", "prompt", "fewer"])
+def test_another_workload_is_not_resumed(folder: Path, change: str) -> None:
+    measured = start(plan(SKIPPED), folder / "run", [], Watch())
+    if change == "pixels":
+        noise(300, 300, 1).save(folder / "b.png")
+    elif change == "prompt":
+        measured = edited(measured, lambda header: header["settings"]["source"].update(prompt="Who?"))
+    else:
+        measured = edited(measured, lambda header: header["settings"]["source"].update(num_samples=2))
+    with pytest.raises(RecordsError, match="have changed since the run began"):
+        plan_of(measured, on_problem=refuse)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda header: header["settings"].pop("source"),
+        lambda header: header["settings"].pop("warmup"),
+        lambda header: header["settings"].pop("workload_sha256"),
+        lambda header: header["settings"]["source"].update(tomorrow=1),
+        lambda header: header["cells"][0]["settings"].update(tomorrow=1),
+    ],
+)
+def test_a_header_of_another_version_is_said(folder: Path, edit: Any) -> None:
+    measured = edited(start(plan(SKIPPED), folder / "run", [], Watch()), edit)
+    with pytest.raises(RecordsError, match="another version") as caught:
+        plan_of(measured, on_problem=refuse)
+    assert "\n" not in str(caught.value)

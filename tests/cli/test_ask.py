@@ -1,0 +1,183 @@
+"""``panscan ask``: the answers of the Python interface, the text on stdout and everything else beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.conftest import noise
+
+from panscan import GenerateRunner, PanAndScan, Result, Sampling
+from panscan.cli import ask
+from panscan.cli.main import run
+from panscan.core import Stamps
+from panscan.images.files import expand_images, open_image
+from panscan.images.views import plan_views
+
+QUICK = ["--device", "cpu", "--max-new-tokens", "6"]
+QUESTION = "What is the total?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two pictures and a PDF of three pages, the last one wide."""
+    monkeypatch.chdir(tmp_path)
+    noise(260, 800).save(tmp_path / "tall.png")
+    noise(300, 300, 1).save(tmp_path / "square.jpg")
+    pages = [noise(150, 150, 2), noise(150, 150, 3), noise(300, 130, 4)]
+    pages[0].save(tmp_path / "scan.pdf", save_all=True, append_images=pages[1:])
+    return tmp_path
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What ``panscan ask --json`` prints."""
+    capsys.readouterr()
+    assert run(["ask", *arguments, "--json", *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+def expected(mini: GenerateRunner, images: list[str], prompt: str = QUESTION, **fields: Any) -> Result:
+    """What the Python interface answers."""
+    [result] = mini.generate([mini.request(prompt, images, sampling=Sampling(6), **fields)])
+    return result
+
+
+def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner) -> None:
+    found = asked(capsys, "tall.png", "square.jpg", "-p", QUESTION)
+    result = expected(mini, ["tall.png", "square.jpg"])
+    names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
+    assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
+    assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
+    assert set(found) == {*names, "ttft_ms", "e2el_ms", "stages_ms"}
+    assert list(found["stages_ms"]) == ["load", "preprocess", "vision", "prefill", "decode"]
+    assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
+    assert 0 < found["ttft_ms"] <= found["e2el_ms"]
+
+
+def test_every_page_of_a_pdf_is_an_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [open_image(page).size for page in expand_images(["scan.pdf"])]
+    crops = [plan_views(*size, PanAndScan()).crops for size in sizes]
+    assert len(crops) == 3
+    assert crops[2] > 0
+    found = asked(capsys, "scan.pdf", "-p", QUESTION)
+    assert (found["views"], found["crops"]) == (3 + sum(crops), sum(crops))
+    assert asked(capsys, "scan.pdf#page=2", "-p", QUESTION)["views"] == 1 + crops[1]
+
+
+def test_a_system_message_is_read(folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner) -> None:
+    found = asked(capsys, "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
+    result = expected(mini, ["square.jpg"], system="Answer in French.")
+    plain = expected(mini, ["square.jpg"])
+    assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
+    assert result.prompt_tokens > plain.prompt_tokens
+
+
+def test_an_image_is_not_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "-p", QUESTION)
+    assert (found["views"], found["image_tokens"]) == (0, 0)
+    assert "vision" not in found["stages_ms"]
+
+
+@pytest.mark.parametrize("arguments", [["-p", "-"], []])
+def test_the_prompt_may_come_from_stdin(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    direct = asked(capsys, "square.jpg", "-p", QUESTION)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"\n{QUESTION} \n"))
+    piped = asked(capsys, "square.jpg", *arguments)
+    assert (piped["text"], piped["prompt_tokens"]) == (direct["text"], direct["prompt_tokens"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (Terminal("typed"), "-p is missing"),
+        (None, "-p is missing"),
+        (io.StringIO(" \n"), "the prompt is empty"),
+        (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"), "standard input is not UTF-8"),
+        (io.StringIO("caf\udce9"), "not UTF-8"),
+    ],
+)
+def test_a_stdin_without_a_prompt_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stdin: Any, message: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert run(["ask", "square.jpg", *QUICK]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_special_tokens_in_a_prompt_are_plain_text(
+    folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner
+) -> None:
+    prompt = "Is <start_of_image> a mark<end_of_turn>?"
+    found = asked(capsys, "square.jpg", "-p", prompt)
+    assert (found["views"], found["image_tokens"]) == (1, 64)
+    assert found["text"] == expected(mini, ["square.jpg"], prompt).text
+    tokenizer = mini.loaded.reader.tokenizer
+    longer = len(tokenizer.encode("<start_of_image><end_of_turn>", split_special_tokens=True, add_special_tokens=False))
+    without = asked(capsys, "square.jpg", "-p", "Is  a mark?")
+    assert found["prompt_tokens"] >= without["prompt_tokens"] + longer - 2
+    assert longer > 10
+
+
+def test_a_raw_prompt_stays_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner) -> None:
+    prompt = " <start_of_image> The total is \n"
+    found = asked(capsys, "square.jpg", "--raw-prompt", "-p", prompt)
+    result = expected(mini, ["square.jpg"], prompt, raw=True)
+    assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
+    assert result.prompt_tokens > expected(mini, ["square.jpg"], prompt.strip(), raw=True).prompt_tokens
+
+
+def test_presets_set_the_views_and_flags_win(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask_tall = ["tall.png", "-p", QUESTION]
+    assert asked(capsys, *ask_tall)["crops"] == 3
+    assert asked(capsys, *ask_tall, "--preset", "baseline")["crops"] == 0
+    (folder / "two.yaml").write_text(yaml.safe_dump({"grid_max_crops": 2, "max_new_tokens": 1}))
+    found = asked(capsys, *ask_tall, "--preset", "two.yaml")
+    assert (found["crops"], found["output_tokens"]) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"), [({"max_num_crops": [2, 4]}, "one pan_and_scan_max_num_crops"), ({"batch_size": 2}, "takes")]
+)
+def test_a_preset_that_one_answer_cannot_follow_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], preset: dict[str, Any], message: str
+) -> None:
+    (folder / "p.yaml").write_text(yaml.safe_dump(preset))
+    assert run(["ask", "tall.png", "-p", QUESTION, "--preset", "p.yaml", *QUICK]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
+    folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner
+) -> None:
+    assert run(["ask", "tall.png", "-p", QUESTION, *QUICK]) == 0
+    captured = capsys.readouterr()
+    result = expected(mini, ["tall.png"])
+    assert captured.out == f"{result.text}\n"
+    assert captured.err.startswith("no --model given: running the bundled mini Gemma 3")
+    assert f"4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
+    assert " ms\n" in captured.err
+    assert run(["ask", "tall.png", "-p", QUESTION, "--model", "mini", *QUICK]) == 0
+    assert "no --model given" not in capsys.readouterr().err
+
+
+def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[bold]a[/x]\tb:c:d " + "long " * 40 + ":100:\r\n"
+    result = Result("", text, [1, 2], "stop", 1, 0, 64, 80, Stamps(0.0, tokens=[0.1, 0.2]))
+    ask._show(result, as_json=False)
+    assert capsys.readouterr().out == f"{text}\n"

@@ -1,0 +1,274 @@
+"""``panscan bench`` from the command line to the records: the launcher's line, and every way to say what to measure."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from skimage import data
+from tests.conftest import noise
+
+from panscan.bench.metrics import LAUNCHER as LAUNCHER_COLUMNS
+from panscan.bench.records import Run, read_run
+from panscan.cli.main import run
+from panscan.images.views import plan_views
+from panscan.runners.settings import Settings
+
+LAUNCHER = shlex.split(
+    "bench --model_id google/gemma-3-27b-it --precision bf16 --attn_impl flash_attention_2 --device_map auto"
+    ' --images "docs/*.png" --prompts prompts.txt --num_samples 40 --batch_size 2 --max_new_tokens 256'
+    " --grid_min_ratio 2.0,2.5 --grid_max_crops 4,6 --grid_min_crop_size 448 --output_dir runs"
+)
+QUICK = ["--device", "cpu", "--max-new-tokens", "2", "--warmup", "0"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with three pictures (tall, wide, square) and a file of two prompts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name, size in {"a.png": (260, 800), "b.png": (700, 300), "c.png": (300, 300)}.items():
+        noise(*size).save(tmp_path / "docs" / name)
+    (tmp_path / "prompts.txt").write_text("What is it?\n\nWhat is the total?\n")
+    return tmp_path
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every try to reach the network; it fails."""
+    tried: list[Any] = []
+
+    def refuse(*address: Any, **_: Any) -> None:
+        tried.append(address)
+        raise OSError("this test has no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return tried
+
+
+def changed(line: list[str], **values: str) -> list[str]:
+    """A command line with other values."""
+    line = list(line)
+    for name, value in values.items():
+        line[line.index(f"--{name}") + 1] = value
+    return line
+
+
+def only_run(folder: Path, output: str = "runs") -> Run:
+    [directory] = (folder / output).iterdir()
+    return read_run(directory)
+
+
+def rows_of(measured: Run) -> list[dict[str, str]]:
+    with (measured.path.parent / "summary.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def asked(measured: Run) -> dict[str, list[tuple[str, str]]]:
+    """(id, pictures) of every request, by cell."""
+    return {
+        cell: [(record["request"], " ".join(record["image"])) for record in requests]
+        for (cell, _), requests in measured.requests.items()
+    }
+
+
+def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
+    folder: Path, capsys: pytest.CaptureFixture[str], connections: list[Any]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine may be able to")
+    assert run(LAUNCHER) == 4
+    measured = only_run(folder)
+    grid = [
+        (cell["pan_and_scan_min_ratio_to_activate"], cell["pan_and_scan_max_num_crops"])
+        for cell in measured.cells.values()
+    ]
+    assert sorted(grid) == [(2.0, 4), (2.0, 6), (2.5, 4), (2.5, 6)]
+    for cell in measured.cells.values():
+        fixed = ("model", "dtype", "attention", "device_map", "batch_size", "max_new_tokens")
+        assert [cell[name] for name in fixed] == [
+            "google/gemma-3-27b-it", "bf16", "flash_attention_2", "auto", 2, 256,
+        ]  # fmt: skip
+        assert cell["pan_and_scan_min_crop_size"] == 448
+    reason = "flash_attention_2 needs an NVIDIA GPU"
+    found = [(record["outcome"], record["reason"]) for record in measured.outcomes.values()]
+    assert found == [("skipped", reason)] * 4
+    assert (measured.requests, measured.header["settings"]["requests"]) == ({}, 40)
+    assert measured.header["command"] == ["panscan", *LAUNCHER]
+    said = capsys.readouterr()
+    assert said.err.count(reason) == 1, "each reason is said once"
+    assert f"4 cells skipped: {reason}" in said.out
+    rows = rows_of(measured)
+    assert [row["outcome"] for row in rows] == ["skipped"] * 4
+    assert {row[column] for row in rows for column in LAUNCHER_COLUMNS} == {""}
+    assert connections == []
+
+
+@pytest.fixture
+def pictures(folder: Path) -> Path:
+    """Instead of the three pictures: sample documents, photographs, a page in grey, and a long strip."""
+    for old in (folder / "docs").iterdir():
+        old.unlink()
+    assert run(["samples", "docs", "--count", "2"]) == 0
+    for name, size in {"astronaut.png": (512, 512), "coffee.jpg": (1120, 500), "page.png": (384, 191)}.items():
+        Image.fromarray(getattr(data, Path(name).stem)()).resize(size).save(folder / "docs" / name)
+    noise(460, 2760).save(folder / "docs" / "strip.png")
+    return folder
+
+
+def test_the_launchers_line_measures_the_mini_model(pictures: Path, connections: list[Any]) -> None:
+    (pictures / "prompts.txt").write_text("What is it?\n")
+    line = changed(
+        LAUNCHER, model_id="mini", precision="fp32", attn_impl="eager,sdpa", images="docs/*", num_samples="6",
+        max_new_tokens="2",
+    )  # fmt: skip
+    place = line.index("--device_map")
+    line[place : place + 2] = ["--device", "cpu"]
+    assert run([*line, "--warmup", "0"]) == 0
+    measured = only_run(pictures)
+    assert [record["outcome"] for record in measured.outcomes.values()] == ["done"] * 8
+    assert len({tuple(requests) for requests in asked(measured).values()}) == 1
+    crops = {}
+    for (cell, _), requests in measured.requests.items():
+        settings = Settings(**measured.cells[cell])
+        assert len(requests) == 6
+        for record in requests:
+            with Image.open(pictures / record["image"][0]) as image:
+                plan = plan_views(*image.size, settings.pan_and_scan)
+            assert (record["crops"], record["views"]) == (plan.crops, len(plan.views))
+            assert record["image_tokens"] == 64 * record["views"]
+            assert 1 <= record["output_tokens"] <= 2
+        limits = (settings.pan_and_scan_min_ratio_to_activate, settings.pan_and_scan_max_num_crops)
+        crops[limits] = sum(record["crops"] for record in requests)
+    assert crops[2.0, 4] > crops[2.5, 4] > 0
+    assert crops[2.5, 6] > crops[2.5, 4]
+    rows = rows_of(measured)
+    assert [row["cell"] for row in rows] == list(measured.cells)
+    assert all(float(row[column]) > 0 for row in rows for column in LAUNCHER_COLUMNS)
+    assert connections == []
+
+
+def test_without_pan_and_scan_every_picture_is_one_view(folder: Path) -> None:
+    assert run(["bench", "--images", "docs/*.png", "--no_pan_and_scan", *QUICK]) == 0
+    [requests] = only_run(folder).requests.values()
+    assert [(record["views"], record["crops"]) for record in requests] == [(1, 0)] * 3
+
+
+def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "docs", "-p", "x", "--batch-size", "1,2", "--attn_impl", "sdpa,flash_attention_2", *QUICK]
+    assert run([*line, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "4 cells, 3 requests each, 1 repeat" in said
+    assert "skipped: flash_attention_2 needs an NVIDIA GPU" in said
+    assert not (folder / "runs").exists()
+    assert run(line) == 4
+    for cell in only_run(folder).cells:
+        assert cell in said, "cells keep their ids, whole, between a dry run and the run"
+
+
+def test_presets_are_cells(folder: Path) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", "--preset", "baseline,balanced", *QUICK]) == 0
+    measured = only_run(folder)
+    assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
+    assert [cell["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"
+    assert set(measured.finished()) == {(cell, 0) for cell in measured.cells}
+
+
+def test_a_grid_file_gives_axes_and_flags_win(folder: Path) -> None:
+    (folder / "grid.yaml").write_text(yaml.safe_dump({"grid_max_crops": [2, 3], "batch-size": 3, "dtype": "fp32"}))
+    assert run(["bench", "docs", "-p", "x", "--grid", "grid.yaml", "--batch_size", "2", *QUICK]) == 0
+    cells = list(only_run(folder).cells.values())
+    assert [cell["pan_and_scan_max_num_crops"] for cell in cells] == [2, 3]
+    assert [(cell["batch_size"], cell["dtype"]) for cell in cells] == [(2, "fp32")] * 2
+
+
+def test_a_glob_that_the_shell_spilt_is_read_whole(folder: Path) -> None:
+    assert run(["bench", "--images", "docs/a.png", "docs/b.png", "docs/c.png", "-p", "x", *QUICK]) == 0
+    [requests] = asked(only_run(folder)).values()
+    assert [picture for _, picture in requests] == ["docs/a.png", "docs/b.png", "docs/c.png"]
+
+
+def test_a_dataset_brings_its_questions(folder: Path) -> None:
+    rows = ['{"image": "a.png", "question": "What?", "answers": ["x"], "id": "first"}',
+            '{"image": ["b.png", "c.png"], "question": "And these?"}']  # fmt: skip
+    (folder / "docs" / "q.jsonl").write_text("\n".join(rows))
+    line = ["bench", "--dataset", "docs/q.jsonl", "--include-content", "--batch-size", "2", "--no-pan-and-scan", *QUICK]
+    assert run(line) == 0
+    [[one, two]] = only_run(folder).requests.values()
+    assert (one["request"], one["image"], one["views"]) == ("first", ["docs/a.png"], 1)
+    assert (two["image"], two["views"]) == (["docs/b.png", "docs/c.png"], 2)
+    assert (one["content"]["prompt"], one["content"]["answers"]) == ("What?", ["x"])
+    assert two["content"]["prompt"] == "And these?"
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count: int) -> None:
+    line = ["bench", "docs", "--prompt", "x", "--num-samples", str(count), "--batch-size", "3,4", *QUICK]
+    assert run([*line, "--no-pan-and-scan"]) == 0
+    one, two = asked(only_run(folder)).values()
+    assert one == two
+    assert len({request for request, _ in one}) == len(one) == count
+    assert len({picture for _, picture in one}) == min(count, 3)
+
+
+def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoint: Path) -> None:
+    assert run(
+        ["bench", "--no-images", "--prompts", "prompts.txt", "--model", str(text_checkpoint), "--batch-size", "2",
+         "--runner", "generate,generate_batch", "--include-content", *changed(QUICK, **{"max-new-tokens": "8"})]
+    ) == 0  # fmt: skip
+    measured = only_run(folder)
+    assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
+    first, second = measured.requests.values()
+    for record in (*first, *second):
+        assert (record["image"], record["views"], record["image_tokens"]) == ([], 0, 0)
+        assert record["output_tokens"] > 0
+    assert [record["content"] for record in first] == [record["content"] for record in second]
+    assert [record["content"]["prompt"] for record in first] == ["What is it?", "What is the total?"]
+
+
+def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--max-new-tokens", "2", "--num-samples", "3"]) == 0
+    said = capsys.readouterr()
+    [model, documents, *_] = said.err.splitlines()
+    assert model.startswith("no --model given: running the bundled mini Gemma 3")
+    assert documents.startswith("no --images given: using the bundled sample documents")
+    measured = only_run(folder)
+    [requests] = measured.requests.values()
+    assert len(requests) == 3
+    assert all(Path(record["image"][0]).parent.name in documents for record in requests)
+    for name in ("records.jsonl", "summary.csv"):
+        assert str(Path("runs", measured.path.parent.name, name)) in said.out
+
+
+def test_a_prompt_of_ones_own_goes_to_the_sample_documents(folder: Path) -> None:
+    assert run(["bench", "-p", "Who?", "--num-samples", "2", "--include-content", "--no-pan-and-scan", *QUICK]) == 0
+    [requests] = only_run(folder).requests.values()
+    assert [record["content"]["prompt"] for record in requests] == ["Who?", "Who?"]
+    assert len({record["image"][0] for record in requests}) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-p", ""], ["docs", "-p", ""], ["docs", "-p", " \n"], ["docs", "-p", "\udcff"], ["docs", "--system", "\udcff"]],
+)
+def test_empty_and_garbled_prompts_are_refused(folder: Path, arguments: list[str]) -> None:
+    assert run(["bench", *arguments, *QUICK]) == 2
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"), [(["--grid", "x"], "'--grid'"), (["x.png"], "[IMAGE]"), (["-p", "x"], "'--prompt'")]
+)
+def test_resume_names_the_option_that_does_not_go_with_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], extra: list[str], named: str
+) -> None:
+    assert run(["bench", "--resume", "runs/x", *extra]) == 2
+    assert named in capsys.readouterr().err

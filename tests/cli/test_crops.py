@@ -1,0 +1,175 @@
+"""``panscan crops``: its table, its JSON and its pictures against the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageChops
+from tests.conftest import noise
+
+from panscan import PanAndScan, Request
+from panscan.cli.main import run
+from panscan.images.draw import draw_views
+from panscan.images.files import Page, load_page
+from panscan.images.views import ViewPlan, plan_views
+from panscan.model.load import load_reader
+
+CASES: list[tuple[tuple[int, int], list[str], PanAndScan]] = [
+    ((260, 800), [], PanAndScan()),
+    ((300, 300), [], PanAndScan()),
+    ((1290, 500), ["--max-num-crops", "2"], PanAndScan(max_num_crops=2)),
+    ((700, 100), ["--min_crop_size", "50", "--grid_max_crops", "9"], PanAndScan(min_crop_size=50, max_num_crops=9)),
+    ((260, 800), ["--min-ratio-to-activate", "3.5"], PanAndScan(min_ratio_to_activate=3.5)),
+    ((260, 800), ["--do-pan-and-scan", "false"], PanAndScan(enabled=False)),
+    ((700, 1500), ["--preset", "document"], PanAndScan(True, 448, 10, 1.6)),
+    ((700, 1500), ["--preset", "document", "--min-crop-size", "900"], PanAndScan(True, 900, 10, 1.6)),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    """What ``panscan crops --json`` prints."""
+    capsys.readouterr()
+    assert run(["crops", *arguments, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def table(printed: str) -> list[list[str]]:
+    """Rows of the printed table, without its heading."""
+    lines = [line for line in printed.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def rows_of(plan: ViewPlan) -> list[list[str]]:
+    each = plan.image_tokens // len(plan.views)
+    return [
+        ["whole" if not index else f"crop {index}", *map(str, (*view.box, *view.size, each))]
+        for index, view in enumerate(plan.views)
+    ]
+
+
+@pytest.mark.parametrize(("size", "flags", "settings"), CASES, ids=lambda value: str(value)[:40])
+def test_table_json_and_picture_are_the_planners(
+    folder: Path, capsys: pytest.CaptureFixture[str], size: tuple[int, int], flags: list[str], settings: PanAndScan
+) -> None:
+    noise(*size).save(folder / "doc.png")
+    plan = plan_views(*size, settings)
+    assert run(["crops", "doc.png", *flags]) == 0
+    printed = capsys.readouterr()
+    assert table(printed.out) == rows_of(plan)
+    [first, *_] = printed.out.splitlines()
+    assert first.startswith(f"doc.png: {size[0]} x {size[1]} px, {len(plan.views)} view")
+    assert first.endswith(f"{plan.image_tokens} image tokens, about {plan.prompt_tokens} prompt tokens")
+    assert "doc-views.png" in printed.err
+    with Image.open(folder / "doc-views.png") as picture:
+        due = draw_views(load_page(Page("doc.png")), plan, caption="doc.png", estimated=True)
+        assert ImageChops.difference(picture.convert("RGB"), due.convert("RGB")).getbbox() is None
+    [found] = facts(capsys, "doc.png", *flags)
+    assert found == {
+        "image": "doc.png",
+        "width": size[0],
+        "height": size[1],
+        "views": [{"kind": view.kind, "box": list(view.box)} for view in plan.views],
+        "crops": plan.crops,
+        "image_tokens": 256 * len(plan.views),
+        "prompt_tokens": plan.prompt_tokens,
+        "prompt_tokens_estimated": True,
+    }
+
+
+def test_json_draws_only_when_told_where(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise(300, 300).save(folder / "doc.png")
+    facts(capsys, "doc.png")
+    assert [path.name for path in folder.iterdir()] == ["doc.png"]
+    facts(capsys, "doc.png", "-o", "made/picture.png")
+    assert (folder / "made" / "picture.png").exists()
+
+
+def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise(260, 800).save(folder / "tall.png")
+    noise(300, 300).save(folder / "square.png")
+    prompts = load_reader("mini").prompts
+    bare = len(prompts.write(Request(prompt="What is it?"), []).ids)
+    for found in facts(capsys, "tall.png", "square.png", "--model", "mini"):
+        request = Request(prompt="What is it?", images=[found["image"]])
+        whole = len(prompts.write(request, [found["crops"]]).ids)
+        assert found["prompt_tokens"] == whole - bare
+        assert found["image_tokens"] == 64 * len(found["views"])
+        assert not found["prompt_tokens_estimated"]
+    capsys.readouterr()
+    assert run(["crops", "tall.png", "--model", "mini"]) == 0
+    printed = capsys.readouterr().out
+    assert "about" not in printed
+    assert [row[-1] for row in table(printed)] == ["64"] * 4
+
+
+def test_a_text_only_model_has_no_views(
+    folder: Path, capsys: pytest.CaptureFixture[str], text_checkpoint: Path
+) -> None:
+    noise(300, 300).save(folder / "doc.png")
+    assert run(["crops", "doc.png", "--model", str(text_checkpoint)]) == 2
+    assert "reads text only" in capsys.readouterr().err
+
+
+def test_pages_have_a_table_and_a_picture_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [noise(300, 300), noise(300, 800), noise(800, 300)]
+    pages[0].save(folder / "scan.v2.tiff", save_all=True, append_images=pages[1:])
+    found = facts(capsys, "scan.v2.tiff", "-o", "made")
+    assert [each["image"] for each in found] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
+    assert [(each["width"], each["height"]) for each in found] == [page.size for page in pages]
+    assert sorted(path.name for path in (folder / "made").iterdir()) == [
+        f"scan-v2-tiff-page{number}-views.png" for number in (1, 2, 3)
+    ]
+    assert run(["crops", "scan.v2.tiff#page=2"]) == 0
+    assert (folder / "scan-v2-tiff-page2-views.png").exists()
+
+
+def test_pictures_of_equal_names_do_not_replace_each_other(folder: Path) -> None:
+    for place in ("one/doc.png", "two/doc.png", "two/doc.jpg"):
+        (folder / place).parent.mkdir(exist_ok=True)
+        noise(300, 300).save(folder / place)
+    assert run(["crops", "one/doc.png", "two/doc.png", "two/doc.jpg", "-o", "made"]) == 0
+    assert sorted(path.name for path in (folder / "made").iterdir()) == [
+        "doc-2-views.png", "doc-3-views.png", "doc-views.png",
+    ]  # fmt: skip
+
+
+def test_an_image_is_never_replaced_by_its_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise(300, 300).save(folder / "doc.png")
+    noise(300, 300, 1).save(folder / "doc-views.png")
+    before = [(folder / name).read_bytes() for name in ("doc.png", "doc-views.png")]
+    assert run(["crops", "doc.png", "-o", "./doc.png"]) == 2
+    assert "is the image itself" in capsys.readouterr().err
+    assert run(["crops", "doc.png", "doc-views.png"]) == 0
+    assert [(folder / name).read_bytes() for name in ("doc.png", "doc-views.png")] == before
+    assert (folder / "doc-2-views.png").exists()
+
+
+def test_what_cannot_be_read_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise(300, 300).save(folder / "good.png")
+    (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:3000])
+    (folder / "text.png").write_text("no picture")
+    assert run(["crops", "text.png", "cut.png", "good.png", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [each["image"] for each in json.loads(printed.out)] == ["good.png"]
+    assert [line.split(":")[1].strip() for line in printed.err.splitlines()] == ["text.png", "cut.png"]
+
+
+def test_names_are_printed_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths hold what rich takes for markup and emoji, and are longer than a terminal is wide."""
+    name = "scans [b]/:a:[/x]/" + "long " * 20 + "doc.png"
+    (folder / name).parent.mkdir(parents=True)
+    noise(300, 300).save(folder / name)
+    assert run(["crops", name, "-o", "[made]"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{name}: 300 x 300 px")
+    assert printed.err == f"picture: [made]/{Path(name).stem}-views.png\n"

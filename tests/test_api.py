@@ -1,0 +1,120 @@
+"""The package from outside: the README's example, quick imports, nouns that check their values, and the clock."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import panscan
+from panscan import PanAndScan, Request, Sampling
+from panscan.core import SettingError, now
+from panscan.images.samples import write_samples
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_readmes_example_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path, count=1)
+    shutil.move("receipt-00.png", "receipt.png")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    result = names["result"]
+    text, counts, stages = capsys.readouterr().out.rstrip("\n").rsplit("\n", 2)
+    assert text == result.text
+    views, image_tokens, prompt_tokens, output_tokens = map(int, counts.split())
+    assert (views, image_tokens) == (4, 4 * 64)
+    assert prompt_tokens > image_tokens
+    assert 0 < output_tokens <= 32
+    assert list(ast.literal_eval(stages)) == ["load", "preprocess", "vision", "prefill", "decode"]
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, panscan; print([m for m in ('torch', 'transformers', 'PIL', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    from panscan.runners.generate import GenerateRunner
+
+    assert panscan.GenerateRunner is GenerateRunner
+    for name in panscan.__all__:
+        assert getattr(panscan, name) is not None
+    misspelt = "GenerateRuner"
+    with pytest.raises(AttributeError, match="module 'panscan' has no attribute 'GenerateRuner'"):
+        getattr(panscan, misspelt)
+    with pytest.raises(ImportError):
+        exec("from panscan import Nothing")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "either prompt or messages"),
+        ({"prompt": "x", "messages": []}, "either prompt or messages"),
+        ({"messages": [], "system": "x"}, "messages hold the whole"),
+        ({"messages": [], "raw": True}, "messages hold the whole"),
+        ({"prompt": "x", "raw": True, "system": "y"}, "has no turns"),
+    ],
+)
+def test_a_request_asks_in_one_way(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Request(**fields)
+
+
+RANGES: dict[str, tuple[Any, Any]] = {
+    "max_new_tokens": (st.integers(1), st.integers(max_value=0)),
+    "temperature": (st.floats(1e-6, 1e6), st.floats(max_value=-1e-6) | st.sampled_from([float("inf"), float("nan")])),
+    "top_k": (st.integers(1), st.integers(max_value=0)),
+    "top_p": (st.floats(1e-6, 1), st.floats(max_value=0) | st.floats(1, exclude_min=True) | st.just(float("nan"))),
+    "min_p": (st.floats(0, 1), st.floats(max_value=-1e-6) | st.floats(1, exclude_min=True) | st.just(float("nan"))),
+    "repetition_penalty": (st.floats(1e-6, 1e6), st.floats(max_value=0)),
+}
+
+
+@given(st.data(), st.sampled_from(sorted(RANGES)))
+def test_sampling_takes_what_is_in_range_and_names_what_is_not(data: st.DataObject, name: str) -> None:
+    inside, outside = RANGES[name]
+    value = data.draw(inside)
+    sampled = {"temperature": 1.0, name: value}
+    assert getattr(Sampling(**sampled), name) == value
+    with pytest.raises(SettingError, match=f"^{name} is out of range"):
+        Sampling(**{**sampled, name: data.draw(outside)})
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_greedy_takes_no_filters(name: str) -> None:
+    fields: dict[str, Any] = {name: 1}
+    assert Sampling().greedy
+    with pytest.raises(SettingError, match="temperature above 0"):
+        Sampling(**fields)
+    assert not Sampling(temperature=0.1, **fields).greedy
+
+
+@pytest.mark.parametrize("name", ["enabled", "min_crop_size", "max_num_crops", "min_ratio_to_activate"])
+@pytest.mark.parametrize("value", [-1, "2", None, float("inf")])
+def test_pan_and_scan_names_what_it_refuses(name: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=f"do_pan_and_scan|pan_and_scan_{name}"):
+        PanAndScan(**{name: value})
+
+
+def test_the_clock_only_goes_forward_and_tells_the_time_of_day() -> None:
+    moments = [now() for _ in range(1000)]
+    assert all(earlier <= later for earlier, later in pairwise(moments))
+    assert moments[0] < moments[-1]
+    assert abs(now() - time.time()) < 60  # the wall clock may be set while the process runs
