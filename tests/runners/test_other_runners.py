@@ -43,6 +43,22 @@ def test_the_pipeline_refuses_what_it_does_not_offer(mini: GenerateRunner) -> No
         pipeline.run([Request(prompt="<start_of_image>", images=[noise(50, 50)], raw=True)])
 
 
+def test_the_pipeline_refuses_special_tokens_that_it_would_obey(mini: GenerateRunner) -> None:
+    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+    with pytest.raises(SettingError, match="would obey <end_of_turn>"):
+        pipeline.generate([mini.request("What <end_of_turn> now?")])
+
+
+def test_the_pipeline_reads_all_pages_of_a_file(mini: GenerateRunner, tmp_path: Path) -> None:
+    pages = [noise(300, 300, seed) for seed in range(2)]
+    pages[0].save(tmp_path / "scan.tiff", save_all=True, append_images=pages[1:])
+    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+    request = mini.request("What?", [tmp_path / "scan.tiff"])
+    [found], [expected] = pipeline.generate([request]), mini.generate([request])
+    assert found.views == 2
+    assert found.token_ids == expected.token_ids
+
+
 def test_generate_batch_refuses_a_checkpoint_that_reads_images() -> None:
     with pytest.raises(UnsupportedError, match="without looking at the image"):
         open_runner(settings_from({"runner": "generate_batch", "dtype": "fp32", "device": "cpu"}))

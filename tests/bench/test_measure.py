@@ -1,0 +1,117 @@
+"""One repeat of a cell on the real model: its seeds, its memory, and memory that comes back after a failure."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import noise
+
+from panscan import GenerateRunner
+from panscan.bench import sweep
+from panscan.bench.environment import peak_memory, reset_peak_memory
+from panscan.bench.grid import Cell
+from panscan.bench.sweep import Plan, measure
+from panscan.bench.workload import Source, build_workload
+from panscan.core import Request, Result
+from panscan.runners.settings import Settings
+
+
+class Watcher:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.problems: list[tuple[str, str]] = []
+        self.batches = 0
+
+    def loading(self, settings: Settings) -> None: ...
+
+    def batch_done(self) -> None:
+        self.batches += 1
+
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
+        self.problems.append((outcome, reason))
+
+
+class Lines:
+    """Keeps records in a list."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def write(self, records: Any) -> None:
+        self.records += records
+
+
+@pytest.fixture
+def plan(runner: GenerateRunner, tmp_path: Path) -> Plan:
+    noise(300, 900).save(tmp_path / "doc.png")
+    source = Source(images=(str(tmp_path / "doc.png"),), prompt="What?", num_samples=3)
+    settings = Settings(dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
+    return Plan([Cell.of(settings)], build_workload(source, on_problem=print), source, repeats=2, seed=7)
+
+
+def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(runner: GenerateRunner, plan: Plan) -> None:
+    runner.configure(plan.cells[0].settings)
+    repeats = [[r for r in measure(plan, plan.cells[0], n, runner, Watcher()) if r["type"] == "repeat"] for n in (0, 1)]
+    assert [line["sampling_seed"] for [line] in repeats] == [7, 8]
+    assert [(line["device"], line["dtype"]) for [line] in repeats] == [("cpu", "float32")] * 2
+
+
+def test_warm_up_is_not_measured(runner: GenerateRunner, plan: Plan) -> None:
+    runner.configure(plan.cells[0].settings)
+    watcher = Watcher()
+    *requests, line = measure(plan, plan.cells[0], 0, runner, watcher)
+    assert watcher.batches == len(requests) == 3
+    assert line["warmup_s"] > 0
+    assert all(request["stamps"]["accepted"] >= line["started"] for request in requests)
+    assert all(request["stamps"]["end"] <= line["ended"] for request in requests)
+
+
+def test_a_failing_cell_lets_go_of_what_it_held(plan: Plan) -> None:
+    """What a failed batch had allocated must be free before the next cell starts."""
+    held: list[weakref.ref[Any]] = []
+    alive_at_next: list[bool] = []
+
+    class Failing:
+        loaded: Any = None
+        settings = plan.cells[0].settings
+
+        def configure(self, settings: Settings) -> None:
+            if held:
+                alive_at_next.append(held[0]() is not None)
+
+        def run(self, batch: list[Request]) -> list[Result]:
+            big = torch.zeros(10)
+            held.append(weakref.ref(big))
+            raise torch.OutOfMemoryError(f"no room beside {big.numel()} numbers")
+
+        def close(self) -> None: ...
+
+    other = Cell.of(Settings(dtype="fp32", device="cpu", batch_size=2))
+    watcher, lines = Watcher(), Lines()
+    gc.disable()
+    try:
+        sweep._visit(plan, [(plan.cells[0], 0), (other, 0)], Failing(), lines, watcher)
+    finally:
+        gc.enable()
+    assert alive_at_next == [False]
+    assert [outcome for outcome, _ in watcher.problems] == ["oom", "oom"]
+    assert [record["outcome"] for record in lines.records] == ["oom", "oom"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be reset here")
+def test_peak_memory_is_since_the_last_reset() -> None:
+    big = bytearray(300 << 20)
+    big[::4096] = b"x" * len(big[::4096])
+    high = peak_memory()["peak_rss_bytes"]
+    del big
+    reset_peak_memory()
+    low = peak_memory()["peak_rss_bytes"]
+    assert high is not None
+    assert low is not None
+    assert high - low > 200 << 20
