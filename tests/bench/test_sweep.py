@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import noise
 
 from panscan.bench.records import Run, read_run
+from panscan.bench.run import new_directory
 from panscan.core import RecordsError
 
 SMALL = ["--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?"]
@@ -70,13 +71,32 @@ def test_a_killed_run_resumes_to_the_same_cells_and_requests(folder: Path) -> No
     assert (directory / "summary.csv").exists()
 
 
-def kill_after(process: subprocess.Popen[bytes], output: Path, *, repeats: int) -> None:
-    """SIGKILL as soon as the records say that so many repeats are done."""
+def test_an_interrupted_run_says_how_to_go_on(folder: Path) -> None:
+    process = subprocess.Popen(command(*SMALL, "--images", "*.png"), cwd=folder, stderr=subprocess.PIPE)
+    kill_after(process, folder / "runs", repeats=1, sign=signal.SIGINT)
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    assert process.wait() == 130
+    directory = only_run(folder)
+    assert f"panscan bench --resume runs/{directory.name}" in said
+    assert (directory / "summary.csv").exists()
+
+
+def test_runs_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    names = {new_directory(tmp_path / "runs", "owner/model").name for _ in range(5)}
+    assert len(names) == 5
+
+
+def kill_after(
+    process: subprocess.Popen[bytes], output: Path, *, repeats: int, sign: signal.Signals = signal.SIGKILL
+) -> None:
+    """A signal as soon as the records say that so many repeats are done."""
     while not sum(path.read_bytes().count(b'"type":"repeat"') for path in output.glob("*/records.jsonl")) >= repeats:
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert process.wait(timeout=0.02) is None, "the run ended before it could be killed"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, sign)
+    if sign is signal.SIGKILL:
+        process.wait()
 
 
 def test_a_finished_run_resumes_to_itself(folder: Path) -> None:

@@ -140,3 +140,15 @@ def test_help_is_quick_and_imports_no_torch() -> None:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "[]"
         assert "Example" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "panscan", "crops", "doc.png"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate()
+    assert process.returncode == 0, said.decode()
+    assert b"Traceback" not in said
+    assert b"BrokenPipe" not in said

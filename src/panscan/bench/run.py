@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import re
 import uuid
@@ -91,11 +93,23 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
 
 
 def new_directory(output_dir: Path, model: str) -> Path:
-    """A directory for a new run, named by time and model; nothing is made yet."""
+    """Make a directory for a new run, named by time and model; no other run gets the same.
+
+    Raises:
+        RecordsError: it cannot be made.
+    """
     slug = re.sub(r"[^a-zA-Z0-9.]+", "-", Path(model).name).strip("-").lower() or "model"
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
-    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 1000))
-    return next(path for name in names if not (path := output_dir / name).exists())
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            directory = output_dir / (stem if number == 1 else f"{stem}-{number}")
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+                break
+    except OSError as error:
+        raise RecordsError(f"--output-dir {output_dir}: cannot be written: {error.strerror}") from error
+    return directory
 
 
 def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from panscan.cli.options import (
     show_warnings,
     utf8,
 )
-from panscan.core import InputError, SettingError
+from panscan.core import InputError, PanscanError, SettingError
 
 __all__ = ["command"]
 
@@ -93,9 +96,23 @@ def command(**options: Any) -> int:
     directory = run.new_directory(Path(options["output_dir"]), cells[0].settings.model_name)
     line = ["panscan", *click.get_current_context().obj["arguments"]]
     errors().print(f"{len(cells)} cell(s), {len(items)} request(s) each; records in {directory}", soft_wrap=True)
-    with SweepProgress(plan, set(), errors()) as progress:
+    with _resumable(directory), SweepProgress(plan, set(), errors()) as progress:
         measured = run.start(plan, directory, line, progress)
     return _show(measured, directory)
+
+
+@contextmanager
+def _resumable(directory: Path) -> Iterator[None]:
+    """Whoever interrupts a run keeps a summary of what is done, and is told how to go on."""
+    from panscan.bench.run import finish
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(PanscanError):  # stopped before there was anything
+            finish(directory)
+        errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+        raise
 
 
 def _resume(options: dict[str, Any]) -> int:
@@ -122,7 +139,7 @@ def _resume(options: dict[str, Any]) -> int:
         return 0
     repeats = len(plan.cells) * plan.repeats
     errors().print(f"resuming {directory}: {len(done)} of {repeats} repeats are done", soft_wrap=True)
-    with SweepProgress(plan, done, errors()) as progress:
+    with _resumable(directory), SweepProgress(plan, done, errors()) as progress:
         measured = run.resume(plan, directory, progress)
     return _show(measured, directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -98,6 +99,8 @@ def run(arguments: list[str]) -> int:
         click.echo(f"panscan: {error}", err=True)
         return error.exit_code
     except BrokenPipeError:
+        # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:

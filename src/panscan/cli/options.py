@@ -29,14 +29,20 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let it reach the command line's end: ``| head`` is no failure, and rich would exit with 1."""
+        raise BrokenPipeError
+
+
 def out() -> Console:
     """Results go here. Names and reasons are printed as they are: nothing in them is markup or an emoji."""
-    return Console(markup=False, emoji=False, highlight=False)
+    return _Console(markup=False, emoji=False, highlight=False)
 
 
 def errors() -> Console:
     """Progress and remarks go here, so that results can be piped. Under torchrun only the first process speaks."""
-    return Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
+    return _Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
 
 
 def first_process() -> bool:

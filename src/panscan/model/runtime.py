@@ -60,7 +60,7 @@ def _forget_compilations(*, strict: bool) -> None:
     """Start from nothing. Strict: fail rather than fall back to eager, since a cell must be what its label says.
 
     The limit of compilations is per function and shared by everything in the process; the default of 8 is less than the
-    prompt lengths of a handful of documents. Not strict, for FlexAttention on a CPU: compiling fails there at the second
+    prompt lengths of a handful of documents. Not strict, for FlexAttention on a CPU: compiling fails there at a second
     length while lengths are symbols, and one compilation for each length takes too long.
     """
     torch.compiler.reset()
