@@ -23,7 +23,7 @@ demo: install
 	$(BIN)/panscan bench --preset baseline,balanced --num-samples 12 --max-new-tokens 32 --repeats 2 --output-dir runs
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2
 
 check: install
 	$(BIN)/ruff check .

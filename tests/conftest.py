@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,10 @@ from PIL import Image
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
+
+
+torch.set_num_threads(1)  # threads of two workers on two cores wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the tests' own subprocesses
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -195,7 +195,7 @@ class Sampling:
             "top_k": self.top_k is None or self.top_k >= 1,
             "top_p": self.top_p is None or 0 < self.top_p <= 1,
             "min_p": self.min_p is None or 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty is None or self.repetition_penalty > 0,
+            "repetition_penalty": self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
         }
         for name, fine in checks.items():
             if not fine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,21 +78,25 @@ def edited(run: Run, edit: Any) -> Run:
         ("模", "model"),
     ],
 )
-def test_a_new_directory_is_named_by_time_and_model_and_not_made(tmp_path: Path, model: str, slug: str) -> None:
-    place = new_directory(tmp_path, model)
-    assert place.parent == tmp_path
+def test_a_new_directory_is_named_by_time_and_model(tmp_path: Path, model: str, slug: str) -> None:
+    place = new_directory(tmp_path / "a" / "b", model)
+    assert place.parent == tmp_path / "a" / "b"
     day, time, name = place.name.split("-", 2)
     assert (len(day), len(time), name) == (8, 6, slug)
-    assert not place.exists()
+    assert list(place.iterdir()) == []
 
 
 def test_new_directories_never_meet(tmp_path: Path) -> None:
-    found = []
-    for _ in range(4):
-        place = new_directory(tmp_path, "mini")
-        place.mkdir()
-        found.append(place)
-    assert len(set(found)) == 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(new_directory, [tmp_path] * 20, ["mini"] * 20))
+    assert sorted(found) == sorted(tmp_path.iterdir())
+    assert len(found) == 20
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordsError, match=r"--output-dir .*file: cannot be written"):
+        new_directory(tmp_path / "file", "mini")
 
 
 def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) -> None:
