@@ -16,7 +16,6 @@ from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 
-
 torch.set_num_threads(1)  # threads of two workers on two cores wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the tests' own subprocesses
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
 import torch
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from panscan.core import PanscanWarning, UnsupportedError
 
@@ -76,6 +77,12 @@ def apply_tf32(enabled: bool) -> None:
 
 
 def quiet_libraries() -> None:
-    """Transformers' own progress bars and advice would tear ours apart; its errors still come through."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Progress bars and advice of other libraries would tear ours apart; their errors still come through.
+
+    Transformers imports torchao where it is installed, which warns of GPU kernels that it cannot load and that int8 and
+    int4 weights do not need.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
