@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: Plan) -> None:
     alive_at_next: list[bool] = []
 
     class Failing:
-        loaded: Any = None
+        loaded: Any = SimpleNamespace(device=torch.device("cpu"))
         settings = plan.cells[0].settings
 
         def configure(self, settings: Settings) -> None:

@@ -153,7 +153,8 @@ def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obser
     """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
-    release_memory()  # the peak is this cell's, not that of a larger one before it
+    if runner.loaded.device.type != "cpu":
+        release_memory()  # the peak is this cell's, not that of a larger one before it
     warm_started = now()
     for batch in todo if plan.warmup and _compiles(cell.settings) else todo[: plan.warmup]:
         runner.run([requests[index] for index in batch])
