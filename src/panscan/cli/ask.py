@@ -54,7 +54,6 @@ def command(**options: Any) -> None:
     quiet_libraries()  # before the next import: libraries speak up while they are imported
     from panscan.runners.generate import GenerateRunner
 
-
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     with errors().status(Text(f"loading {settings.model_name}")):
