@@ -18,6 +18,7 @@ from panscan.bench.records import SCHEMA, Run, read_run
 from panscan.bench.run import follow, new_directory, plan_of, resume, start
 from panscan.bench.sweep import Plan
 from panscan.bench.workload import Source, build_workload
+from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
 from panscan.runners.settings import Settings
 
@@ -173,3 +174,23 @@ def test_a_header_of_another_version_is_said(folder: Path, edit: Any) -> None:
     with pytest.raises(RecordsError, match="another version") as caught:
         plan_of(measured, on_problem=refuse)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"torch":"', '"torch":"0.', "torch 0."),
+        ('"cpu":"', '"cpu":"Another ', "cpu Another"),
+        ('"gpus":[', '"gpus":[1', "gpus [1"),
+    ],
+)
+def test_a_run_is_not_resumed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli(["bench", "--num-samples", "1", "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    [records] = tmp_path.glob("runs/*/records.jsonl")
+    text = records.read_text("utf-8")
+    records.write_text(text.replace(old, new, 1), "utf-8")
+    assert cli(["bench", "--resume", str(records.parent)]) == 3
+    assert f"the run began with {said}" in " ".join(capsys.readouterr().err.split())

@@ -23,7 +23,7 @@ from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
 from panscan.runners.settings import Settings
 
-__all__ = ["follow", "header", "new_directory", "plan_of", "resume", "start"]
+__all__ = ["check_same_machine", "follow", "header", "new_directory", "plan_of", "resume", "start"]
 
 
 def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
@@ -90,6 +90,28 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
             " (resume from the folder in which it was started, or start a new run)"
         )
     return Plan(cells, items, source, **chosen)
+
+
+def check_same_machine(run: Run) -> None:
+    """A run's repeats are compared with each other, so all of them come from one hardware and one set of libraries.
+
+    Raises:
+        RecordsError: naming what differs.
+    """
+    then, here = run.header["environment"], environment()
+    for name in ("panscan", "cpu", "gpus"):
+        if then.get(name) != here[name]:
+            raise _elsewhere(run, name, then.get(name), here[name])
+    for name in ("torch", "transformers"):
+        before, after = (place.get("packages", {}).get(name) for place in (then, here))
+        if before != after:
+            raise _elsewhere(run, name, before, after)
+
+
+def _elsewhere(run: Run, name: str, before: object, after: object) -> RecordsError:
+    return RecordsError(
+        f"--resume {run.path.parent}: the run began with {name} {before}, here it is {after}: start a new run"
+    )
 
 
 def new_directory(output_dir: Path, model: str) -> Path:

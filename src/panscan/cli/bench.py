@@ -131,6 +131,7 @@ def _resume(options: dict[str, Any]) -> int:
         raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
     directory = Path(options["resume"])
     before = read_run(directory)
+    run.check_same_machine(before)
     plan = run.plan_of(before, on_problem=_say_problem)
     done = before.finished()
     if not first_process():
