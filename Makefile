@@ -15,7 +15,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(PIP) torch --index-url $(TORCH_INDEX))
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep '^torch==' constraints.txt))
 	$(PIP) -e ".[dev]"
 	touch $@
 

@@ -1,4 +1,4 @@
-"""panscan runs, measures and verifies Gemma 3 with pan and scan, on Hugging Face Transformers."""
+"""panscan runs and measures Gemma 3 with pan and scan, on Hugging Face Transformers."""
 
 from __future__ import annotations
 

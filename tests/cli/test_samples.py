@@ -48,7 +48,7 @@ def test_other_documents_are_replaced_only_when_asked(folder: Path, capsys: pyte
     (folder / "a" / "mine.txt").write_text("kept")
     before = contents(folder / "a")
     assert run(["samples", "a", "--count", "2", "--seed", "1"]) == 2
-    assert "overwrite replaces it" in capsys.readouterr().err
+    assert "--overwrite (overwrite=True) replaces it" in capsys.readouterr().err
     assert contents(folder / "a") == before
     assert run(["samples", "a", "--count", "2", "--seed", "1", "--overwrite"]) == 0
     assert run(["samples", "b", "--count", "2", "--seed", "1"]) == 0

@@ -18,6 +18,7 @@ __all__ = [
     "Row",
     "decimals",
     "label",
+    "meant",
     "measured_rows",
     "number_text",
     "print_line",
@@ -45,10 +46,11 @@ def measured_rows(run: Run) -> list[Row]:
         RecordsError: see :func:`panscan.bench.metrics.cell_metrics`.
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
-    return [Row(cell, _meant(settings), metrics) for cell, settings, metrics in measured if metrics is not None]
+    return [Row(cell, meant(settings), metrics) for cell, settings, metrics in measured if metrics is not None]
 
 
-def _meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings with None for those that mean nothing: crops without pan and scan."""
     if settings.get("do_pan_and_scan", True):
         return settings
     return {name: None if name.startswith(_CROPS) else value for name, value in settings.items()}

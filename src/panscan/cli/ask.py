@@ -50,10 +50,9 @@ def command(**options: Any) -> None:
     prompt = _prompt(options["prompt"])
     settings = _settings(options)
     from panscan.model.runtime import quiet_libraries
-
-    quiet_libraries()  # before the next import: libraries speak up while they are imported
     from panscan.runners.generate import GenerateRunner
 
+    quiet_libraries()
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     with errors().status(Text(f"loading {settings.model_name}")):

@@ -95,7 +95,7 @@ def command(**options: Any) -> int:
         return 0
     directory = run.new_directory(Path(options["output_dir"]), cells[0].settings.model_name)
     line = ["panscan", *click.get_current_context().obj["arguments"]]
-    errors().print(f"{len(cells)} cell(s), {len(items)} request(s) each; records in {directory}", soft_wrap=True)
+    errors().print(f"cells: {len(cells)}, requests each: {len(items)}; records in {directory}", soft_wrap=True)
     with _resumable(directory), SweepProgress(plan, set(), errors()) as progress:
         measured = run.start(plan, directory, line, progress)
     return _show(measured, directory)
@@ -175,7 +175,7 @@ def _cells(options: dict[str, Any]) -> list[Any]:
 
 
 def _source(options: dict[str, Any]) -> Any:
-    from panscan.bench.workload import Source
+    from panscan.bench.workload import DEFAULT_PROMPT, Source
 
     images = (*options["images"], *options["more_images"])
     dataset = options["dataset"]
@@ -188,6 +188,8 @@ def _source(options: dict[str, Any]) -> Any:
             images = (str(place.parent),)
         else:
             dataset = str(place)
+    if dataset is None and options["prompts"] is None and options["prompt"] is None and not options["no_images"]:
+        errors().print(f"no -p given: asking {DEFAULT_PROMPT!r}", soft_wrap=True)
     return Source(
         images=images,
         prompts=options["prompts"],

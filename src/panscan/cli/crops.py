@@ -108,11 +108,10 @@ def _settings(options: dict[str, Any]) -> Settings:
 def _cost(settings: Settings, *, given: bool) -> PromptCost:
     if not given:
         return GEMMA3_COST
+    from panscan.model.load import load_reader
     from panscan.model.runtime import quiet_libraries
 
-    quiet_libraries()  # before the next import: libraries speak up while they are imported
-    from panscan.model.load import load_reader
-
+    quiet_libraries()
     reader = load_reader(settings.model, settings.revision)
     if not reader.reads_images:
         raise SettingError(f"--model {settings.model} reads text only: it takes no views")

@@ -13,6 +13,7 @@ import click
 
 from panscan import __version__
 from panscan.core import PanscanError
+from panscan.runners.settings import nearest
 
 __all__ = ["main"]
 
@@ -45,6 +46,13 @@ class _Verbs(click.Group):
         command: click.Command = import_module(f"panscan.cli.{cmd_name}").command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in VERBS and not args[0].startswith("-"):
+            ctx.fail(f"there is no command {args[0]!r}{nearest(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
@@ -66,7 +74,7 @@ def _dashes(token: str) -> str:
 )
 @click.version_option(__version__, prog_name="panscan")
 def cli() -> None:
-    """Run, measure and verify Gemma 3 with pan and scan.
+    """Run and measure Gemma 3 with pan and scan.
 
     \b
     Example:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from panscan.bench.predict import predict
+from panscan.bench.rows import meant, short, shown, varying_names
 from panscan.bench.sweep import Plan
 from panscan.core import Result
 from panscan.images.views import ViewPlan
-from panscan.runners.settings import axes
 
 __all__ = ["print_plan", "print_predictions", "print_result"]
 
@@ -36,18 +38,18 @@ def print_plan(name: str, plan: ViewPlan, *, estimated: bool, console: Console) 
 def print_predictions(plan: Plan, console: Console) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
-    varying = [name for name in axes() if len({getattr(p.settings, name) for p in predictions}) > 1]
+    cells = [meant(asdict(p.settings)) for p in predictions]
+    varying = varying_names(cells)
     counts = (_count(len(predictions), "cell"), _count(len(plan.items), "request"), _count(plan.repeats, "repeat"))
     console.print("{}, {} each, {}".format(*counts))
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("cell", no_wrap=True)
     for name in varying:
-        table.add_column(name.removeprefix("pan_and_scan_").replace("_", "\n"), overflow="fold")
+        table.add_column(short(name).replace("_", "\n"), overflow="fold")
     for heading in ("batches", "views", "image\ntokens", "prompt\ntokens", "about"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for p in predictions:
-        settings = [getattr(p.settings, name) for name in varying]
-        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in settings]
+    for p, cell in zip(predictions, cells, strict=True):
+        values = [shown(cell[name]) for name in varying]
         costs = (
             [str(p.batches), str(p.views), str(p.image_tokens), f"~{p.prompt_tokens}", _duration(p.seconds)]
             if p.skipped is None

@@ -87,7 +87,7 @@ def write_samples(directory: Path, *, count: int = 12, seed: int = 0, overwrite:
         if foreign and not overwrite:
             raise SettingError(
                 f"{directory / foreign[-1]} exists and is not of these samples (count {count}, seed {seed});"
-                " overwrite replaces it"
+                " --overwrite (overwrite=True) replaces it"
             )
         for name in stale:
             partial = directory / f".{name}.partial"

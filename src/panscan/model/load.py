@@ -183,6 +183,8 @@ def _source(name: str) -> str:
         if not (path / "config.json").is_file():
             raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
         return str(path)
+    if "/" not in name and not path.exists():
+        raise ModelError(f"--model {name}: neither 'mini', nor a directory, nor a hub id (owner/name)")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
         raise ModelError(f"--model {name}: there is no such directory")
     return name

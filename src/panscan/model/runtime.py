@@ -77,12 +77,7 @@ def apply_tf32(enabled: bool) -> None:
 
 
 def quiet_libraries() -> None:
-    """Progress bars and advice of other libraries would tear ours apart; their errors still come through.
-
-    Transformers imports torchao where it is installed, which warns of GPU kernels that it cannot load and that int8 and
-    int4 weights do not need.
-    """
+    """Progress bars, retries and advice of other libraries would tear ours apart; their errors still come through."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
