@@ -141,7 +141,7 @@ def hub(status: int, code: str) -> Iterator[str]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET  # noqa: N815 - http.server's name
 
         def log_message(self, *_: object) -> None:
             pass

@@ -98,3 +98,10 @@ def test_random_weights_load_into_the_runner() -> None:
     assert result.views == 4
     assert torch.isfinite(torch.tensor(result.stamps.tokens)).all()
     runner.close()
+
+
+def test_the_pipeline_refuses_places_without_images(mini: GenerateRunner) -> None:
+    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+    turn = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Same?"}]}
+    with pytest.raises(SettingError, match=r"2 place\(s\) for images and 1 image"):
+        pipeline.run([Request(messages=[turn], images=[noise(50, 50)])])

@@ -14,12 +14,10 @@ import psutil
 
 import panscan
 
-__all__ = ["environment", "peak_memory", "release_memory", "reset_peak_memory"]
+__all__ = ["environment", "peak_memory", "reset_peak_memory"]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "triton", "flash-attn", "kernels", "bitsandbytes",
              "torchao", "torchvision", "numpy", "pillow", "vllm")  # fmt: skip
-
-
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -41,13 +39,6 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": _gpus(),
     }
-
-
-def release_memory() -> None:
-    """Collect what nobody holds any more, and give cached blocks back to the device."""
-    from panscan.model import machine
-
-    machine.release_memory()
 
 
 def reset_peak_memory() -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from panscan.bench.environment import peak_memory, release_memory, reset_peak_memory
+from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, Request, Result, SettingError, UnsupportedError, now
@@ -112,6 +112,7 @@ def run_sweep(plan: Plan, writer: Writer, done: set[tuple[str, int]], observer: 
 
 def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, observer: Observer) -> None:
     """Every visit that shares one loaded model."""
+    from panscan.model.machine import release_memory
     from panscan.runners.factory import open_runner
 
     observer.loading(visits[0][0].settings)
@@ -131,6 +132,8 @@ def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, obse
 
 
 def _visit(plan: Plan, visits: list[tuple[Cell, int]], runner: Runner, writer: Writer, observer: Observer) -> None:
+    from panscan.model.machine import release_memory
+
     broken: set[str] = set()
     for cell, repeat in visits:
         if cell.id in broken:
@@ -151,6 +154,8 @@ def _visit(plan: Plan, visits: list[tuple[Cell, int]], runner: Runner, writer: W
 
 def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
     """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
+    from panscan.model.machine import release_memory
+
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
     if runner.loaded.device.type != "cpu":

@@ -27,19 +27,18 @@ def apply_attention(model: Any, name: str) -> None:
             PanscanWarning,
             stacklevel=2,
         )
-    flex_on_cpu = name == "flex_attention" and model.device.type == "cpu"
-    if flex_on_cpu:
+    if name == "flex_attention" and model.device.type == "cpu":
         warnings.warn(
             "--attention flex_attention: PyTorch compiles it for a CPU length by length, and only a few of them; the"
             " others run unfused, so its speed here says nothing about a GPU's",
             PanscanWarning,
             stacklevel=2,
         )
-    _forget_compilations(strict=not flex_on_cpu)
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         raise UnsupportedError(f"--attention {name}: {' '.join(str(error).split())[:200]}") from error
+    _forget_compilations(model)
 
 
 def apply_compile(model: Any, mode: str | None) -> None:
@@ -47,7 +46,7 @@ def apply_compile(model: Any, mode: str | None) -> None:
 
     Whole modules, not ``model.forward``: what happens between them (merging image embeddings) depends on the data.
     """
-    _forget_compilations(strict=True)
+    _forget_compilations(model)
     inner = model.model
     for module in (getattr(inner, "vision_tower", None), getattr(inner, "language_model", inner)):
         if module is None:
@@ -57,13 +56,14 @@ def apply_compile(model: Any, mode: str | None) -> None:
             module.compile(mode=mode)
 
 
-def _forget_compilations(*, strict: bool) -> None:
-    """Start from nothing. Strict: fail rather than fall back to eager, since a cell must be what its label says.
+def _forget_compilations(model: Any) -> None:
+    """Start from nothing, and fail rather than fall back to eager: a cell must be what its label says.
 
     The limit of compilations is per function and shared by everything in the process; the default of 8 is less than the
-    prompt lengths of a handful of documents. Not strict, for FlexAttention on a CPU: compiling fails there at a second
+    prompt lengths of a handful of documents. FlexAttention on a CPU is the exception: compiling fails there at a second
     length while lengths are symbols, and one compilation for each length takes too long.
     """
+    strict = model.config._attn_implementation != "flex_attention" or model.device.type != "cpu"
     torch.compiler.reset()
     torch._dynamo.config.automatic_dynamic_shapes = strict
     torch._dynamo.config.fail_on_recompile_limit_hit = strict

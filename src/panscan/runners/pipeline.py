@@ -44,13 +44,11 @@ class PipelineRunner(GenerateRunner):
     def _one(self, request: Request) -> Result:
         if request.raw:
             raise SettingError("runner pipeline takes chats, not raw prompts: use the runner generate")
+        if (special := self.loaded.reader.prompts.special_in(request)) is not None:
+            raise SettingError(f"runner pipeline would obey {special} in the user's text: use the runner generate")
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
-        plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
-        prompt = self.loaded.reader.prompts.write(read.request, [plan.crops for plan in plans])
-        if (special := self.loaded.reader.prompts.special_in(request)) is not None:
-            raise SettingError(f"runner pipeline would obey {special} in the user's text: use the runner generate")
         clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
         tokens = TokenClock(clock)
         if request.sampling.seed is not None:
@@ -66,6 +64,9 @@ class PipelineRunner(GenerateRunner):
         )
         times = clock.read()
         stamps.end = now()
+        # For the counts alone, so after the clock: the pipeline has planned and written for itself.
+        plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
+        prompt = self.loaded.reader.prompts.write(read.request, [plan.crops for plan in plans])
         # The pipeline gives back the answer's ids alone or behind the prompt's, depending on its version.
         row = answer["generated_token_ids"].tolist()[-len(tokens.marks) :]
         steps = [times[mark] for mark in tokens.marks]
@@ -73,11 +74,17 @@ class PipelineRunner(GenerateRunner):
 
 
 def _chat(read: Read) -> list[dict[str, Any]]:
-    """The conversation with its images in place."""
-    images = iter(read.images)
+    """The conversation with its images in place.
+
+    Raises:
+        SettingError: the conversation has more or fewer places than there are images.
+    """
     turns = conversation(read.request)
-    for turn in turns:
-        for part in turn["content"]:
-            if part["type"] == "image":
-                part["image"] = next(images)
+    places = [part for turn in turns for part in turn["content"] if part["type"] == "image"]
+    if len(places) != len(read.images):
+        raise SettingError(
+            f"the prompt has {len(places)} place(s) for images and {len(read.images)} image(s) were given"
+        )
+    for part, image in zip(places, read.images, strict=True):
+        part["image"] = image
     return turns
