@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Gemma3ImageProcessorPil
 
+from panscan.model.mini import mini_directory
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
@@ -30,8 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def mini() -> GenerateRunner:
-    """The mini model in float32 on the CPU, default settings. Tests that change its settings put them back."""
-    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", max_new_tokens=12)
+    """The mini model in float32 on the CPU, default settings. Tests that change its settings put them back.
+
+    Its processor resizes with Pillow, as Transformers does without torchvision and panscan does on the CPU; with
+    torchvision Transformers' default rounds otherwise, and a random model's tokens tell.
+    """
+    runner = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", max_new_tokens=12)
+    runner.loaded.reader.processor.image_processor = Gemma3ImageProcessorPil.from_pretrained(mini_directory())
+    return runner
 
 
 @pytest.fixture

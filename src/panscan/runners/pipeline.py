@@ -1,7 +1,8 @@
 """Runner ``pipeline``: ``pipeline("image-text-to-text")`` as its documentation shows it, for comparison.
 
-It preprocesses with the checkpoint's own processor and answers one chat per call here. Its vision time cannot be seen
-from outside; token times can.
+It preprocesses with the checkpoint's own processor and answers one chat per call here. Where torchvision is installed
+that processor resizes with it, so pixels differ from runner ``generate``'s on the CPU (Pillow) by a level or two. Its
+vision time cannot be seen from outside; token times can.
 """
 
 from __future__ import annotations

@@ -64,7 +64,11 @@ class Settings:
     batch_size: int = _axis(1, "requests per generate() call")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
     pad_to_multiple_of: int | None = _axis(None, "pad prompts to a multiple of this many tokens")
-    preprocess: str = _axis("cpu", "where views are cut and resized", choices=("cpu", "device"))
+    preprocess: str = _axis(
+        "cpu",
+        "where views are resized: cpu with Pillow, device with PyTorch as torchvision does",
+        choices=("cpu", "device"),
+    )
     do_pan_and_scan: bool = _axis(True, "crops besides the whole image")
     pan_and_scan_min_crop_size: int = _axis(256, "pixels", aliases=("min_crop_size", "grid_min_crop_size"))
     pan_and_scan_max_num_crops: int = _axis(4, "crops at most", aliases=("max_num_crops", "grid_max_crops"))
