@@ -13,7 +13,7 @@ from panscan.bench.records import FILE_NAME, Run, read_run
 def header(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "type": "run",
-        "schema": 1,
+        "schema": 2,
         "run_id": "r",
         "created": "2026-01-02T03:04:05+00:00",
         "command": ["panscan", "bench"],

@@ -30,6 +30,7 @@ class Watcher:
         self.batches = 0
 
     def loading(self, settings: Settings) -> None: ...
+    def ready(self, cell: Cell, repeat: int) -> None: ...
 
     def batch_done(self) -> None:
         self.batches += 1

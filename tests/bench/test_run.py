@@ -37,6 +37,8 @@ class Watch:
     def loading(self, settings: Settings) -> None:
         self.loads.append(settings.model)
 
+    def ready(self, cell: Cell, repeat: int) -> None: ...
+
     def batch_done(self) -> None:
         self.batches += 1
 

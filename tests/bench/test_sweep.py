@@ -150,7 +150,7 @@ def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path)
     assert bench(folder, "doc0.png", "-p", "What is it?", "--max-new-tokens", "2").returncode == 0
     text = (only_run(folder) / "records.jsonl").read_text()
     header, *lines = [json.loads(line) for line in text.splitlines()]
-    assert header["schema"] == 1
+    assert header["schema"] == 2
     assert header["environment"]["packages"]["torch"]
     [request] = [line for line in lines if line["type"] == "request"]
     assert request["image"] == ["doc0.png"]

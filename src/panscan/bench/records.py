@@ -3,6 +3,7 @@
 A run directory holds ``records.jsonl``. Its first line is the run (settings, environment, cells); then come ``cell``
 lines (what became of a cell), ``request`` lines (raw time stamps and counts) and ``repeat`` lines. A repeat line says
 that every request of that repeat has been written; requests without it were in flight when the run was stopped.
+``load``, ``truth`` and ``verdict`` lines say what was loaded, and how its answers compare with the reference.
 :mod:`panscan.bench.schema` has the fields.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from panscan.bench.schema import SCHEMA, Record, problem_of
+from panscan.bench.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
 from panscan.core import RecordsError
 
 __all__ = ["FILE_NAME", "SCHEMA", "Record", "RecordWriter", "Run", "read_run", "write_atomically"]
@@ -39,6 +40,9 @@ class Run:
         outcomes: the last ``cell`` line of each cell that has one.
         repeats: the ``repeat`` line of each complete (cell id, repeat).
         requests: the ``request`` lines of each complete (cell id, repeat), in the order of writing.
+        loads: the last ``load`` line of each cell that has one.
+        truths: the ``truth`` lines by the truth's id.
+        verdicts: the last ``verdict`` line of each cell that has one.
         notes: one line for each thing that reading left out.
     """
 
@@ -48,6 +52,9 @@ class Run:
     outcomes: dict[str, Record] = field(default_factory=dict)
     repeats: dict[tuple[str, int], Record] = field(default_factory=dict)
     requests: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
+    loads: dict[str, Record] = field(default_factory=dict)
+    truths: dict[str, Record] = field(default_factory=dict)
+    verdicts: dict[str, Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def finished(self) -> set[tuple[str, int]]:
@@ -181,7 +188,7 @@ def read_run(path: Path) -> Run:
     run = _header(path, _parse(lines[0]))
     if whole < len(data):
         run.notes.append(f"the last line is torn and left out ({len(data) - whole} bytes)")
-    in_flight: dict[tuple[str, int], dict[str, Record]] = defaultdict(dict)
+    in_flight: _InFlight = defaultdict(dict)
     for number, line in enumerate(lines[1:], 2):
         record = _parse(line)
         problem = "not a JSON object" if record is None else problem_of(record, run.cells)
@@ -254,10 +261,11 @@ def _header(path: Path, record: Record | None) -> Run:
     if record is None or record.get("type") != "run":
         raise RecordsError(f"{path}, line 1: not the run line that records begin with")
     schema = record.get("schema")
-    if schema != SCHEMA:
+    if schema not in SCHEMAS_READ:
         newer = isinstance(schema, int) and schema > SCHEMA
         mend = "upgrade panscan" if newer else "measure again, or use the panscan that wrote it"
-        raise RecordsError(f"{path} has schema {schema!r}, this panscan reads schema {SCHEMA}: {mend}")
+        known = " and ".join(map(str, SCHEMAS_READ))
+        raise RecordsError(f"{path} has schema {schema!r}, this panscan reads schemas {known}: {mend}")
     problem = problem_of(record)
     if problem is not None:
         raise RecordsError(f"{path}, line 1: {problem}")
@@ -269,13 +277,20 @@ def _header(path: Path, record: Record | None) -> Run:
     return Run(path, record, cells)
 
 
-def _take(run: Run, in_flight: dict[tuple[str, int], dict[str, Record]], record: Record) -> None:
-    if record["type"] == "cell":
-        run.outcomes[record["cell"]] = record
-        return
-    key = record["cell"], record["repeat"]
-    if record["type"] == "request":
-        in_flight[key][record["request"]] = record
-    else:
+_InFlight = dict[tuple[str, int], dict[tuple[int, str], Record]]
+
+
+def _take(run: Run, in_flight: _InFlight, record: Record) -> None:
+    kind = record["type"]
+    if kind == "request":
+        in_flight[record["cell"], record["repeat"]][record.get("replica", 0), record["request"]] = record
+    elif kind == "repeat":
+        key = record["cell"], record["repeat"]
         run.repeats[key] = record
         run.requests[key] = list(in_flight.pop(key, {}).values())
+    elif kind == "load":
+        run.loads |= dict.fromkeys(record["cells"], record)
+    elif kind == "truth":
+        run.truths[record["truth"]] = record
+    else:
+        (run.outcomes if kind == "cell" else run.verdicts)[record["cell"]] = record

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.bench.metrics import CellMetrics, cell_metrics
 from panscan.bench.records import Run
+from panscan.bench.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,7 @@ class Row:
     cell: str
     settings: Mapping[str, Any]
     metrics: CellMetrics
+    verdict: Verdict
 
 
 def measured_rows(run: Run) -> list[Row]:
@@ -46,7 +48,11 @@ def measured_rows(run: Run) -> list[Row]:
         RecordsError: see :func:`panscan.bench.metrics.cell_metrics`.
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
-    return [Row(cell, meant(settings), metrics) for cell, settings, metrics in measured if metrics is not None]
+    return [
+        Row(cell, meant(settings), metrics, verdict_of(run, cell))
+        for cell, settings, metrics in measured
+        if metrics is not None
+    ]
 
 
 def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,9 @@
 
 Times are seconds since the Unix epoch. A repeat's ``started`` and ``ended`` enclose its measured requests only: the
 warm-up (``warmup_s``, seconds) comes before ``started``. Fields beyond these are kept and not looked at.
+
+Schema 2 added ``load`` (what was loaded for some cells, and the machine's two ceilings), ``truth``, ``verdict``, and
+in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 to 1) and ``replica``. Schema 1 is read.
 """
 
 from __future__ import annotations
@@ -9,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["OUTCOMES", "SCHEMA", "Record", "problem_of"]
+__all__ = ["OUTCOMES", "SCHEMA", "SCHEMAS_READ", "VERDICTS", "Record", "problem_of"]
 
-SCHEMA = 1
+SCHEMA = 2
+SCHEMAS_READ = (1, 2)
 OUTCOMES = ("skipped", "failed", "oom", "done")
+VERDICTS = ("exact", "close", "different", "unverified")
 
 Record = dict[str, Any]
 
 _NUMBER = (int, float)
 _COUNT_OR_NONE = (int, type(None))
+_NUMBER_OR_NONE = (*_NUMBER, type(None))
 _TEXT_OR_NONE = (str, type(None))
+_DICT_OR_NONE = (dict, type(None))
 _CELL: dict[str, Any] = {"cell": str}
 _REPEAT: dict[str, Any] = {**_CELL, "repeat": int}
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -57,6 +64,37 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "peak_reserved_bytes": _COUNT_OR_NONE,
         "peak_rss_bytes": _COUNT_OR_NONE,
     },
+    "load": {
+        "cells": list,  # ids of the cells that this model serves
+        "seconds": _NUMBER,
+        "shape": _DICT_OR_NONE,  # fields of panscan.model.shapes.Shape
+        "device": str,
+        "dtype": str,
+        "weight_bytes": int,
+        "flops_per_s": _NUMBER_OR_NONE,  # of a large product, in dtype
+        "bytes_per_s": _NUMBER_OR_NONE,  # of a large copy, read and written
+    },
+    "truth": {
+        "truth": str,
+        "source": str,  # computed, or reference
+        "file": str,
+        "model": str,
+        "requests": int,
+        "tokens": int,
+        "image_positions": int,
+        "seconds": _NUMBER,
+    },
+    "verdict": {
+        "cell": str,
+        "verdict": str,
+        "reason": _TEXT_OR_NONE,
+        "truth": _TEXT_OR_NONE,
+        "answer": _DICT_OR_NONE,  # positions, kl, kl_max, noise: nats
+        "image": _DICT_OR_NONE,  # the same at image positions
+        "top1": _DICT_OR_NONE,  # clear, agree: positions
+        "equal_tokens": (bool, type(None)),
+        "seconds": _NUMBER,
+    },
 }
 
 
@@ -70,10 +108,11 @@ def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None
     for name, types in _FIELDS[kind].items():
         if name not in record or not isinstance(record[name], types):
             return f"a {kind} record needs {name!r}, got {record.get(name)!r}"
-    if cells is not None and record["cell"] not in cells:
+    if cells is not None and "cell" in _FIELDS[kind] and record["cell"] not in cells:
         return f"the run has no cell {record['cell']!r}"
-    if kind == "cell" and record["outcome"] not in OUTCOMES:
-        return f"unknown outcome {record['outcome']!r} (one of {', '.join(OUTCOMES)})"
+    for known, name, values in (("cell", "outcome", OUTCOMES), ("verdict", "verdict", VERDICTS)):
+        if kind == known and record[name] not in values:
+            return f"unknown {name} {record[name]!r} (one of {', '.join(values)})"
     return _stamps_problem(record["stamps"]) if kind == "request" else None
 
 

@@ -32,6 +32,7 @@ class Observer(Protocol):
     """Told how a sweep goes on, for people to watch."""
 
     def loading(self, settings: Settings) -> None: ...
+    def ready(self, cell: Cell, repeat: int) -> None: ...
     def batch_done(self) -> None: ...
     def problem(self, cell: Cell, outcome: str, reason: str) -> None: ...
 
@@ -164,6 +165,7 @@ def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obser
     for batch in todo if plan.warmup and _compiles(cell.settings) else todo[: plan.warmup]:
         runner.run([requests[index] for index in batch])
     reset_peak_memory()
+    observer.ready(cell, repeat)
     started = now()
     records = []
     for number, batch in enumerate(todo):
@@ -199,6 +201,7 @@ def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item,
         "request": item.id,
         "image": [document.name for document in item.documents],
         "image_sha256": [document.sha256 for document in item.documents],
+        "image_size": [[document.width, document.height] for document in item.documents],
         "prompt_sha256": item.prompt_sha256,
         "views": result.views,
         "crops": result.crops,

@@ -46,6 +46,9 @@ class SweepProgress:
         """A model is being loaded."""
         self._bar.update(self._task, description=f"loading {settings.model_name}")
 
+    def ready(self, cell: Cell, repeat: int) -> None:
+        """A cell's warm-up is over."""
+
     def batch_done(self) -> None:
         """One measured batch more."""
         self._bar.update(self._task, description="measuring", advance=1)
