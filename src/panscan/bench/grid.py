@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -24,18 +24,23 @@ _CROP_AXES = tuple(name for name in axes() if name.startswith("pan_and_scan_"))
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One point of the sweep. ``id`` is a hash of its settings, the same on every machine and in every run."""
+    """One point of the sweep.
+
+    ``id`` is a hash of the settings that are not at their defaults, so it is the same on every machine and in every
+    run, and stays what it was when panscan learns new settings. ``preset`` is the preset that the settings began with.
+    """
 
     id: str
     settings: Settings
+    preset: str | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> Cell:
+    def of(cls, settings: Settings, preset: str | None = None) -> Cell:
         """The cell of some settings. Without pan and scan its other settings mean nothing, so they are set back."""
         if not settings.do_pan_and_scan:
             settings = replace(settings, **{name: axes()[name].default for name in _CROP_AXES})
-        text = json.dumps(asdict(settings), sort_keys=True)
-        return cls(hashlib.sha256(text.encode()).hexdigest()[:10], settings)
+        text = json.dumps(settings.changed(), sort_keys=True)
+        return cls(hashlib.sha256(text.encode()).hexdigest()[:10], settings, preset)
 
 
 def preset_names() -> list[str]:
@@ -88,10 +93,10 @@ def build_cells(
     """
     over = {**(file or {}), **_parsed(flags, "the command line")}
     cells: dict[str, Cell] = {}
-    for base in [load_preset(name) for name in presets] or [{}]:
+    for preset, base in [(name, load_preset(name)) for name in presets] or [(None, {})]:
         chosen = {**base, **over}
         for values in product(*chosen.values()):
-            cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)))
+            cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)), preset)
             cells.setdefault(cell.id, cell)
     crops = [name for name in over if name in _CROP_AXES]
     if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):

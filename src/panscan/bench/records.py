@@ -37,6 +37,7 @@ class Run:
         path: the file that was read.
         header: the run line.
         cells: settings of each cell by its id, in the order of the run line.
+        presets: the preset of each cell that began with one.
         outcomes: the last ``cell`` line of each cell that has one.
         repeats: the ``repeat`` line of each complete (cell id, repeat).
         requests: the ``request`` lines of each complete (cell id, repeat), in the order of writing.
@@ -49,6 +50,7 @@ class Run:
     path: Path
     header: Record
     cells: dict[str, Record]
+    presets: dict[str, str] = field(default_factory=dict)
     outcomes: dict[str, Record] = field(default_factory=dict)
     repeats: dict[tuple[str, int], Record] = field(default_factory=dict)
     requests: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
@@ -274,7 +276,8 @@ def _header(path: Path, record: Record | None) -> Run:
         if not isinstance(cell, dict) or not isinstance(cell.get("settings"), dict) or cell.get("cell") in cells:
             raise RecordsError(f"{path}, line 1: each cell needs an id of its own and settings")
         cells[str(cell.get("cell"))] = cell["settings"]
-    return Run(path, record, cells)
+    presets = {str(cell["cell"]): str(cell["preset"]) for cell in record["cells"] if cell.get("preset")}
+    return Run(path, record, cells, presets)
 
 
 _InFlight = dict[tuple[str, int], dict[tuple[int, str], Record]]

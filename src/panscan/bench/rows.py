@@ -39,6 +39,7 @@ class Row:
     settings: Mapping[str, Any]
     metrics: CellMetrics
     verdict: Verdict
+    preset: str | None = None
 
 
 def measured_rows(run: Run) -> list[Row]:
@@ -49,7 +50,7 @@ def measured_rows(run: Run) -> list[Row]:
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
     return [
-        Row(cell, meant(settings), metrics, verdict_of(run, cell))
+        Row(cell, meant(settings), metrics, verdict_of(run, cell), run.presets.get(cell))
         for cell, settings, metrics in measured
         if metrics is not None
     ]

@@ -79,7 +79,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
     kept = run.header["settings"]
     try:
         source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
-        cells = [Cell(cell_id, Settings(**settings)) for cell_id, settings in run.cells.items()]
+        cells = [Cell(cell, Settings(**settings), run.presets.get(cell)) for cell, settings in run.cells.items()]
         chosen = {name: kept[name] for name in ("workload_sha256", "repeats", "warmup", "seed", "include_content")}
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
@@ -152,7 +152,7 @@ def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
             "include_content": plan.include_content,
         },
         "environment": environment(),
-        "cells": [{"cell": cell.id, "settings": asdict(cell.settings)} for cell in plan.cells],
+        "cells": [{"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset} for cell in plan.cells],
     }
 
 
