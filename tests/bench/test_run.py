@@ -110,7 +110,9 @@ def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) ->
     header = measured.header
     assert (header["schema"], header["command"]) == (SCHEMA, ["panscan", "bench", "--x", "a b"])
     assert header["environment"]["panscan"] == panscan.__version__
-    assert header["cells"] == [{"cell": cell.id, "settings": asdict(cell.settings)} for cell in chosen.cells]
+    assert header["cells"] == [
+        {"cell": cell.id, "settings": asdict(cell.settings), "preset": None} for cell in chosen.cells
+    ]
     assert [len(requests) for requests in measured.requests.values()] == [3, 3]
     with (folder / "run" / "summary.csv").open(newline="") as file:
         [row] = csv.DictReader(file)

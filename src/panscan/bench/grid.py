@@ -93,7 +93,8 @@ def build_cells(
     """
     over = {**(file or {}), **_parsed(flags, "the command line")}
     cells: dict[str, Cell] = {}
-    for preset, base in [(name, load_preset(name)) for name in presets] or [(None, {})]:
+    bases: list[tuple[str | None, Axes]] = [(name, load_preset(name)) for name in presets]
+    for preset, base in bases or [(None, {})]:
         chosen = {**base, **over}
         for values in product(*chosen.values()):
             cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)), preset)
