@@ -39,6 +39,8 @@ class Watch:
 
     def ready(self, cell: Cell, repeat: int) -> None: ...
 
+    def stage(self, what: str) -> None: ...
+
     def batch_done(self) -> None:
         self.batches += 1
 

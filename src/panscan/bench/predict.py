@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from panscan.bench.sweep import Plan
 from panscan.bench.workload import plans_of
@@ -69,35 +67,14 @@ def shape_of(settings: Settings) -> Shape | None:
 
 def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], tokens: Sequence[int]) -> float:
     """Prefill bound by arithmetic, decode by memory or by the host's time per step, whichever is longer."""
-    flops_rate, byte_rate = _rates(settings.device, settings.dtype)
+    from panscan.model.ceilings import measure_ceilings
+    from panscan.model.machine import resolve_device, resolve_dtype
+
+    device = resolve_device(settings.device)
+    ceilings = measure_ceilings(device, resolve_dtype(settings.dtype, device))
     padded = max(tokens)
     prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + len(tokens) * shape.prefill_flops(padded)
     width = 4 if settings.dtype == "fp32" else 2
-    step = max(shape.decode_bytes(padded, len(tokens), width) / byte_rate, shape.text.layers * _STEP_SECONDS_PER_LAYER)
-    return prefill / (flops_rate * _EFFICIENCY) + settings.max_new_tokens * step
-
-
-@cache
-def _rates(device_name: str, dtype_name: str) -> tuple[float, float]:
-    """This machine's rates: FLOP/s of a square product and bytes/s of a copy (read and written)."""
-    import torch
-
-    from panscan.model.machine import resolve_device, resolve_dtype, synchronize
-
-    device = resolve_device(device_name)
-    dtype = resolve_dtype(dtype_name, device)
-    side = 512 if device.type == "cpu" else 8192
-    square = torch.randn(side, side, device=device).to(dtype)
-    source = torch.empty((16 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device)
-
-    def seconds(work: Callable[[], object]) -> float:
-        best = float("inf")
-        for _ in range(4):
-            synchronize(device)
-            start = time.perf_counter()
-            work()
-            synchronize(device)
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    return 2 * side**3 / seconds(lambda: square @ square), 2 * source.numel() / seconds(source.clone)
+    read = shape.decode_bytes(padded, len(tokens), width) / ceilings.bytes_per_s
+    step = max(read, shape.text.layers * _STEP_SECONDS_PER_LAYER)
+    return prefill / (ceilings.flops_per_s * _EFFICIENCY) + settings.max_new_tokens * step

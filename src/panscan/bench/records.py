@@ -59,9 +59,9 @@ class Run:
     verdicts: dict[str, Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def finished(self) -> set[tuple[str, int]]:
-        """The (cell id, repeat) pairs that a resumed run need not measure again."""
-        return set(self.repeats)
+    def finished(self) -> set[tuple[str, int | None]]:
+        """What a resumed run need not do again: (cell id, repeat), and (cell id, None) for a verdict."""
+        return {*self.repeats, *((cell, None) for cell in self.verdicts)}
 
 
 class RecordWriter:

@@ -12,18 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from panscan.bench.environment import environment
 from panscan.bench.grid import Cell
 from panscan.bench.records import SCHEMA, RecordWriter, Run, read_run
+from panscan.bench.replicas import run_replicas
 from panscan.bench.summary import write_summary
-from panscan.bench.sweep import Observer, Plan, run_sweep
+from panscan.bench.sweep import Observer, Plan, Writer, run_sweep
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
 from panscan.runners.settings import Settings
 
-__all__ = ["check_same_machine", "follow", "header", "new_directory", "plan_of", "resume", "start"]
+if TYPE_CHECKING:
+    from panscan.bench.verify import Verifier
+
+__all__ = ["check_same_machine", "follow", "header", "new_directory", "plan_of", "resume", "start", "verifier_of"]
 
 
 def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
@@ -35,8 +39,9 @@ def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observe
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another name, or --resume {directory}")
+        verifier = verifier_of(plan, writer, observer, directory)
         writer.write([header(plan, command)])
-        run_sweep(plan, writer, set(), observer)
+        _sweep(plan, writer, set(), observer, verifier)
     return finish(directory)
 
 
@@ -49,13 +54,57 @@ def resume(plan: Plan, directory: Path, observer: Observer) -> Run:
     with RecordWriter(directory) as writer:
         if writer.previous is None:
             raise RecordsError(f"--resume {directory}: there is no run")
-        run_sweep(plan, writer, writer.previous.finished(), observer)
+        verifier = verifier_of(plan, writer, observer, directory, writer.previous)
+        _sweep(plan, writer, writer.previous.finished(), observer, verifier)
     return finish(directory)
 
 
-def follow(plan: Plan, done: set[tuple[str, int]], observer: Observer) -> None:
+def _sweep(
+    plan: Plan, writer: RecordWriter, done: set[tuple[str, int | None]], observer: Observer, verifier: Verifier | None
+) -> None:
+    """In this process, or in several, of which the first makes a verifier for itself."""
+    if plan.replicas * plan.gpus_per_replica == 1:
+        run_sweep(plan, writer, done, observer, verifier)
+    else:
+        run_replicas(plan, writer.path.parent, writer, done, observer)
+
+
+def follow(plan: Plan, done: set[tuple[str, int | None]], observer: Observer) -> None:
     """What the processes beside the first do under torchrun: the same calls in the same order, and no records."""
-    run_sweep(plan, _Nowhere(), done, observer)
+    nowhere = _Nowhere()
+    run_sweep(plan, nowhere, done, observer, verifier_of(plan, nowhere, observer, None))
+
+
+def verifier_of(
+    plan: Plan, writer: Writer, observer: Observer, directory: Path | None, previous: Run | None = None
+) -> Verifier | None:
+    """What compares a plan's answers; None if the plan does not want that.
+
+    Args:
+        plan: of the run.
+        writer: takes its records.
+        observer: told what goes on.
+        directory: of the run, which stores truths; None stores none.
+        previous: the run so far.
+
+    Raises:
+        RecordsError: ``--reference`` names no truth.
+    """
+    if not plan.verify:
+        return None
+    from panscan.bench.truth import TOKENS
+    from panscan.bench.verify import Verifier, find_references
+
+    return Verifier(
+        items=plan.sample,
+        source=plan.source,
+        steps=min(TOKENS, max(cell.settings.max_new_tokens for cell in plan.cells)),
+        directory=None if directory is None else directory / "truth",
+        references=[] if plan.reference is None else find_references(Path(plan.reference)),
+        write=writer.write,
+        say=observer.stage,
+        recorded=set(previous.truths) if previous is not None else set(),
+    )
 
 
 class _Nowhere:
@@ -80,7 +129,8 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
     try:
         source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
         cells = [Cell(cell, Settings(**settings), run.presets.get(cell)) for cell, settings in run.cells.items()]
-        chosen = {name: kept[name] for name in ("workload_sha256", "repeats", "warmup", "seed", "include_content")}
+        names = ("workload_sha256", "repeats", "warmup", "seed", "include_content", "verify", "reference")
+        chosen = {name: kept[name] for name in (*names, "replicas", "gpus_per_replica")}
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = build_workload(source, on_problem=on_problem)
@@ -150,6 +200,10 @@ def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
             "warmup": plan.warmup,
             "seed": plan.seed,
             "include_content": plan.include_content,
+            "verify": plan.verify,
+            "reference": plan.reference,
+            "replicas": plan.replicas,
+            "gpus_per_replica": plan.gpus_per_replica,
         },
         "environment": environment(),
         "cells": [{"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset} for cell in plan.cells],

@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
+from panscan.bench.quality import scores_of
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, Request, Result, SettingError, UnsupportedError, now
 from panscan.runners.base import batches
 from panscan.runners.settings import Settings
 
 if TYPE_CHECKING:
+    from panscan.bench.verify import Verifier
     from panscan.runners.base import Runner
 
 __all__ = ["Observer", "Plan", "Writer", "measure", "run_sweep"]
+
+
+_COMPARED = 16  # requests of a verdict's sample
+
+Visit = tuple[Cell, int | None]
+"""A cell and the repeat to measure; None: compare its answers with the reference's."""
 
 
 class Writer(Protocol):
@@ -34,6 +42,7 @@ class Observer(Protocol):
     def loading(self, settings: Settings) -> None: ...
     def ready(self, cell: Cell, repeat: int) -> None: ...
     def batch_done(self) -> None: ...
+    def stage(self, what: str) -> None: ...
     def problem(self, cell: Cell, outcome: str, reason: str) -> None: ...
 
 
@@ -49,6 +58,10 @@ class Plan:
         warmup: batches run and thrown away before each repeat; a compiling cell runs them all, unless 0.
         seed: of the order of cells, and of the sampler in cells that name none.
         include_content: keep prompts and answers in the records.
+        verify: compare each cell's answers with the reference's.
+        reference: where a truth may be found, instead of computing it.
+        replicas: copies of all of this that run at the same time, each a process with devices of its own.
+        gpus_per_replica: GPUs of each copy.
     """
 
     cells: Sequence[Cell]
@@ -58,6 +71,16 @@ class Plan:
     warmup: int = 1
     seed: int = 0
     include_content: bool = False
+    verify: bool = True
+    reference: str | None = None
+    replicas: int = 1
+    gpus_per_replica: int = 1
+
+    @property
+    def sample(self) -> list[Item]:
+        """The items whose answers are compared, in order."""
+        chosen = random.Random(self.seed).sample(range(len(self.items)), min(_COMPARED, len(self.items)))
+        return [self.items[index] for index in sorted(chosen)]
 
     def batches(self, settings: Settings) -> list[list[int]]:
         """Indices of items, batch by batch, in a cell."""
@@ -81,68 +104,122 @@ class Plan:
                 found[cell.id] = reason
         return found
 
-    def order(self) -> Iterator[list[tuple[Cell, int]]]:
-        """(cell, repeat) pairs, one list per loaded model; within a model each repeat visits its cells shuffled."""
-        by_load = sorted(self.cells, key=lambda cell: repr(cell.settings.load_key))
+    def order(self) -> Iterator[list[Visit]]:
+        """Visits, one list per loaded model; within a model each repeat visits its cells shuffled.
+
+        A cell is compared right after its last repeat, while what it compiled is there. Quantised weights come after
+        the others, whose truth they share.
+        """
+        by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
         for key, group in groupby(by_load, key=lambda cell: cell.settings.load_key):
             cells = list(group)
-            visits = []
+            visits: list[Visit] = []
             for repeat in range(self.repeats):
-                shuffled = random.Random(f"{self.seed}-{repeat}-{key!r}").sample(cells, len(cells))
-                visits += [(cell, repeat) for cell in shuffled]
+                for cell in random.Random(f"{self.seed}-{repeat}-{key!r}").sample(cells, len(cells)):
+                    visits.append((cell, repeat))
+                    if self.verify and repeat == self.repeats - 1:
+                        visits.append((cell, None))
             yield visits
 
 
-def run_sweep(plan: Plan, writer: Writer, done: set[tuple[str, int]], observer: Observer) -> None:
-    """Measure every (cell, repeat) that is not done yet. What fails is recorded, and the sweep goes on.
+def run_sweep(
+    plan: Plan, writer: Writer, done: set[tuple[str, int | None]], observer: Observer, verifier: Verifier | None = None
+) -> None:
+    """Make every visit that is not done yet. What fails is recorded, and the sweep goes on.
 
     Args:
         plan: what to measure.
         writer: of the run's records, its header already written.
-        done: pairs of cell id and repeat that an earlier start of this run finished.
+        done: visits that an earlier start of this run finished, with the cell's id.
         observer: told of progress.
+        verifier: compares answers, if the plan says so.
+
+    Raises:
+        RecordsError: ``--reference`` is of other views or weights.
     """
+    if verifier is not None:
+        verifier.check_references(plan.cells)
     for visits in plan.order():
         left = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
         for cell in dict.fromkeys(cell for cell, _ in left if cell.id in plan.skipped):
             _outcome(writer, observer, cell, None, "skipped", plan.skipped[cell.id])
         todo = [(cell, repeat) for cell, repeat in left if cell.id not in plan.skipped]
         if todo:
-            _run_loaded(plan, todo, writer, observer)
+            _run_loaded(plan, todo, writer, observer, verifier)
 
 
-def _run_loaded(plan: Plan, visits: list[tuple[Cell, int]], writer: Writer, observer: Observer) -> None:
+def _run_loaded(plan: Plan, visits: list[Visit], writer: Writer, observer: Observer, verifier: Verifier | None) -> None:
     """Every visit that shares one loaded model."""
     from panscan.model.machine import release_memory
     from panscan.runners.factory import open_runner
 
-    observer.loading(visits[0][0].settings)
+    cells = list(dict.fromkeys(cell for cell, _ in visits))
+    if verifier is not None:
+        verifier.prepare_quantized(cells)
+    observer.loading(cells[0].settings)
+    started = now()
     try:
-        runner = open_runner(visits[0][0].settings)
+        runner = open_runner(cells[0].settings)
     except Exception as error:  # whatever a load raises is these cells' outcome; the sweep goes on
         failure = _classify(error)
     else:
         try:
-            _visit(plan, visits, runner, writer, observer)
+            writer.write([_load_record(cells, runner, now() - started)])
+            if verifier is not None:
+                verifier.prepare(runner, cells)
+            _visit(plan, visits, runner, writer, observer, verifier)
         finally:
             runner.close()
         return
     release_memory()
-    for cell in dict.fromkeys(cell for cell, _ in visits):
+    for cell in cells:
         _outcome(writer, observer, cell, None, *failure)
 
 
-def _visit(plan: Plan, visits: list[tuple[Cell, int]], runner: Runner, writer: Writer, observer: Observer) -> None:
+def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[str, Any]:
+    """What was loaded, and what the machine could do with it at best."""
+    from panscan.model.ceilings import measure_ceilings
+    from panscan.model.config import shape_of_config
+
+    loaded = runner.loaded
+    try:
+        shape = asdict(shape_of_config(loaded.model.config))
+    except UnsupportedError:  # a Gemma 3 of parts that the formulas leave out runs all the same
+        shape = None
+    ceilings = measure_ceilings(loaded.device, loaded.dtype)
+    return {
+        "type": "load",
+        "cells": [cell.id for cell in cells],
+        "seconds": seconds,
+        "shape": shape,
+        "device": str(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "weight_bytes": sum(each.numel() * each.element_size() for each in loaded.model.parameters()),
+        **asdict(ceilings),
+    }
+
+
+def _visit(
+    plan: Plan,
+    visits: list[Visit],
+    runner: Runner,
+    writer: Writer,
+    observer: Observer,
+    verifier: Verifier | None,
+) -> None:
     from panscan.model.machine import release_memory
 
     broken: set[str] = set()
     for cell, repeat in visits:
-        if cell.id in broken:
+        if cell.id in broken or (repeat is None and verifier is None):
             continue
         failure = None
         try:
             runner.configure(cell.settings)
-            records = measure(plan, cell, repeat, runner, observer)
+            if repeat is not None:
+                records = measure(plan, cell, repeat, runner, observer)
+            elif verifier is not None:
+                records = [verifier.verify(runner, cell)]
         except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
             failure = _classify(error)
         if failure is None:
@@ -212,6 +289,8 @@ def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item,
         "stamps": asdict(result.stamps),
         "error": None,
     }
+    if item.answers:
+        record["scores"] = scores_of(result.text, item.answers)
     if plan.include_content:
         record["content"] = {"prompt": item.prompt, "answers": list(item.answers), "answer": result.text}
     return record

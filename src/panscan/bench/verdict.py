@@ -7,13 +7,26 @@ from the truth, in nats, averaged over positions, apart for answer positions and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from panscan.bench.records import Run
+from panscan.bench.schema import VERDICTS
 
-__all__ = ["CLOSE_RATIO", "CLOSE_TOP1", "EXACT_RATIO", "FLOOR", "Divergence", "Top1", "Verdict", "judge", "verdict_of"]
+__all__ = [
+    "CLOSE_RATIO",
+    "CLOSE_TOP1",
+    "EXACT_RATIO",
+    "FLOOR",
+    "Divergence",
+    "Top1",
+    "Verdict",
+    "judge",
+    "verdict_lines",
+    "verdict_of",
+]
 
 FLOOR = 1e-6
 """Nats; noise below this counts as this."""
@@ -99,6 +112,22 @@ def verdict_of(run: Run, cell: str) -> Verdict:
         record["equal_tokens"],
         record["truth"],
     )
+
+
+def verdict_lines(run: Run, cells: Iterable[str]) -> list[str]:
+    """What to say of the verdicts of these cells as a whole: how many of each, why none, what the truth took."""
+    verdicts = [verdict_of(run, cell) for cell in cells]
+    words = Counter(verdict.word for verdict in verdicts)
+    lines = []
+    if words.keys() - {"unverified"}:
+        counts = ", ".join(f"{words[word]} {word}" for word in VERDICTS if words[word])
+        seconds = sum(truth["seconds"] for truth in run.truths.values())
+        lines.append(
+            f"Answers against float32 eager attention on the same weights and views: {counts}"
+            f" (exact: within {EXACT_RATIO:g}x the rounding noise). The truth took {seconds:,.1f} s, in no figure here."
+        )
+    reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.word == "unverified")
+    return lines + [f"Unverified: {reason}." for reason in reasons]
 
 
 def _why_none(run: Run, cell: str) -> str:

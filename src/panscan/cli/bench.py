@@ -31,6 +31,7 @@ Examples
   panscan bench --model google/gemma-3-27b-it --images "docs/*.png" --prompts prompts.txt --batch-size 1,2,4
   panscan bench --dataset samples/questions.jsonl --preset baseline,balanced,document
   panscan bench --images scans/ -p "What is the total?" --grid-max-crops 2,4,8 --dry-run
+  panscan bench --model google/gemma-3-27b-it --device-map auto --replicas 4 --gpus-per-replica 2
   panscan bench --resume runs/20260101-120000-mini
 
 Values of one option may be a comma list: every combination becomes a cell. Presets: baseline, balanced, document,
@@ -55,6 +56,10 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches thrown away first.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
+@click.option("--no-verify", is_flag=True, help="Do not compare answers with the reference; outputs then say so.")
+@click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")
+@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Copies that run side by side.")
+@click.option("--gpus-per-replica", type=click.IntRange(1), default=1, show_default=True, help="GPUs of each copy.")
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
@@ -78,9 +83,16 @@ def command(**options: Any) -> int:
     cells = _cells(options)
     source = _source(options)
     items = build_workload(source, on_problem=_say_problem)
+    if options["no_verify"] and options["reference"] is not None:
+        raise SettingError("--no-verify and --reference exclude each other")
     plan = Plan(
-        cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"]
-    )
+        cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"],
+        not options["no_verify"], options["reference"], options["replicas"], options["gpus_per_replica"],
+    )  # fmt: skip
+    if plan.replicas * plan.gpus_per_replica > 1:
+        from panscan.bench.replicas import slots
+
+        slots(plan)  # what this machine cannot give is said before a run directory is made
     if options["dry_run"]:
         from panscan.cli.tables import print_predictions
 
@@ -103,15 +115,15 @@ def command(**options: Any) -> int:
 
 @contextmanager
 def _resumable(directory: Path) -> Iterator[None]:
-    """Whoever interrupts a run keeps a summary of what is done, and is told how to go on."""
+    """A run that is interrupted, or that a dead replica ends, keeps a summary of what is done; how to go on is said."""
     from panscan.bench.run import finish
 
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, PanscanError):
         with suppress(PanscanError):  # stopped before there was anything
             finish(directory)
-        errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+            errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
         raise
 
 

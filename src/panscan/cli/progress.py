@@ -18,7 +18,7 @@ __all__ = ["SweepProgress"]
 class SweepProgress:
     """Watches a sweep: a bar over batches with the time left, and one line for each kind of problem."""
 
-    def __init__(self, plan: Plan, done: set[tuple[str, int]], console: Console) -> None:
+    def __init__(self, plan: Plan, done: set[tuple[str, int | None]], console: Console) -> None:
         self.console = console
         self._said: set[str] = set()
         columns = (
@@ -52,6 +52,10 @@ class SweepProgress:
     def batch_done(self) -> None:
         """One measured batch more."""
         self._bar.update(self._task, description="measuring", advance=1)
+
+    def stage(self, what: str) -> None:
+        """Something that is not measured goes on."""
+        self._bar.update(self._task, description=what)
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:
         """A cell did not come to its end; each reason is said once."""

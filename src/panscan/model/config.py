@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import transformers
@@ -14,14 +15,14 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 
+from panscan.core import UnsupportedError
+from panscan.model.shapes import PATTERN, SHAPES, Shape, TextShape, VisionShape
 from panscan.model.tokenizer import END_MARKS, MARKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from panscan.model.shapes import Shape, TextShape, VisionShape
-
-__all__ = ["gemma3_config", "generation_config", "processor_for"]
+__all__ = ["gemma3_config", "generation_config", "processor_for", "shape_of_config"]
 
 
 def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Config | Gemma3TextConfig:
@@ -56,9 +57,7 @@ def _text_config(text: TextShape, tokenizer: PreTrainedTokenizerBase) -> Gemma3T
         num_key_value_heads=text.kv_heads,
         head_dim=text.head_size,
         sliding_window=text.window,
-        layer_types=[
-            "sliding_attention" if layer % text.pattern else "full_attention" for layer in range(1, text.layers + 1)
-        ],
+        layer_types=_layer_types(text.layers, text.pattern),
         query_pre_attn_scalar=text.query_scale,
         max_position_embeddings=text.max_positions,
         rope_parameters={
@@ -82,6 +81,83 @@ def _vision_config(vision: VisionShape) -> SiglipVisionConfig:
         patch_size=vision.patch_size,
         vision_use_head=False,
     )
+
+
+def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
+    """The shape of any Gemma 3 checkpoint, from its configuration: the inverse of :func:`gemma3_config`.
+
+    Its name is that of the published shape with the same numbers, else ``gemma3``.
+
+    Raises:
+        UnsupportedError: it has a part that the formulas of :mod:`panscan.model.shapes` leave out, as no published
+            Gemma 3 does: other layers than every n-th global, biases, an output matrix or a vision head of its own.
+    """
+    text = config.get_text_config()
+    vision = getattr(config, "vision_config", None)
+    _refuse_other_parts(config, text, vision)
+    shape = Shape("gemma3", _text_shape(text))
+    if vision is not None:
+        shape = replace(shape, vision=_vision_shape(vision), image_tokens=config.mm_tokens_per_image)
+    published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
+    return replace(shape, name=next(published, shape.name))
+
+
+def _text_shape(text: Gemma3TextConfig) -> TextShape:
+    rope = text.rope_parameters
+    return TextShape(
+        vocabulary=text.vocab_size,
+        hidden=text.hidden_size,
+        intermediate=text.intermediate_size,
+        layers=text.num_hidden_layers,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_size=text.head_dim,
+        window=text.sliding_window,
+        query_scale=text.query_pre_attn_scalar,
+        max_positions=text.max_position_embeddings,
+        rope_factor=rope["full_attention"].get("factor"),
+        rope_theta_global=rope["full_attention"]["rope_theta"],
+        rope_theta_local=rope["sliding_attention"]["rope_theta"],
+        pattern=_pattern(text),
+    )
+
+
+def _pattern(text: Gemma3TextConfig) -> int:
+    """Which layer is the first global one. Without any: the published number, or one more than there are layers."""
+    kinds = list(text.layer_types)
+    if "full_attention" in kinds:
+        return kinds.index("full_attention") + 1
+    return max(PATTERN, len(kinds) + 1)
+
+
+def _layer_types(layers: int, pattern: int) -> list[str]:
+    return ["sliding_attention" if layer % pattern else "full_attention" for layer in range(1, layers + 1)]
+
+
+def _vision_shape(vision: SiglipVisionConfig) -> VisionShape:
+    return VisionShape(
+        hidden=vision.hidden_size,
+        intermediate=vision.intermediate_size,
+        layers=vision.num_hidden_layers,
+        heads=vision.num_attention_heads,
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+    )
+
+
+def _refuse_other_parts(
+    config: Gemma3Config | Gemma3TextConfig, text: Gemma3TextConfig, vision: SiglipVisionConfig | None
+) -> None:
+    others = {
+        "attention biases": text.attention_bias,
+        "an output matrix of its own": not config.tie_word_embeddings,
+        "an irregular order of layers": list(text.layer_types) != _layer_types(len(text.layer_types), _pattern(text)),
+        "a vision head": vision is not None and getattr(vision, "vision_use_head", True),
+        "pictures of other than 3 channels": vision is not None and vision.num_channels != 3,
+    }
+    for what, there in others.items():
+        if there:
+            raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
 
 
 def generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

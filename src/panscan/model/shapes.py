@@ -7,10 +7,17 @@ models that see. A multiply-add counts as two FLOPs; norms, activations, softmax
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from math import ceil
+from typing import Any
 
-__all__ = ["SHAPES", "Shape", "TextShape", "VisionShape"]
+from panscan.core import RecordsError
+
+__all__ = ["PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape"]
+
+PATTERN = 6
+"""Of the published models, every sixth layer is global."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class TextShape:
     rope_factor: float | None = None
     rope_theta_global: float = 1e6
     rope_theta_local: float = 1e4
-    pattern: int = 6
+    pattern: int = PATTERN
 
     @property
     def global_layers(self) -> int:
@@ -62,6 +69,10 @@ class TextShape:
         causal = tokens * (tokens + 1) // 2
         beyond = max(0, tokens - self.window)
         return self.layers * causal - self.local_layers * (beyond * (beyond + 1) // 2)
+
+    def positions_seen(self, context: int) -> int:
+        """Positions that the last of ``context`` tokens looks at, summed over layers; local ones see their window."""
+        return self.global_layers * context + self.local_layers * min(context, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,20 @@ class Shape:
     vision: VisionShape | None = None
     image_tokens: int = 256
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Shape:
+        """The shape that ``dataclasses.asdict`` made these values of, as ``load`` records keep them.
+
+        Raises:
+            RecordsError: they are another version's: a field is unknown, missing or of another kind.
+        """
+        text, vision = values.get("text"), values.get("vision")
+        parts = {
+            "text": TextShape(**_checked(TextShape, text)),
+            "vision": None if vision is None else VisionShape(**_checked(VisionShape, vision)),
+        }
+        return cls(**{**_checked(cls, values), **parts})
+
     def parameters(self) -> int:
         """Decoder + tower + projector (vision hidden x text hidden, and a norm of vision hidden); tied weights once."""
         if self.vision is None:
@@ -133,6 +158,15 @@ class Shape:
         linear = 2 * tokens * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
         return float(linear + 4 * text.heads * text.head_size * text.attention_pairs(tokens))
 
+    def decode_flops(self, context: int) -> float:
+        """The decoder over one token that is the last of ``context``, with its logits.
+
+        2 x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x positions seen.
+        """
+        text = self.text
+        linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
+        return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
+
     def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
         """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
 
@@ -147,8 +181,23 @@ class Shape:
         2 x kv heads x head size x bytes per value x (global layers x tokens + local layers x min(tokens, window)).
         """
         text = self.text
-        positions = text.global_layers * tokens + text.local_layers * min(tokens, text.window)
-        return ceil(2 * text.kv_heads * text.head_size * positions * bytes_per_value)
+        return ceil(2 * text.kv_heads * text.head_size * text.positions_seen(tokens) * bytes_per_value)
+
+
+def _checked(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
+    """Values of a shape's fields, if they are all there and nothing else is."""
+    known = {field.name: field for field in fields(kind)}
+    if not isinstance(values, Mapping):
+        raise RecordsError(f"a {kind.__name__} needs fields, got {values!r}")
+    for name, value in values.items():
+        if name not in known:
+            raise RecordsError(f"a {kind.__name__} has no field {name!r}: it is another version's")
+        if "int" in str(known[name].type) and (not isinstance(value, int) or isinstance(value, bool)):
+            raise RecordsError(f"a {kind.__name__} needs a whole number {name!r}, got {value!r}")
+    for name, field in known.items():
+        if name not in values and field.default is MISSING:
+            raise RecordsError(f"a {kind.__name__} needs {name!r}: it is another version's")
+    return dict(values)
 
 
 _SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=896)

@@ -10,6 +10,7 @@ from panscan.runners.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.model.load import Loaded
+    from panscan.runners.observe import Observation, Script
 
 __all__ = ["Runner", "batches"]
 
@@ -26,6 +27,17 @@ class Runner(Protocol):
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer one batch; the requests' own pan-and-scan and sampling settings count."""
+        ...
+
+    def pixels(self, settings: Settings) -> str:
+        """Which rounding the pixels of views have under these settings: that of ``--preprocess cpu`` or ``device``."""
+        ...
+
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """Next-token distributions of one batch along given tokens, through its own path.
+
+        Raises UnsupportedError where there is no way to look in.
+        """
         ...
 
     def close(self) -> None:

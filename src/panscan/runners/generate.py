@@ -17,12 +17,15 @@ from panscan.runners.base import batches
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
 from panscan.runners.inputs import Prepared, Read, collate, count_views, prepare, read_images
 from panscan.runners.loading import load_for, unsupported_reason
+from panscan.runners.observe import Observation, Script, observe
 from panscan.runners.settings import Settings, settings_from
 
 __all__ = ["GenerateRunner", "finished", "generation_config", "one_sampling"]
 
 
-def generation_config(sampling: Sampling, loaded: Loaded, cache: str) -> GenerationConfig:
+def generation_config(
+    sampling: Sampling, loaded: Loaded, cache: str, prefill_chunk_size: int | None = None
+) -> GenerationConfig:
     """What ``generate()`` is told: only what was asked for, on top of the checkpoint's token ids."""
     own = loaded.model.generation_config
     chosen: dict[str, Any] = {
@@ -32,6 +35,7 @@ def generation_config(sampling: Sampling, loaded: Loaded, cache: str) -> Generat
         # An id outside of the vocabulary never comes up; None would bring the checkpoint's own back.
         "eos_token_id": loaded.model.config.get_text_config().vocab_size if sampling.ignore_eos else own.eos_token_id,
         "suppress_tokens": own.suppress_tokens,
+        "prefill_chunk_size": prefill_chunk_size,
     }
     if not sampling.greedy:
         chosen["temperature"] = sampling.temperature
@@ -147,7 +151,9 @@ class GenerateRunner:
         with timed_vision(self.loaded.model, clock) as vision:
             output = self.loaded.model.generate(
                 **inputs,
-                generation_config=generation_config(sampling, self.loaded, self.settings.cache),
+                generation_config=generation_config(
+                    sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size
+                ),
                 stopping_criteria=StoppingCriteriaList([tokens]),
             )
         times = clock.read()
@@ -158,6 +164,14 @@ class GenerateRunner:
         width = inputs["input_ids"].shape[1]
         rows = output[:, width:].tolist()
         return [finished(item, row, stamps, steps, self.loaded) for item, row in zip(prepared, rows, strict=True)]
+
+    def pixels(self, settings: Settings) -> str:
+        """Which rounding the pixels have under these settings: ``cpu`` or ``device``, as in ``--preprocess``."""
+        return settings.preprocess
+
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """Next-token distributions of one batch along given tokens, through this runner's own path."""
+        return observe(self.loaded, self.settings, batch, scripts)
 
     def _prepare(self, read: Read) -> Prepared:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"

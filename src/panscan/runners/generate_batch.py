@@ -14,6 +14,7 @@ from panscan.core import Request, Result, Sampling, SettingError, Stamps, Unsupp
 from panscan.model.load import Loaded
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.runners.inputs import Prepared
+from panscan.runners.observe import Observation, Script
 from panscan.runners.settings import Settings
 
 __all__ = ["GenerateBatchRunner"]
@@ -59,6 +60,10 @@ class GenerateBatchRunner(GenerateRunner):
             )
             for request, prompt, output in zip(batch, prompts, ordered, strict=True)
         ]  # fmt: skip
+
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """Not here. Raises UnsupportedError."""
+        raise UnsupportedError("generate_batch() offers no place to look at its logits")
 
 
 def _cache_for(lengths: Sequence[int], sampling: Sampling) -> ContinuousBatchingConfig:

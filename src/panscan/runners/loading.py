@@ -19,7 +19,13 @@ __all__ = ["load_for", "unsupported_reason"]
 # What a runner does not offer: setting -> the only value it takes.
 _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
     "pipeline": {"batch_size": 1, "pad_to_multiple_of": None, "preprocess": "cpu"},
-    "generate_batch": {"cache": "dynamic", "compile": None, "pad_to_multiple_of": None, "preprocess": "cpu"},
+    "generate_batch": {
+        "cache": "dynamic",
+        "compile": None,
+        "prefill_chunk_size": None,
+        "pad_to_multiple_of": None,
+        "preprocess": "cpu",
+    },
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList, pipeline
+from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.images.views import plan_views
@@ -20,6 +20,7 @@ from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
 from panscan.runners.generate import GenerateRunner, finished, generation_config
 from panscan.runners.inputs import Prepared, Read, read_images
+from panscan.runners.observe import Observation, Script, Watch, watched_config
 from panscan.runners.settings import Settings
 
 __all__ = ["PipelineRunner"]
@@ -42,11 +43,41 @@ class PipelineRunner(GenerateRunner):
         """Each request in its own call."""
         return [self._one(request) for request in batch]
 
-    def _one(self, request: Request) -> Result:
+    def pixels(self, settings: Settings) -> str:
+        """The processor's: with torchvision installed it rounds as ``--preprocess device`` does."""
+        return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
+
+    @torch.no_grad()
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """Each request in its own call."""
+        found = []
+        for request, script in zip(batch, scripts, strict=True):
+            with Watch(self.loaded, [script], [0]) as watch:
+                self._call(read_images(request), watched_config(self.loaded, self.settings), watch.arguments())
+                found += watch.observations()
+        return found
+
+    def _call(self, read: Read, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+        """One answer of the pipeline.
+
+        Raises:
+            SettingError: it would not answer what was asked.
+        """
+        request = read.request
         if request.raw:
             raise SettingError("runner pipeline takes chats, not raw prompts: use the runner generate")
         if (special := self.loaded.reader.prompts.special_in(request)) is not None:
             raise SettingError(f"runner pipeline would obey {special} in the user's text: use the runner generate")
+        [answer] = self._pipe(
+            _chat(read),
+            return_tensors=True,
+            generate_kwargs={"generation_config": config, **arguments},
+            processor_kwargs=request.pan_and_scan.processor_kwargs(),
+        )
+        found: dict[str, Any] = answer
+        return found
+
+    def _one(self, request: Request) -> Result:
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
@@ -54,15 +85,8 @@ class PipelineRunner(GenerateRunner):
         tokens = TokenClock(clock)
         if request.sampling.seed is not None:
             torch.manual_seed(request.sampling.seed)
-        [answer] = self._pipe(
-            _chat(read),
-            return_tensors=True,
-            generate_kwargs={
-                "generation_config": generation_config(request.sampling, self.loaded, self.settings.cache),
-                "stopping_criteria": StoppingCriteriaList([tokens]),
-            },
-            processor_kwargs=request.pan_and_scan.processor_kwargs(),
-        )
+        config = generation_config(request.sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size)
+        answer = self._call(read, config, {"stopping_criteria": StoppingCriteriaList([tokens])})
         times = clock.read()
         stamps.end = now()
         # For the counts alone, so after the clock: the pipeline has planned and written for itself.

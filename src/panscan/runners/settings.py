@@ -63,6 +63,7 @@ class Settings:
     tf32: bool = _axis(False, "let float32 products use TF32")
     batch_size: int = _axis(1, "requests per generate() call")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
+    prefill_chunk_size: int | None = _axis(None, "tokens per prefill pass of generate(); cuts image blocks")
     pad_to_multiple_of: int | None = _axis(None, "pad prompts to a multiple of this many tokens")
     preprocess: str = _axis(
         "cpu",
@@ -98,7 +99,7 @@ class Settings:
             )
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {self.device!r}")
-        for name, least in (("batch_size", 1), ("pad_to_multiple_of", 1)):
+        for name, least in (("batch_size", 1), ("prefill_chunk_size", 1), ("pad_to_multiple_of", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

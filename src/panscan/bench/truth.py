@@ -1,0 +1,215 @@
+"""The truth: float32 eager attention along its own greedy tokens, computed once per weights and views, and stored.
+
+What is stored are final hidden states, a few kilobytes a position; the output matrix, which every cell has, turns them
+into logits again. So the truth of a 27B model is a file of some megabytes that one machine can bring to another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from panscan.bench.records import write_atomically
+from panscan.core import RecordsError, Request
+from panscan.model.load import Loaded
+from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.reference import float32_model, one_view_at_a_time
+from panscan.runners.observe import Observation, Script, observe
+from panscan.runners.settings import Settings
+
+__all__ = ["Lead", "Noise", "Truth", "compute_truth", "eager_settings", "load_truth", "observe_eager", "save_truth"]
+
+FORMAT = "1"
+TOKENS = 32
+_TOGETHER = 4  # requests in one call; one by one where their memory is not there
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What eager attention at some precision makes of the truth: mean divergences in nats, and the largest change of a
+    margin between the truth's first and second choice. ``image`` is None without images."""
+
+    answer: float
+    image: float | None
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """One request of the truth: its greedy tokens, places of image tokens in its prompt, and float32 hidden states
+    ``[tokens, hidden]`` and ``[places, hidden]``."""
+
+    request: str
+    tokens: list[int]
+    places: list[int]
+    answer: torch.Tensor
+    image: torch.Tensor
+
+    def script(self, steps: int) -> Script:
+        return Script(self.tokens, self.places, steps)
+
+
+@dataclass(slots=True)
+class Truth:
+    """A truth, with the noise at each precision that it was computed for, by the precision's name."""
+
+    weights: str
+    views: str
+    model: str
+    leads: list[Lead]
+    noise: dict[str, Noise] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.weights[:8]}-{self.views[:8]}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(lead.tokens) for lead in self.leads)
+
+    @property
+    def image_positions(self) -> int:
+        return sum(len(lead.places) for lead in self.leads)
+
+
+def eager_settings(settings: Settings, pixels: str) -> Settings:
+    """The settings of the reference for a cell: nothing but its weights, precision, views and pixels."""
+    return replace(
+        settings, runner="generate", attention="eager", cache="dynamic", compile=None, tf32=False,
+        prefill_chunk_size=None, pad_to_multiple_of=None, preprocess=pixels, max_new_tokens=TOKENS,
+    )  # fmt: skip
+
+
+def compute_truth(
+    loaded: Loaded,
+    settings: Settings,
+    requests: Sequence[Request],
+    names: tuple[str, str, str],
+    steps: int,
+    on_step: Callable[[str], None],
+) -> Truth:
+    """Compute the truth of a loaded model, whose attention is eager by now.
+
+    Args:
+        loaded: unquantised; upcast part by part.
+        settings: as :func:`eager_settings` makes them.
+        requests: the sample.
+        names: digests of weights and views, and the model's name.
+        steps: tokens of each request at most.
+        on_step: told how far it is.
+
+    Raises:
+        UnsupportedError: the weights cannot be upcast.
+    """
+    with float32_model(loaded.model):
+        seen = list(
+            _in_groups(
+                loaded,
+                requests,
+                lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
+                lambda done: on_step(f"truth: {done} of {len(requests)} requests"),
+            )
+        )
+    leads = [_lead(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
+    return Truth(*names, leads)
+
+
+def observe_eager(
+    loaded: Loaded, settings: Settings, requests: Sequence[Request], truth: Truth, on_step: Callable[[str], None]
+) -> Iterator[Observation]:
+    """The same requests at the model's own precision, along the truth's tokens: the yardstick's observations."""
+    scripts = [lead.script(len(lead.tokens)) for lead in truth.leads]
+    return _in_groups(
+        loaded,
+        requests,
+        lambda group: observe(loaded, settings, requests[group], scripts[group]),
+        lambda done: on_step(f"its noise in {settings.dtype}: {done} of {len(requests)} requests"),
+    )
+
+
+def _in_groups(
+    loaded: Loaded,
+    requests: Sequence[Request],
+    run: Callable[[slice], list[Observation]],
+    on_done: Callable[[int], None],
+) -> Iterator[Observation]:
+    at, together = 0, _TOGETHER
+    with one_view_at_a_time(loaded.model):
+        while at < len(requests):
+            on_done(at)
+            try:
+                found = run(slice(at, at + together))
+            except RuntimeError as error:
+                if together == 1 or not is_out_of_memory(error):
+                    raise
+                found = []
+            if not found:  # outside of the handler, where the error no longer holds what there was
+                release_memory()
+                together = 1
+                continue
+            yield from found
+            at += together
+
+
+def _lead(request: str, seen: Observation) -> Lead:
+    assert seen.answer_hidden is not None  # observed without a script
+    hidden = seen.answer_hidden.shape[-1]
+    image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
+    return Lead(request, seen.tokens, seen.places, seen.answer_hidden, image)
+
+
+def save_truth(truth: Truth, path: Path) -> None:
+    """Write a truth as a safetensors file, in one step.
+
+    Raises:
+        RecordsError: the disk does not take it.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for index, lead in enumerate(truth.leads):
+        tensors |= {f"{index}.answer": lead.answer.contiguous(), f"{index}.image": lead.image.contiguous()}
+    header = {
+        "weights": truth.weights,
+        "views": truth.views,
+        "model": truth.model,
+        "noise": {name: asdict(noise) for name, noise in truth.noise.items()},
+        "leads": [{"request": lead.request, "tokens": lead.tokens, "places": lead.places} for lead in truth.leads],
+    }
+    with _readable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, save(tensors, {"panscan_truth": FORMAT, "header": json.dumps(header)}))
+
+
+def load_truth(path: Path) -> Truth:
+    """Read a truth's file.
+
+    Raises:
+        RecordsError: it is not one, or of another format.
+    """
+    with _readable(path), safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("panscan_truth") != FORMAT:
+            raise RecordsError(f"{path} is not a truth that this panscan reads")
+        header: dict[str, Any] = json.loads(metadata["header"])
+        leads = [
+            Lead(**lead, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
+            for index, lead in enumerate(header.pop("leads"))
+        ]
+    noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
+    return Truth(**header, leads=leads, noise=noise)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise RecordsError(f"{path}: no truth can be read there: {text}") from error

@@ -1,0 +1,292 @@
+"""Verification within a sweep: one truth per weights and views, made or found before cells are measured, and a verdict
+for each cell through its own path, right after its last repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from panscan.bench.divergence import Tally
+from panscan.bench.grid import Cell
+from panscan.bench.truth import (
+    Noise,
+    Truth,
+    compute_truth,
+    eager_settings,
+    load_truth,
+    observe_eager,
+    save_truth,
+)
+from panscan.bench.workload import Item, Source, plans_of, request_of
+from panscan.core import PanscanError, RecordsError, Request, now
+from panscan.model.load import Loaded
+from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.reference import weights_digest
+from panscan.runners.base import batches
+from panscan.runners.settings import Settings
+
+if TYPE_CHECKING:
+    from panscan.runners.base import Runner
+
+__all__ = ["Verifier", "find_references", "views_digest"]
+
+Record = dict[str, Any]
+
+
+def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
+    """A fingerprint of everything that a truth is asked: documents, views taken of them, pixels' rounding, prompts."""
+    facts = [
+        [
+            [document.sha256 for document in item.documents],
+            [[view.box for view in plan.views] for plan in plans_of(item, settings)],
+            item.prompt_sha256,
+        ]
+        for item in items
+    ]
+    text = json.dumps([facts, source.system, source.raw_prompt, pixels])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_references(path: Path) -> list[tuple[Path, Truth]]:
+    """The truths of ``--reference``: a truth's file, or a run directory.
+
+    Raises:
+        RecordsError: there is none.
+    """
+    files = sorted((path / "truth").glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise RecordsError(f"--reference {path}: the run has stored no truth (was it measured with --no-verify?)")
+    return [(file, load_truth(file)) for file in files]
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Knows the truths of a sweep.
+
+    Args:
+        items: the sample that is compared.
+        source: of the items.
+        steps: tokens of each request at most.
+        directory: where truths are stored; None stores none.
+        references: truths from elsewhere, with their files.
+        write: takes records.
+        say: told what goes on.
+        recorded: ids of truths that the run's records name already.
+    """
+
+    items: Sequence[Item]
+    source: Source
+    steps: int
+    directory: Path | None
+    references: Sequence[tuple[Path, Truth]]
+    write: Callable[[Sequence[Mapping[str, Any]]], None]
+    say: Callable[[str], None]
+    recorded: set[str] = field(default_factory=set)
+    _truths: dict[tuple[str, str], Truth] = field(default_factory=dict)
+    _digests: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    _missing: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def check_references(self, cells: Iterable[Cell]) -> None:
+        """Whether references were made of any of these views.
+
+        Raises:
+            RecordsError: of none; before a model is loaded.
+        """
+        if not self.references:
+            return
+        known = {truth.views for _, truth in self.references}
+        asked = {self._views(cell.settings, pixels) for cell in cells for pixels in ("cpu", "device")}
+        if not known & asked:
+            raise RecordsError(
+                f"--reference {self.references[0][0]} is of other views: documents, prompts, pan-and-scan settings"
+                " and --preprocess must be those of a cell"
+            )
+
+    def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
+        """Have the truth of each of these cells, which ``runner``'s weights serve, before they are measured.
+
+        Raises:
+            RecordsError: a reference is of other weights.
+        """
+        settings = cells[0].settings
+        if settings.quantization is not None:
+            return  # its truth is that of the unquantised weights
+        weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
+        for cell in _one_per_views(cells, lambda each: self._views(each.settings, runner.pixels(each.settings))):
+            self._prepare_one(runner, cell.settings, weights)
+        release_memory()
+
+    def prepare_quantized(self, cells: Sequence[Cell]) -> None:
+        """The same for cells of quantised weights, before these are loaded: loads the unquantised ones if need be."""
+        from panscan.runners.generate import GenerateRunner
+        from panscan.runners.loading import load_for
+
+        settings = cells[0].settings
+        if settings.quantization in (None, "gptq"):
+            return
+        if all(self._truth(cell.settings, cell.settings.preprocess) for cell in cells):
+            return
+        plain = replace(settings, quantization=None, runner="generate")
+        self.say(f"loading {plain.model_name} unquantised, for the truth")
+        try:
+            runner = GenerateRunner(load_for(plain), plain)
+        except Exception as error:  # whatever it is, cells go without a verdict, not the run without cells
+            self._digests[_identity(settings)] = "none"
+            self._missing["none", ""] = _reason(error)
+            return
+        try:
+            self.prepare(runner, [replace(cell, settings=replace(cell.settings, quantization=None)) for cell in cells])
+        finally:
+            runner.close()
+
+    def verify(self, runner: Runner, cell: Cell) -> Record:
+        """The verdict record of a cell that ``runner`` is configured for."""
+        started = now()
+        record: Record = {"type": "verdict", "cell": cell.id, "verdict": "unverified", "reason": None, "truth": None}
+        record |= dict.fromkeys(("answer", "image", "top1", "equal_tokens"))
+        pixels = runner.pixels(cell.settings)
+        truth = self._truth(cell.settings, pixels)
+        if truth is None:
+            record["reason"] = self._why_missing(cell.settings, pixels)
+        else:
+            self._record(truth, "reference", 0.0)
+            record["truth"] = truth.id
+            try:
+                record |= self._compare(runner, cell.settings, truth)
+            except Exception as error:  # a cell that cannot be watched is unverified; the sweep goes on
+                record["reason"] = _reason(error)
+        return record | {"seconds": now() - started}
+
+    def _views(self, settings: Settings, pixels: str) -> str:
+        return views_digest(self.items, settings, self.source, pixels)
+
+    def _requests(self, settings: Settings) -> list[Request]:
+        return [request_of(item, settings, self.source) for item in self.items]
+
+    def _truth(self, settings: Settings, pixels: str) -> Truth | None:
+        """The truth of a cell with its noise. Of quantised weights, one from elsewhere is taken by the model's name."""
+        views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
+        precision = _precision(settings)
+        if weights is not None:
+            found = self._truths.get((weights, views))
+        else:
+            found = next(
+                (t for _, t in self.references if t.views == views and _same_model(t.model, settings)),
+                None,
+            )
+        return found if found is not None and precision in found.noise else None
+
+    def _why_missing(self, settings: Settings, pixels: str) -> str:
+        key = self._digests.get(_identity(settings), ""), self._views(settings, pixels)
+        if settings.quantization == "gptq":
+            return "the unquantised weights are not in this checkpoint: bring their truth with --reference"
+        return self._missing.get(key) or self._missing.get(("none", ""), "no truth was computed")
+
+    def _prepare_one(self, runner: Runner, settings: Settings, weights: str) -> None:
+        pixels = runner.pixels(settings)
+        views = self._views(settings, pixels)
+        started = now()
+        truth, source = self._truths.get((weights, views)), "computed"
+        if truth is None:
+            truth, source = self._found(weights, views)
+        plain = eager_settings(settings, pixels)
+        precision = _precision(settings)
+        try:
+            if truth is None or precision not in truth.noise:
+                runner.configure(replace(plain, runner=settings.runner, preprocess=settings.preprocess))
+            if truth is None:
+                names = weights, views, settings.model_name
+                requests = self._requests(settings)
+                truth = compute_truth(runner.loaded, plain, requests, names, self.steps, self.say)
+            self._truths[weights, views] = truth
+            if precision not in truth.noise:
+                truth.noise[precision] = self._noise(runner.loaded, plain, truth)
+                if self.directory is not None:
+                    save_truth(truth, self.directory / f"{truth.id}.safetensors")
+        except Exception as error:  # without a truth cells are unverified, and measured all the same
+            self._missing[weights, views] = _reason(error)
+            return
+        self._record(truth, source, now() - started)
+
+    def _found(self, weights: str, views: str) -> tuple[Truth | None, str]:
+        """A truth of an earlier start of this run, or of ``--reference``."""
+        for path, truth in self.references:
+            if truth.views == views and truth.weights != weights:
+                raise RecordsError(
+                    f"--reference {path} is of other weights: it was made of {truth.model}, perhaps in another --dtype"
+                )
+            if truth.views == views:
+                return truth, "reference"
+        if self.directory is not None:
+            path = self.directory / f"{weights[:8]}-{views[:8]}.safetensors"
+            if path.exists():
+                return load_truth(path), "computed"
+        return None, "computed"
+
+    def _noise(self, loaded: Loaded, plain: Settings, truth: Truth) -> Noise:
+        """The yardstick. In float32 eager attention is the truth itself, and the noise its floor."""
+        if loaded.dtype == torch.float32:
+            return Noise(0.0, 0.0 if truth.image_positions else None, 0.0)
+        tally = Tally()
+        requests = self._requests(plain)
+        seen = observe_eager(loaded, plain, requests, truth, self.say)
+        for lead, observation in zip(truth.leads, seen, strict=True):
+            tally.add(loaded, lead.answer, observation.answer, lead.image, observation.image)
+        return tally.noise()
+
+    def _compare(self, runner: Runner, settings: Settings, truth: Truth) -> Record:
+        requests = self._requests(settings)
+        tally = Tally()
+        views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
+        todo = batches(views, settings.batch_size, equal_views=settings.equal_views)
+        for number, batch in enumerate(todo):
+            self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
+            scripts = [truth.leads[index].script(settings.max_new_tokens) for index in batch]
+            for index, seen in zip(batch, runner.observe([requests[i] for i in batch], scripts), strict=True):
+                lead = truth.leads[index]
+                tally.add(runner.loaded, lead.answer[: len(seen.tokens)], seen.answer, lead.image, seen.image)
+        return tally.verdict(truth.noise[_precision(settings)], float32=_precision(settings) == "fp32")
+
+    def _record(self, truth: Truth, source: str, seconds: float) -> None:
+        if truth.id in self.recorded:
+            return
+        self.recorded.add(truth.id)
+        origin = next((path for path, each in self.references if each.id == truth.id), None)
+        file = origin if origin is not None else Path("truth") / f"{truth.id}.safetensors"
+        facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
+        counts = {"requests": len(truth.leads), "tokens": truth.tokens, "image_positions": truth.image_positions}
+        self.write([{"type": "truth", **facts, **counts}])
+
+
+def _identity(settings: Settings) -> tuple[Any, ...]:
+    """Settings that decide the values of unquantised weights."""
+    return settings.model, settings.revision, settings.random_weights, settings.model_shape, _precision(settings)
+
+
+def _precision(settings: Settings) -> str:
+    """The name of a cell's precision: ``auto`` is resolved."""
+    from panscan.model.machine import resolve_device, resolve_dtype
+
+    dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def _same_model(name: str, settings: Settings) -> bool:
+    return settings.quantization == "gptq" or name == settings.model_name
+
+
+def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[Cell]:
+    return list({views(cell): cell for cell in reversed(cells)}.values())[::-1]
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    if is_out_of_memory(error):
+        return "out of memory while computing the truth: bring one with --reference"
+    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,128 @@
+"""The same weights in float32, one part of the model at a time: what a truth is computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from panscan.core import UnsupportedError
+
+__all__ = ["float32_model", "head_logits", "one_view_at_a_time", "weights_digest"]
+
+_DRAWN = 64  # values of each parameter that the digest looks at
+_HEAD_ROWS = 32_768  # of the output matrix that are float32 at once
+
+
+@contextmanager
+def float32_model(model: Any) -> Iterator[None]:
+    """Make every part of a loaded model compute in float32 while in the ``with`` block.
+
+    Each layer's weights are upcast when it is entered and put back when it is left, so a model of any size needs room
+    for one float32 layer (or the output matrix) beside itself. The values are the loaded ones: bfloat16 loses nothing
+    on its way to float32.
+
+    Raises:
+        UnsupportedError: the weights cannot be upcast here: quantised, offloaded or split over processes.
+    """
+    _refuse(model)
+    with ExitStack() as stack:
+        for part in _parts(model):
+            if any(parameter.dtype != torch.float32 for parameter in part.parameters()):
+                stack.enter_context(_upcast_on_entry(part))
+        yield
+
+
+def _refuse(model: Any) -> None:
+    reasons = {
+        "the weights are quantised": getattr(model, "hf_quantizer", None) is not None,
+        "some weights are offloaded": any(parameter.is_meta for parameter in model.parameters()),
+        "the weights are split over processes": any(hasattr(p, "full_tensor") for p in model.parameters()),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedError(reason)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules that hold no list of layers: layers, embeddings, projector, norms, the output matrix."""
+    for child in module.children():
+        if any(isinstance(inner, nn.ModuleList) for inner in child.modules()):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+@contextmanager
+def _upcast_on_entry(part: nn.Module) -> Iterator[None]:
+    kept: dict[nn.Parameter, torch.Tensor] = {}
+
+    def enter(*_: Any) -> None:
+        for parameter in part.parameters():
+            kept[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def leave(*_: Any) -> None:
+        for parameter, data in kept.items():
+            parameter.data = data
+        kept.clear()
+
+    hooks = part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def one_view_at_a_time(model: Any) -> Iterator[None]:
+    """Let the vision tower read views one by one: eager attention over 4,096 patches takes a gigabyte for each."""
+    tower = getattr(model.model, "vision_tower", None)
+    if tower is None:
+        yield
+        return
+    original = tower.forward
+
+    def forward(pixel_values: torch.Tensor, **options: Any) -> Any:
+        outputs = [original(pixel_values=view, **options) for view in torch.split(pixel_values, 1)]
+        outputs[0].last_hidden_state = torch.cat([output.last_hidden_state for output in outputs])
+        return outputs[0]
+
+    tower.forward = forward
+    try:
+        yield
+    finally:
+        del tower.forward
+
+
+def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Next-token logits, float32 ``[positions, vocabulary]``, of final hidden states float32 ``[positions, hidden]``.
+
+    The output matrix is the embedding (Gemma 3 ties them), which no quantisation touches; it is upcast block by block.
+    """
+    weight = model.get_input_embeddings().weight.detach()
+    hidden = hidden.to(weight.device)
+    blocks = [functional.linear(hidden, rows.float()) for rows in weight.split(_HEAD_ROWS)]
+    return torch.cat(blocks, dim=-1)
+
+
+def weights_digest(model: Any) -> str:
+    """A fingerprint of the loaded values: of each parameter and buffer, the shape and 64 values spread over it.
+
+    A model loaded in bfloat16 differs from itself loaded in float32 by its scale of embeddings, a buffer that Gemma
+    rounds to its precision (from 73.3 to 73.5 in the 27B model), so the two have truths of their own.
+    """
+    digest = sha256()
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0)):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // _DRAWN)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(flat[::step][:_DRAWN].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

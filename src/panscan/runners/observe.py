@@ -1,0 +1,227 @@
+"""The verdict's seam: next-token distributions of a loaded model along given tokens, through its own path.
+
+A logits processor records what each step offers and forces the next token; it works with ``generate()``, with every
+cache and with compiled models. A hook on the model's core, gone before the first decode step, keeps the prompt's final
+hidden states at the positions asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from panscan.core import Request
+from panscan.model.load import Loaded
+from panscan.runners.inputs import Prepared, collate, prepare, read_images
+from panscan.runners.settings import Settings
+
+__all__ = ["IMAGE_POSITIONS", "Observation", "Script", "Watch", "image_places", "observe", "watched_config"]
+
+IMAGE_POSITIONS = 32  # per request
+
+
+@dataclass(slots=True)
+class Script:
+    """What a request is led along.
+
+    Args:
+        tokens: forced one after the other; None for the model's own greedy tokens, up to ``steps``.
+        places: positions in the prompt, without padding, whose distributions are wanted, ascending.
+        steps: tokens at most.
+    """
+
+    tokens: list[int] | None
+    places: list[int]
+    steps: int
+
+
+@dataclass(slots=True)
+class Observation:
+    """What a model computed for one request. Tensors are on the CPU.
+
+    Args:
+        tokens: those it was led along, or chose.
+        places: of the prompt, as in its script.
+        answer: float32 ``[tokens, vocabulary]``: the logits before each token.
+        image: float32 ``[places, vocabulary]``: the logits at the places of the prompt; None where none were asked for.
+        answer_hidden: float32 ``[tokens, hidden]``: final hidden states before each token, if they were asked for.
+        image_hidden: float32 ``[places, hidden]``.
+    """
+
+    tokens: list[int]
+    places: list[int]
+    answer: torch.Tensor
+    image: torch.Tensor | None = None
+    answer_hidden: torch.Tensor | None = None
+    image_hidden: torch.Tensor | None = None
+
+
+def image_places(ids: Sequence[int], soft_id: int | None) -> list[int]:
+    """Some of the positions of image tokens in a prompt: a draw that depends on nothing but their number."""
+    tokens = [place for place, token in enumerate(ids) if token == soft_id]
+    chosen = random.Random(len(tokens)).sample(range(len(tokens)), min(IMAGE_POSITIONS, len(tokens)))
+    return [tokens[index] for index in sorted(chosen)]
+
+
+def watched_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
+    """What ``generate()`` is told while it is watched: nothing that changes scores, and the cell's own cache size."""
+    config = GenerationConfig(
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=False,
+        pad_token_id=loaded.model.generation_config.pad_token_id,
+        eos_token_id=loaded.model.config.get_text_config().vocab_size,  # never comes up: the watch ends the answer
+        prefill_chunk_size=settings.prefill_chunk_size,
+    )
+    if settings.cache != "dynamic":
+        config.cache_implementation = settings.cache
+    return config
+
+
+@dataclass
+class Watch:
+    """Records logits and hidden states of one ``generate()`` call, and chooses its tokens.
+
+    Args:
+        loaded: the model that is called.
+        scripts: one per row of the batch.
+        padding: tokens on the left of each row.
+        keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
+    """
+
+    loaded: Loaded
+    scripts: Sequence[Script]
+    padding: Sequence[int]
+    keep_hidden: bool = False
+    _chosen: list[list[int]] = field(init=False)
+    _scores: list[torch.Tensor] = field(default_factory=list)
+    _places: list[list[torch.Tensor]] = field(init=False)
+    _last: list[torch.Tensor] = field(default_factory=list)
+    _seen: int = 0
+
+    def __post_init__(self) -> None:
+        self._chosen = [[] for _ in self.scripts]
+        self._places = [[] for _ in self.scripts]
+        self._own = self.loaded.model.generation_config
+        self._suppressed = self._own.suppress_tokens or []
+
+    def __enter__(self) -> Self:
+        # generate() fills what it is not told from the checkpoint's settings, and would mask or scale scores by them.
+        self.loaded.model.generation_config = GenerationConfig(pad_token_id=self._own.pad_token_id)
+        self._hook = self.loaded.model.model.register_forward_hook(self._forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        self.loaded.model.generation_config = self._own
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``generate()``."""
+        return {
+            "logits_processor": LogitsProcessorList([self._step]),
+            "stopping_criteria": StoppingCriteriaList([self._done]),
+        }
+
+    def observations(self) -> list[Observation]:
+        """What was seen, row by row."""
+        return [self._observation(row) for row in range(len(self.scripts))]
+
+    def _forward(self, _module: Any, _inputs: Any, output: Any) -> None:
+        """A prompt may come in several passes, and each brings its own positions."""
+        hidden = output[0]
+        passed = range(self._seen, self._seen + hidden.shape[1])
+        for row, (script, pad) in enumerate(zip(self.scripts, self.padding, strict=True)):
+            inside = [place + pad - self._seen for place in script.places if place + pad in passed]
+            self._places[row].append(hidden[row, inside])
+        self._seen += hidden.shape[1]
+        if self.keep_hidden:
+            self._last.append(hidden[:, -1].float().cpu())
+
+    def _step(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.keep_hidden:
+            self._hook.remove()  # before decode, which may be compiled
+        self._scores.append(scores.float().cpu())
+        choice = [self._choose(row, scores[row]) for row in range(len(self.scripts))]
+        forced = torch.full_like(scores, float("-inf"))
+        return forced.scatter_(1, torch.tensor(choice, device=scores.device)[:, None], 0.0)
+
+    def _choose(self, row: int, scores: torch.Tensor) -> int:
+        script, chosen = self.scripts[row], self._chosen[row]
+        if self._ended(row):
+            return int(self._own.pad_token_id)
+        if script.tokens is not None:
+            chosen.append(script.tokens[len(chosen)])
+        else:
+            allowed = scores.clone()
+            allowed[self._suppressed] = float("-inf")
+            chosen.append(int(allowed.argmax()))
+        return chosen[-1]
+
+    def _ended(self, row: int) -> bool:
+        script, chosen = self.scripts[row], self._chosen[row]
+        if script.tokens is not None:
+            return len(chosen) == min(script.steps, len(script.tokens))
+        return len(chosen) == script.steps or (bool(chosen) and chosen[-1] in self.loaded.eos_ids)
+
+    def _done(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        done = all(map(self._ended, range(len(self.scripts))))
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
+
+    def _observation(self, row: int) -> Observation:
+        tokens = self._chosen[row]
+        answer = torch.stack([scores[row] for scores in self._scores[: len(tokens)]])
+        found = Observation(tokens, self.scripts[row].places, answer)
+        if self.scripts[row].places:
+            hidden = torch.cat(self._places[row])
+            found.image_hidden = hidden.float().cpu()
+            found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
+        if self.keep_hidden:
+            found.answer_hidden = torch.stack([last[row] for last in self._last[: len(tokens)]])
+        return found
+
+
+@torch.no_grad()
+def observe(
+    loaded: Loaded,
+    settings: Settings,
+    batch: Sequence[Request],
+    scripts: Sequence[Script] | None = None,
+    *,
+    steps: int = 0,
+    dtype: torch.dtype | None = None,
+) -> list[Observation]:
+    """Watch one ``generate()`` call.
+
+    Args:
+        loaded: the model, its attention and compilation as they should be.
+        settings: cache, padding, preprocessing and chunking of the call.
+        batch: requests of one batch.
+        scripts: what each is led along. None: the model's own greedy tokens, up to ``steps``, with hidden states, at
+            some positions of images.
+        steps: without scripts, tokens at most.
+        dtype: of the pixels; the model's own if None.
+    """
+    on_device = settings.preprocess == "device"
+    prepared = [
+        prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
+        for item in batch
+    ]
+    keep_hidden = scripts is None
+    if scripts is None:
+        scripts = [_own_script(item, loaded, steps) for item in prepared]
+    inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
+    padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
+    with Watch(loaded, scripts, padding, keep_hidden) as watch:
+        loaded.model.generate(**inputs, **watch.arguments(), generation_config=watched_config(loaded, settings))
+        return watch.observations()
+
+
+def _own_script(item: Prepared, loaded: Loaded, steps: int) -> Script:
+    return Script(None, image_places(item.prompt.ids, loaded.reader.prompts.soft_id), steps)

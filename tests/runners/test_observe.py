@@ -1,0 +1,114 @@
+"""The forcing seam against one forward pass over prompt and answer: every logit that it reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import noise
+
+from panscan.core import PanAndScan, Request, Sampling
+from panscan.runners.generate import GenerateRunner
+from panscan.runners.inputs import collate, prepare, read_images
+from panscan.runners.observe import IMAGE_POSITIONS, Observation, Script, image_places, observe
+
+STEPS = 6
+BATCH = [
+    Request(prompt="What is it?", images=[noise(300, 900)], pan_and_scan=PanAndScan(max_num_crops=2), id="a"),
+    Request(prompt="And this, the second one?", images=[noise(200, 200, 1)], id="b"),
+    Request(prompt="No picture at all.", id="c"),
+]
+
+
+def prompts(runner: GenerateRunner) -> list[list[int]]:
+    reader, device = runner.loaded.reader, torch.device("cpu")
+    return [prepare(read_images(item), reader, device, torch.float32, on_device=False).prompt.ids for item in BATCH]
+
+
+@torch.no_grad()
+def teacher(runner: GenerateRunner, request: Request, tokens: list[int]) -> torch.Tensor:
+    """Logits ``[prompt + tokens, vocabulary]`` of one forward pass."""
+    loaded = runner.loaded
+    ready = prepare(read_images(request), loaded.reader, loaded.device, loaded.dtype, on_device=False)
+    ready.prompt.ids.extend(tokens)
+    logits: torch.Tensor = loaded.model(**collate([ready], loaded, None)).logits[0]
+    return logits
+
+
+def observed(runner: GenerateRunner, scripts: list[Script] | None) -> list[Observation]:
+    return observe(runner.loaded, runner.settings, BATCH, scripts, steps=STEPS)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"cache": "static"},
+    {"attention": "eager"},
+    {"pad_to_multiple_of": 64},
+    {"max_new_tokens": STEPS},
+    {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"prefill_chunk_size": 4096},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, settings: dict[str, Any]) -> None:
+    from dataclasses import replace
+
+    runner.configure(replace(runner.settings, **settings))
+    ids = prompts(runner)
+    places = [image_places(each, runner.loaded.reader.prompts.soft_id) for each in ids]
+    forced = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
+    scripts = [Script(tokens, place, STEPS) for tokens, place in zip(forced, places, strict=True)]
+    for row, seen in enumerate(runner.observe(BATCH, scripts)):
+        full = teacher(runner, BATCH[row], forced[row])
+        assert seen.tokens == forced[row]
+        expected = full[len(ids[row]) - 1 : -1]
+        torch.testing.assert_close(seen.answer, expected, rtol=1e-4, atol=2e-3)
+        assert (seen.image is None) == (not places[row])
+        if seen.image is not None:
+            torch.testing.assert_close(seen.image, full[places[row]], rtol=1e-4, atol=2e-3)
+
+
+def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> None:
+    """Passes that cut image blocks give other logits (the mini's blocks are 64 tokens), but at the same places."""
+    from dataclasses import replace
+
+    whole = observed(runner, None)
+    scripts = [Script(seen.tokens, seen.places, STEPS) for seen in whole]
+    runner.configure(replace(runner.settings, prefill_chunk_size=70))
+    for before, seen in zip(whole, runner.observe(BATCH, scripts), strict=True):
+        if before.image is not None:
+            assert seen.image is not None
+            assert seen.image.shape == before.image.shape
+            assert not torch.allclose(seen.image, before.image, atol=0.1)
+
+
+def test_without_a_script_the_tokens_are_generates(runner: GenerateRunner) -> None:
+    own = observed(runner, None)
+    sampling = Sampling(max_new_tokens=STEPS)
+    for request, seen in zip(BATCH, own, strict=True):
+        [result] = runner.generate([Request(
+            prompt=request.prompt, images=request.images, pan_and_scan=request.pan_and_scan, sampling=sampling
+        )])  # fmt: skip
+        assert seen.tokens == result.token_ids
+        assert seen.answer_hidden is not None
+        assert seen.answer_hidden.shape == (len(seen.tokens), runner.loaded.model.config.text_config.hidden_size)
+
+
+def test_the_models_own_settings_come_back(runner: GenerateRunner) -> None:
+    before = runner.loaded.model.generation_config
+    observed(runner, None)
+    assert runner.loaded.model.generation_config is before
+    assert not runner.loaded.model.model._forward_hooks
+
+
+def test_image_places_are_a_fixed_draw_of_image_tokens() -> None:
+    ids = [1, 2] + [9] * 64 + [3] + [9] * 64 + [4]
+    places = image_places(ids, 9)
+    assert len(places) == IMAGE_POSITIONS == len(set(places))
+    assert places == sorted(places)
+    assert all(ids[place] == 9 for place in places)
+    assert image_places([5, *ids], 9) == [place + 1 for place in places]
+    assert image_places([1, 9, 9], 9) == [1, 2]
+    assert image_places([1, 2], 9) == []
