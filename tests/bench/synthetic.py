@@ -71,12 +71,79 @@ def outcome(cell: str, outcome: str, reason: str | None = None) -> dict[str, Any
     return {"type": "cell", "cell": cell, "outcome": outcome, "reason": reason, "repeat": None, "time": 9.0}
 
 
-def batches_of(cell: str, latencies: Sequence[float], size: int = 1, tokens: int = 3) -> list[dict[str, Any]]:
-    """One repeat of batches one after the other from time 0: half of each latency to the first token."""
+def scored(records: Sequence[dict[str, Any]], scores: Sequence[float]) -> list[dict[str, Any]]:
+    """Requests with an exact match each; every one is a question of its own."""
+    left = iter(scores)
+    return [
+        record | {"scores": {"exact_match": next(left)}, "prompt_sha256": record["request"]}
+        if record["type"] == "request"
+        else record
+        for record in records
+    ]
+
+
+def load(cells: Sequence[str], shape: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
+    record = {
+        "type": "load",
+        "cells": list(cells),
+        "seconds": 2.5,
+        "shape": shape,
+        "device": "cuda:0",
+        "dtype": "bfloat16",
+        "weight_bytes": 3 * 2**30,
+        "flops_per_s": 4e12,
+        "bytes_per_s": 2e9,
+    }
+    return record | others
+
+
+def truth(name: str = "t", **others: Any) -> dict[str, Any]:
+    record = {
+        "type": "truth",
+        "truth": name,
+        "source": "computed",
+        "file": "truth.npz",
+        "model": "mini",
+        "requests": 5,
+        "tokens": 77,
+        "image_positions": 1234,
+        "seconds": 12.5,
+    }
+    return record | others
+
+
+def verdict(cell: str, word: str, answer: float | None, image: float | None = None, **others: Any) -> dict[str, Any]:
+    """A verdict whose divergences are so many times a noise of a thousandth of a nat."""
+
+    def divergence(ratio: float | None, positions: int) -> dict[str, Any] | None:
+        return ratio and {"positions": positions, "kl": ratio * 1e-3, "kl_max": ratio * 1e-2, "noise": 1e-3}
+
+    record = {
+        "type": "verdict",
+        "cell": cell,
+        "verdict": word,
+        "reason": None,
+        "truth": "t",
+        "answer": divergence(answer, 77),
+        "image": divergence(image, 1234),
+        "top1": answer and {"clear": 80, "agree": 79},
+        "equal_tokens": None,
+        "seconds": 1.5,
+    }
+    return record | others
+
+
+def batches_of(
+    cell: str, latencies: Sequence[float], size: int = 1, tokens: int = 3, **others: Any
+) -> list[dict[str, Any]]:
+    """One repeat of batches one after the other from time 0: half of each latency to the first token.
+
+    ``others`` are fields of its requests.
+    """
     records, start = [], 0.0
     for batch, latency in enumerate(latencies):
         times = [start + latency / 2 * (1 + i / (tokens - 1)) for i in range(tokens)]
-        records += [request(cell, f"q{batch}.{i}", start, times, batch=batch) for i in range(size)]
+        records += [request(cell, f"q{batch}.{i}", start, times, batch=batch, **others) for i in range(size)]
         start += latency
     return [*records, repeat(cell, 0, 0.0, start), outcome(cell, "done")]
 

@@ -16,7 +16,8 @@ from panscan import GenerateRunner
 from panscan.bench import sweep
 from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
-from panscan.bench.sweep import Plan, measure
+from panscan.bench.plan import Plan
+from panscan.bench.sweep import measure
 from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result
 from panscan.runners.settings import Settings
@@ -99,7 +100,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: Plan) -> None:
     watcher, lines = Watcher(), Lines()
     gc.disable()
     try:
-        sweep._visit(plan, [(plan.cells[0], 0), (other, 0)], Failing(), lines, watcher)
+        sweep._visit(plan, [(plan.cells[0], 0), (other, 0)], Failing(), lines, watcher, None)
     finally:
         gc.enable()
     assert alive_at_next == [False]

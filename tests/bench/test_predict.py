@@ -9,9 +9,9 @@ import pytest
 from tests.conftest import noise
 
 from panscan.bench.grid import build_cells
+from panscan.bench.plan import Plan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
-from panscan.bench.sweep import Plan
 from panscan.bench.workload import Document, Item, Source, build_workload
 from panscan.cli.options import errors
 from panscan.cli.progress import SweepProgress

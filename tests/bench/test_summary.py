@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from panscan.bench.metrics import COLUMNS, INTERVALS, LAUNCHER, cell_metrics
+from panscan.bench.quality import quality_of
 from panscan.bench.summary import summary_columns, write_summary
 from panscan.core import RecordsError
 
-from .synthetic import batches_of, header, outcome, write_run
+from .synthetic import batches_of, header, outcome, scored, verdict, write_run
 
 CELLS = {
     "c0": {"model": 'a "model", 4B', "batch_size": 1, "do_pan_and_scan": True, "crops": None},
@@ -63,11 +64,35 @@ def test_the_csv_parses_back_to_settings_outcomes_and_metrics(tmp_path: Path) ->
 def test_columns_stay_in_their_order(tmp_path: Path) -> None:
     columns = summary_columns(write_run(tmp_path, RECORDS))
     assert columns[:8] == ["cell", "model", "batch_size", "do_pan_and_scan", "crops", "buckets", "outcome", "reason"]
-    assert columns[8:12] == list(LAUNCHER)
+    assert columns[8:13] == ["verdict", "verdict_ratio", "exact_match", "exact_match_low", "exact_match_high"]
+    assert columns[13:17] == list(LAUNCHER)
     at = columns.index("p95_ttft_ms")
     assert columns[at : at + 3] == ["p95_ttft_ms", "p95_ttft_ms_low", "p95_ttft_ms_high"]
     assert columns[-1] == "uncertified"
     assert len(columns) == len(set(columns))
+
+
+def test_answers_are_beside_the_speed(tmp_path: Path) -> None:
+    scores = [1.0, 0.0, 1.0]
+    run = write_run(
+        tmp_path,
+        [
+            header({"c0": {}, "c1": {}}),
+            *scored(batches_of("c0", [0.1, 0.2, 0.3]), scores),
+            verdict("c0", "close", 3.0),
+            *batches_of("c1", [1.0]),
+        ],
+    )
+    write_summary(run, tmp_path / "summary.csv")
+    with (tmp_path / "summary.csv").open(newline="", encoding="utf-8") as file:
+        verified, plain = csv.DictReader(file)
+    quality = quality_of(run, "c0")
+    assert quality is not None
+    assert (verified["verdict"], float(verified["verdict_ratio"])) == ("close", pytest.approx(3))
+    shown = [float(verified[f"exact_match{part}"]) for part in ("", "_low", "_high")]
+    assert shown == [pytest.approx(2 / 3), quality.low, quality.high]
+    assert plain["verdict"] == "unverified"
+    assert not any(plain[name] for name in ("verdict_ratio", "exact_match", "exact_match_low", "exact_match_high"))
 
 
 def test_an_older_summary_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path)
 
 def test_order_is_random_but_seeded() -> None:
     from panscan.bench.grid import build_cells
-    from panscan.bench.sweep import Plan
+    from panscan.bench.plan import Plan
     from panscan.bench.workload import Source
 
     cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})

@@ -152,7 +152,8 @@ def test_presets_set_the_views_and_flags_win(folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("preset", "message"), [({"max_num_crops": [2, 4]}, "one pan_and_scan_max_num_crops"), ({"batch_size": 2}, "takes")]
+    ("preset", "message"),
+    [({"max_num_crops": [2, 4]}, "one pan_and_scan_max_num_crops"), ({"batch_sice": 2}, "did you mean 'batch_size'")],
 )
 def test_a_preset_that_one_answer_cannot_follow_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], preset: dict[str, Any], message: str
@@ -160,6 +161,17 @@ def test_a_preset_that_one_answer_cannot_follow_is_refused(
     (folder / "p.yaml").write_text(yaml.safe_dump(preset))
     assert run(["ask", "tall.png", "-p", QUESTION, "--preset", "p.yaml", *QUICK]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_preset_says_about_batches_is_left_out_with_a_note(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = {"batch_size": [2, 4], "equal_views": True, "runner": "pipeline", "grid_max_crops": 2}
+    (folder / "p.yaml").write_text(yaml.safe_dump(preset))
+    assert run(["ask", "tall.png", "-p", QUESTION, "--preset", "p.yaml", "--json", *QUICK]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["crops"] == 2
+    assert "--preset p.yaml: left out, as panscan ask takes no batch_size, equal_views, runner\n" in captured.err
 
 
 def test_the_answer_goes_to_stdout_and_remarks_to_stderr(

@@ -6,12 +6,20 @@ The requests of one batch share its fate; drawing them one by one would make int
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Interval", "cluster_intervals", "ratio_interval"]
+__all__ = [
+    "Interval",
+    "bounds",
+    "cluster_draws",
+    "cluster_intervals",
+    "ratio_interval",
+    "weighted_percentiles",
+]
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -25,12 +33,12 @@ def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -
     """95% interval of ``sum(parts) / sum(wholes)``, one entry of each per cluster; None below two clusters."""
     if len(parts) < 2:
         return None
-    draws = _draws(len(parts), seed)
+    draws = cluster_draws(len(parts), seed)
     below = draws @ np.asarray(wholes, dtype=np.float64)
     usable = below > 0  # clusters that end at the same instant share no time: a draw of only those says nothing
     if not usable.any():
         return None
-    return _bounds((draws @ np.asarray(parts, dtype=np.float64))[usable] / below[usable])
+    return bounds((draws @ np.asarray(parts, dtype=np.float64))[usable] / below[usable])
 
 
 def cluster_intervals(
@@ -46,25 +54,29 @@ def cluster_intervals(
     order = np.argsort(values)
     ordered = np.asarray(values, dtype=np.float64)[order]
     belongs = np.array([numbers[cluster] for cluster in clusters])[order]
-    draws = _draws(len(numbers), seed)
+    draws = cluster_draws(len(numbers), seed)
     found: list[list[Floats]] = []
     for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / _BLOCK)):
         weights = block[:, belongs]
-        found.append([weights @ ordered / weights.sum(axis=1), *_percentiles(ordered, weights, percents)])
-    return [_bounds(np.concatenate(parts)) for parts in zip(*found, strict=True)]
+        found.append([weights @ ordered / weights.sum(axis=1), *weighted_percentiles(ordered, weights, percents)])
+    return [bounds(np.concatenate(parts)) for parts in zip(*found, strict=True)]
 
 
-def _draws(clusters: int, seed: int) -> Counts:
-    """How often each cluster is drawn in each resample, ``[resamples, clusters]``."""
-    return np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
+@lru_cache(maxsize=4)
+def cluster_draws(clusters: int, seed: int) -> Counts:
+    """How often each cluster is drawn in each resample, ``[resamples, clusters]``. Read-only: callers share it."""
+    draws = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
+    draws.flags.writeable = False
+    return draws
 
 
-def _bounds(statistics: Floats) -> tuple[float, float]:
+def bounds(statistics: Floats) -> tuple[float, float]:
+    """The middle 95% of resampled statistics."""
     low, high = np.percentile(statistics, [2.5, 97.5])
     return float(low), float(high)
 
 
-def _percentiles(ordered: Floats, weights: Counts, percents: Sequence[float]) -> list[Floats]:
+def weighted_percentiles(ordered: Floats, weights: Counts, percents: Sequence[float]) -> list[Floats]:
     """``numpy.percentile`` of each row's sample: ascending values ``[n]``, each repeated as ``[rows, n]`` says."""
     upto = np.cumsum(weights, axis=1)
     last = upto[:, -1:] - 1

@@ -5,7 +5,6 @@ Percentiles are ``numpy.percentile``'s; times in records are seconds, and millis
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,15 +12,29 @@ from typing import Any
 
 import numpy as np
 
+from panscan.bench.batches import Batch, batches_of, window_seconds
 from panscan.bench.intervals import Interval, cluster_intervals, ratio_interval
 from panscan.bench.records import Run
 from panscan.core import RecordsError, Stamps
 
-__all__ = ["COLUMNS", "INTERVALS", "LAUNCHER", "STAGES", "CellMetrics", "RequestMetrics", "cell_metrics"]
+__all__ = [
+    "COLUMNS",
+    "INTERVALS",
+    "LAUNCHER",
+    "LEAST_SAMPLES",
+    "STAGES",
+    "Batch",
+    "CellMetrics",
+    "ReplicaShare",
+    "RequestMetrics",
+    "batches_of",
+    "cell_metrics",
+    "replica_shares",
+]
 
 STAGES = ("load", "preprocess", "vision", "prefill", "decode")
 _PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
-_LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
+LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
 """Fewer samples do not certify a percentile with 99% confidence (MLPerf's early-stopping rule)."""
 
 LAUNCHER = ("latency_p50_ms", "latency_p95_ms", "throughput_req_s", "tokens_per_s_mean")
@@ -126,15 +139,15 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> CellMetrics | None
     if not done:
         return None
     single = [RequestMetrics.from_record(record) for record in done]
-    batches = [batch for key in keys for batch in _batches(run.repeats[key], run.requests[key])]
-    duration = sum(run.repeats[key]["ended"] - run.repeats[key]["started"] for key in keys)
+    batches = [batch for key in keys for batch in batches_of(run.repeats[key], run.requests[key])]
+    duration = sum(window_seconds(run.repeats[key]) for key in keys)
     values: dict[str, float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "measured_repeats": len(keys),
         "measured_batches": sum(batch.requests > 0 for batch in batches),
         "failed": len(requests) - len(done),
     }
-    values |= _throughputs(done, duration) | _means(done, single)
+    values |= _throughputs(done, batches, duration) | _means(done, single)
     values |= {name: max(_known(run.repeats[key][name] for key in keys), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
     samples = _samples(done, single)
@@ -144,36 +157,37 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> CellMetrics | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """``share``: seconds from the end of the batch before to its own; shares add up to the repeat's wall time."""
+class ReplicaShare:
+    """What one of several replicas contributed to a cell, over its complete repeats.
 
-    requests: int
-    tokens: int
-    latency: float | None
-    share: float
+    Args:
+        replica: its number.
+        device: where it ran.
+        request_throughput: requests per second inside of the common windows; None if these are empty.
+        share: of the sum over replicas, 0 to 1; None if that is 0 or unknown.
+    """
+
+    replica: int
+    device: str
+    request_throughput: float | None
+    share: float | None
 
 
-def _batches(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[_Batch]:
-    groups: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for record in records:
-        if record["error"] is None:
-            groups[record["batch"]].append(record)
-    timed = []
-    for group in groups.values():
-        seen = all(record["stamps"]["tokens"] for record in group)
-        last = max(record["stamps"]["tokens"][-1] for record in group) if seen else repeat["ended"]
-        timed.append((last, seen, group))
-    if not timed:  # every request failed: the time passed all the same
-        return [_Batch(0, 0, None, repeat["ended"] - repeat["started"])]
-    timed.sort(key=lambda batch: batch[0])
-    batches, before = [], repeat["started"]
-    for index, (last, seen, group) in enumerate(timed, 1):
-        until = last if index < len(timed) else repeat["ended"]
-        latency = last - min(record["stamps"]["accepted"] for record in group) if seen else None
-        tokens = sum(record["output_tokens"] for record in group)
-        batches.append(_Batch(len(group), tokens, latency, until - before))
-        before = until
-    return batches
+def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
+    """Each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
+    repeats = [(record, run.requests[key]) for key, record in sorted(run.repeats.items()) if key[0] == cell_id]
+    repeats = [(record, requests) for record, requests in repeats if record.get("replicas")]
+    seconds = sum(window_seconds(record) for record, _ in repeats)
+    devices = {each["replica"]: each["device"] for record, _ in repeats for each in record["replicas"]}
+    work = dict.fromkeys(devices, 0.0)
+    for record, requests in repeats:
+        for batch in batches_of(record, requests):
+            work[batch.replica] += batch.requests_inside
+    total = sum(work.values())
+    return [
+        ReplicaShare(replica, device, _ratio(work[replica], seconds), _ratio(work[replica], total))
+        for replica, device in sorted(devices.items())
+    ]
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
@@ -184,17 +198,18 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _throughputs(done: Sequence[Mapping[str, Any]], duration: float) -> dict[str, float | None]:
-    tokens = sum(record["output_tokens"] for record in done)
-    requests_per_second = _ratio(len(done), duration)
+def _throughputs(
+    done: Sequence[Mapping[str, Any]], batches: Sequence[Batch], duration: float
+) -> dict[str, float | None]:
+    requests_per_second = _ratio(sum(batch.requests_inside for batch in batches), duration)
     return {
         "throughput_req_s": requests_per_second,
         "completed": len(done),
         "duration": duration,
         "total_input_tokens": sum(record["prompt_tokens"] for record in done),
-        "total_output_tokens": tokens,
+        "total_output_tokens": sum(record["output_tokens"] for record in done),
         "request_throughput": requests_per_second,
-        "output_throughput": _ratio(tokens, duration),
+        "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
     }
 
 
@@ -208,14 +223,14 @@ def _means(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) 
     return means
 
 
-def _batch_latencies(values: dict[str, float | None], batches: Sequence[_Batch]) -> list[str]:
+def _batch_latencies(values: dict[str, float | None], batches: Sequence[Batch]) -> list[str]:
     """Fill the launcher's columns; returns those of too few samples."""
     latencies = _known(batch.latency for batch in batches)
     rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
     values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
     for percent in (50, 95) if latencies else ():
         values[f"latency_p{percent}_ms"] = float(np.percentile(latencies, percent)) * 1e3
-    return [f"latency_p{percent}_ms" for percent in (50, 95) if 0 < len(latencies) < _LEAST_SAMPLES[percent]]
+    return [f"latency_p{percent}_ms" for percent in (50, 95) if 0 < len(latencies) < LEAST_SAMPLES[percent]]
 
 
 def _distribution(values: dict[str, float | None], time: str, seconds: Sequence[float]) -> list[str]:
@@ -226,7 +241,7 @@ def _distribution(values: dict[str, float | None], time: str, seconds: Sequence[
     points = np.percentile(seconds, list(_PERCENTILES.values())) * 1e3
     for name, point in zip(_PERCENTILES, points, strict=True):
         values[f"{name}_{time}_ms"] = float(point)
-    return [f"{name}_{time}_ms" for name, q in _PERCENTILES.items() if len(seconds) < _LEAST_SAMPLES[q]]
+    return [f"{name}_{time}_ms" for name, q in _PERCENTILES.items() if len(seconds) < LEAST_SAMPLES[q]]
 
 
 _Sample = Sequence[tuple[float, tuple[int, int]]]
@@ -244,11 +259,13 @@ def _samples(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]
     return dict(found)
 
 
-def _intervals(batches: Sequence[_Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
+def _intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
     intervals = {}
-    shares = [batch.share for batch in batches]
-    for name, parts in (("request", [b.requests for b in batches]), ("output", [b.tokens for b in batches])):
-        throughput = ratio_interval(parts, shares, seed)
+    counted = [batch for batch in batches if batch.inside > 0]
+    seconds = [batch.seconds_inside for batch in counted]
+    for name in ("request", "output"):
+        parts = [batch.requests_inside if name == "request" else batch.tokens_inside for batch in counted]
+        throughput = ratio_interval(parts, seconds, seed)
         if throughput is not None:
             intervals[f"{name}_throughput"] = throughput
     for time in _BOUNDED_TIMES:

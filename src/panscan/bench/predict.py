@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from panscan.bench.sweep import Plan
+from panscan.bench.plan import Plan
 from panscan.bench.workload import plans_of
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape

@@ -1,4 +1,4 @@
-"""What the terminal's table and curves share: measured cells as rows, values and labels as text."""
+"""What the terminal and the report share: measured cells as rows, values and labels as text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.metrics import CellMetrics, cell_metrics
 from panscan.bench.records import Run
 from panscan.bench.verdict import Verdict, verdict_of
+from panscan.runners.settings import axes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Row",
+    "count",
     "decimals",
+    "distinguishing",
     "label",
     "meant",
     "measured_rows",
+    "memory_metric",
     "number_text",
     "print_line",
     "safe_text",
     "short",
     "shown",
+    "telling",
     "varying_names",
 ]
 
@@ -67,6 +72,39 @@ def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """Settings that differ between cells, in their order."""
     names = dict.fromkeys(name for cell in cells for name in cell)
     return [name for name in names if len({shown(cell.get(name)) for cell in cells}) > 1]
+
+
+def distinguishing(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The varying settings without those that differ only because pan and scan is off in some cells (None there)."""
+    return [name for name in varying_names(cells) if not _off_or_the_same(cells, name)]
+
+
+def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
+    on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
+    return name.startswith(_CROPS) and len({shown(cell.get(name)) for cell in on}) == 1
+
+
+def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that are the same wherever they mean anything, and worth saying: the model, and what is not default."""
+    varying = distinguishing(cells)
+    names = dict.fromkeys(name for cell in cells for name in cell if name not in varying)
+    constant = {name: next((cell[name] for cell in cells if cell.get(name) is not None), None) for name in names}
+    return {
+        name: value
+        for name, value in constant.items()
+        if name == "model" or name not in axes() or (value is not None and value != axes()[name].default)
+    }
+
+
+def memory_metric(rows: Sequence[Row]) -> tuple[str, str]:
+    """(metric, whose): the GPU's peak, or the process's (RSS) where a cell ran without a GPU."""
+    if all(row.metrics.values["peak_allocated_bytes"] is not None for row in rows):
+        return "peak_allocated_bytes", "GPU"
+    return "peak_rss_bytes", "RSS"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shown(value: Any) -> str:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.bench.environment import environment
 from panscan.bench.grid import Cell
+from panscan.bench.plan import Observer, Plan, Writer
 from panscan.bench.records import SCHEMA, RecordWriter, Run, read_run
 from panscan.bench.replicas import run_replicas
 from panscan.bench.summary import write_summary
-from panscan.bench.sweep import Observer, Plan, Writer, run_sweep
+from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
 from panscan.runners.settings import Settings

@@ -4,7 +4,8 @@ Times are seconds since the Unix epoch. A repeat's ``started`` and ``ended`` enc
 warm-up (``warmup_s``, seconds) comes before ``started``. Fields beyond these are kept and not looked at.
 
 Schema 2 added ``load`` (what was loaded for some cells, and the machine's two ceilings), ``truth``, ``verdict``, and
-in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 to 1) and ``replica``. Schema 1 is read.
+in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 to 1) and ``replica``, and in repeats
+``replicas``: what each of several processes did, with the common window in ``started`` and ``ended``. Schema 1 is read.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 
+_REPLICA: dict[str, Any] = {"replica": int, "started": _NUMBER, "ended": _NUMBER, "device": str}
+
 
 def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None) -> str | None:
     """What keeps a record from being read (None if nothing does). With ``cells``, it must belong to one of them."""
@@ -113,7 +116,19 @@ def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None
     for known, name, values in (("cell", "outcome", OUTCOMES), ("verdict", "verdict", VERDICTS)):
         if kind == known and record[name] not in values:
             return f"unknown {name} {record[name]!r} (one of {', '.join(values)})"
+    if kind == "repeat":
+        return _replicas_problem(record.get("replicas"))
     return _stamps_problem(record["stamps"]) if kind == "request" else None
+
+
+def _replicas_problem(replicas: Any) -> str | None:
+    if replicas is None:
+        return None
+    for each in replicas if isinstance(replicas, list) else [replicas]:
+        for name, types in _REPLICA.items():
+            if not isinstance(each, dict) or not isinstance(each.get(name), types):
+                return f"each of a repeat's replicas needs {name!r}, got {each!r}"
+    return None
 
 
 def _stamps_problem(stamps: Record) -> str | None:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from panscan.bench.metrics import COLUMNS, INTERVALS, CellMetrics, cell_metrics
+from panscan.bench.quality import EXACT_MATCH, quality_of
 from panscan.bench.records import Run, write_atomically
+from panscan.bench.verdict import verdict_of
 
 __all__ = ["UNFINISHED", "outcome_of", "summary_columns", "write_summary"]
 
 UNFINISHED = "unfinished"
+_ANSWERS = ("verdict", "verdict_ratio", EXACT_MATCH, f"{EXACT_MATCH}_low", f"{EXACT_MATCH}_high")
 
 
 def outcome_of(run: Run, cell_id: str) -> tuple[str, str]:
@@ -28,7 +31,7 @@ def summary_columns(run: Run) -> list[str]:
     measured = []
     for name in COLUMNS:
         measured += [name, f"{name}_low", f"{name}_high"] if name in INTERVALS else [name]
-    return ["cell", *settings, "outcome", "reason", *measured, "uncertified"]
+    return ["cell", *settings, "outcome", "reason", *_ANSWERS, *measured, "uncertified"]
 
 
 def write_summary(run: Run, path: Path) -> None:
@@ -38,6 +41,8 @@ def write_summary(run: Run, path: Path) -> None:
 
     - ``cell``: its id; then every setting of any cell, in order of first mention (``true``/``false``, lists as JSON);
     - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
+    - ``verdict`` and ``verdict_ratio`` (how many times the rounding noise); ``exact_match`` of the dataset's answers,
+      with its 95% interval in ``exact_match_low`` and ``exact_match_high``;
     - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
       ``tokens_per_s_mean``;
     - every other name of :data:`panscan.bench.metrics.COLUMNS`; those with a 95% interval
@@ -56,8 +61,15 @@ def write_summary(run: Run, path: Path) -> None:
         outcome, reason = outcome_of(run, cell)
         row = {name: _text(value) for name, value in settings.items()}
         row |= {"cell": cell, "outcome": outcome, "reason": reason}
-        writer.writerow(row | _measured(cell_metrics(run, cell)))
+        writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def _answers(run: Run, cell: str) -> dict[str, str]:
+    verdict, quality = verdict_of(run, cell), quality_of(run, cell)
+    scores = (None, None, None) if quality is None else (quality.mean, quality.low, quality.high)
+    values = (verdict.word, verdict.ratio, *scores)
+    return {name: _text(value) for name, value in zip(_ANSWERS, values, strict=True)}
 
 
 def _measured(metrics: CellMetrics | None) -> dict[str, str]:

@@ -2,124 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
+from panscan.bench.plan import Observer, Plan, Visit, Writer
 from panscan.bench.quality import scores_of
-from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import PanscanError, Request, Result, SettingError, UnsupportedError, now
-from panscan.runners.base import batches
+from panscan.bench.workload import Item, request_of
+from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.runners.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
     from panscan.runners.base import Runner
 
-__all__ = ["Observer", "Plan", "Writer", "measure", "run_sweep"]
-
-
-_COMPARED = 16  # requests of a verdict's sample
-
-Visit = tuple[Cell, int | None]
-"""A cell and the repeat to measure; None: compare its answers with the reference's."""
-
-
-class Writer(Protocol):
-    """Takes records, such as a :class:`panscan.bench.records.RecordWriter`."""
-
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
-
-
-class Observer(Protocol):
-    """Told how a sweep goes on, for people to watch."""
-
-    def loading(self, settings: Settings) -> None: ...
-    def ready(self, cell: Cell, repeat: int) -> None: ...
-    def batch_done(self) -> None: ...
-    def stage(self, what: str) -> None: ...
-    def problem(self, cell: Cell, outcome: str, reason: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a sweep does; the same plan gives the same cells, requests and order.
-
-    Args:
-        cells: points to measure.
-        items: requests of every cell.
-        source: where the items come from.
-        repeats: times that each cell is measured.
-        warmup: batches run and thrown away before each repeat; a compiling cell runs them all, unless 0.
-        seed: of the order of cells, and of the sampler in cells that name none.
-        include_content: keep prompts and answers in the records.
-        verify: compare each cell's answers with the reference's.
-        reference: where a truth may be found, instead of computing it.
-        replicas: copies of all of this that run at the same time, each a process with devices of its own.
-        gpus_per_replica: GPUs of each copy.
-    """
-
-    cells: Sequence[Cell]
-    items: Sequence[Item]
-    source: Source
-    repeats: int = 1
-    warmup: int = 1
-    seed: int = 0
-    include_content: bool = False
-    verify: bool = True
-    reference: str | None = None
-    replicas: int = 1
-    gpus_per_replica: int = 1
-
-    @property
-    def sample(self) -> list[Item]:
-        """The items whose answers are compared, in order."""
-        chosen = random.Random(self.seed).sample(range(len(self.items)), min(_COMPARED, len(self.items)))
-        return [self.items[index] for index in sorted(chosen)]
-
-    def batches(self, settings: Settings) -> list[list[int]]:
-        """Indices of items, batch by batch, in a cell."""
-        views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
-        return batches(views, settings.batch_size, equal_views=settings.equal_views)
-
-    @cached_property
-    def skipped(self) -> dict[str, str]:
-        """Why cells cannot run on this machine, by id; found out once, before any model is loaded."""
-        from panscan.runners.loading import unsupported_reason
-
-        found = {}
-        for cell in self.cells:
-            try:
-                for item in self.items:
-                    plans_of(item, cell.settings)
-            except SettingError as error:  # crops without pixels, for one of these images
-                found[cell.id] = str(error)
-                continue
-            if (reason := unsupported_reason(cell.settings)) is not None:
-                found[cell.id] = reason
-        return found
-
-    def order(self) -> Iterator[list[Visit]]:
-        """Visits, one list per loaded model; within a model each repeat visits its cells shuffled.
-
-        A cell is compared right after its last repeat, while what it compiled is there. Quantised weights come after
-        the others, whose truth they share.
-        """
-        by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
-        for key, group in groupby(by_load, key=lambda cell: cell.settings.load_key):
-            cells = list(group)
-            visits: list[Visit] = []
-            for repeat in range(self.repeats):
-                for cell in random.Random(f"{self.seed}-{repeat}-{key!r}").sample(cells, len(cells)):
-                    visits.append((cell, repeat))
-                    if self.verify and repeat == self.repeats - 1:
-                        visits.append((cell, None))
-            yield visits
+__all__ = ["measure", "run_sweep"]
 
 
 def run_sweep(

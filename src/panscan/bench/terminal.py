@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from panscan.bench.metrics import CellMetrics
+from panscan.bench.metrics import CellMetrics, replica_shares
 from panscan.bench.records import Run
 from panscan.bench.rows import (
     Row,
+    count,
     decimals,
+    distinguishing,
     label,
     measured_rows,
+    memory_metric,
     number_text,
     print_line,
     safe_text,
     short,
     shown,
-    varying_names,
+    telling,
 )
-from panscan.bench.summary import outcome_of
-from panscan.runners.settings import axes
+from panscan.bench.unmeasured import unmeasured
+from panscan.bench.verdict import verdict_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["print_summary"]
 
 _WIDEST_SETTING = 9  # characters; longer ones are folded
-_WORDS = {"oom": "out of memory"}
 _MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 
 
@@ -41,14 +42,17 @@ def print_summary(run: Run, console: Console) -> None:
     """
     rows = measured_rows(run)
     shown = [row.settings for row in rows] or list(run.cells.values())
-    varying = varying_names(shown)
-    constant = {name: value for name, value in (shown[0] if shown else {}).items() if name not in varying}
-    constant = {name: value for name, value in constant.items() if _telling(name, value)}
+    varying = distinguishing(shown)
+    constant = telling(shown)
     if constant:
         print_line(console, label(constant))
     if rows:
         _table(rows, varying, console)
         _legend(rows, console)
+        for line in verdict_lines(run, [row.cell for row in rows]):
+            print_line(console, line)
+        for line in _replicas(run, rows, varying):
+            print_line(console, line)
     else:
         print_line(console, "No cell was measured.")
     for line in _not_measured(run):
@@ -56,19 +60,10 @@ def print_summary(run: Run, console: Console) -> None:
     failed = [int(row.metrics.values["failed"] or 0) for row in rows]
     if any(failed):
         print_line(
-            console, f"{_count(sum(failed), 'request')} failed and {'is' if sum(failed) == 1 else 'are'} left out."
+            console, f"{count(sum(failed), 'request')} failed and {'is' if sum(failed) == 1 else 'are'} left out."
         )
     for note in run.notes:
         print_line(console, f"Note: {note}")
-
-
-def _telling(name: str, value: Any) -> bool:
-    """Whether a setting that is the same everywhere is worth saying: the model, and what is not the default."""
-    return name == "model" or name not in axes() or value != axes()[name].default
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _table(rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
@@ -102,8 +97,8 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]
 
 def _measured(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """(headings, cells of each row) of the measured columns."""
-    memory, name = _memory(rows)
-    headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", name]
+    memory, place = memory_metric(rows)
+    headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", f"{place}\nGiB", "verdict"]
     numbers = []
     for row in rows:
         values = row.metrics.values
@@ -114,16 +109,10 @@ def _measured(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 *(_marked(row.metrics, each) for each in ("median_ttft_ms", "median_tpot_ms", "p95_e2el_ms")),
                 *(shown(values[each]) for each in ("mean_views", "mean_image_tokens")),
                 number_text(None if peak is None else peak / 2**30),
+                row.verdict.word,
             ]
         )
     return headings, numbers
-
-
-def _memory(rows: Sequence[Row]) -> tuple[str, str]:
-    """(metric, heading): the GPU's peak, or the process's where a cell ran without a GPU."""
-    if all(row.metrics.values["peak_allocated_bytes"] is not None for row in rows):
-        return "peak_allocated_bytes", "GPU\nGiB"
-    return "peak_rss_bytes", "RSS\nGiB"
 
 
 def _throughput(metrics: CellMetrics) -> str:
@@ -146,18 +135,27 @@ def _legend(rows: Sequence[Row], console: Console) -> None:
     print_line(console, legend)
 
 
+def _replicas(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """What each of several replicas contributed, a line for each cell; nothing for a run of one process."""
+    lines = []
+    for row in rows:
+        shares = replica_shares(run, row.cell)
+        parts = [
+            f"{each.replica} on {each.device} {number_text(each.request_throughput)}"
+            + ("" if each.share is None else f" ({each.share:.0%})")
+            for each in shares
+        ]
+        settings = label({name: row.settings.get(name) for name in varying})
+        if len(shares) > 1:
+            lines.append("req/s of each replica" + (f", {settings}: " if settings else ": ") + ", ".join(parts))
+    return ["Throughput is that of the time in which all replicas worked.", *lines] if lines else []
+
+
 def _not_measured(run: Run) -> list[str]:
     """One line for each outcome and reason of cells that are not done, with the swept settings that they share."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for cell, settings in run.cells.items():
-        outcome, reason = outcome_of(run, cell)
-        if outcome != "done":
-            groups[outcome, reason].append(settings)
-    swept = varying_names(list(run.cells.values()))
-    lines = []
-    for (outcome, reason), cells in groups.items():
-        apart = set(varying_names(cells))
-        shared = label({name: cells[0].get(name) for name in swept if name not in apart})
-        line = f"{_count(len(cells), 'cell')} {_WORDS.get(outcome, outcome)}"
-        lines.append(line + (f": {reason}" if reason else "") + (f" ({shared})" if shared else ""))
-    return lines
+    return [
+        f"{count(len(group.cells), 'cell')} {group.outcome}"
+        + (f": {group.reason}" if group.reason else "")
+        + (f" ({group.shared})" if group.shared else "")
+        for group in unmeasured(run)
+    ]

@@ -24,7 +24,7 @@ from panscan.bench.truth import (
     save_truth,
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import PanscanError, RecordsError, Request, now
+from panscan.core import PanscanError, RecordsError, Request, UnsupportedError, now
 from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.reference import weights_digest
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["Verifier", "find_references", "views_digest"]
 
 Record = dict[str, Any]
+_Identity = tuple[Any, ...]
+_ANY = ""
+"""In place of a fingerprint of views: all of them."""
 
 
 def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
@@ -89,8 +92,8 @@ class Verifier:
     say: Callable[[str], None]
     recorded: set[str] = field(default_factory=set)
     _truths: dict[tuple[str, str], Truth] = field(default_factory=dict)
-    _digests: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    _missing: dict[tuple[str, str], str] = field(default_factory=dict)
+    _digests: dict[_Identity, str] = field(default_factory=dict)
+    _missing: dict[tuple[_Identity, str], str] = field(default_factory=dict)
 
     def check_references(self, cells: Iterable[Cell]) -> None:
         """Whether references were made of any of these views.
@@ -117,7 +120,11 @@ class Verifier:
         settings = cells[0].settings
         if settings.quantization is not None:
             return  # its truth is that of the unquantised weights
-        weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
+        try:
+            weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
+        except UnsupportedError as error:
+            self._missing[_identity(settings), _ANY] = f"{error}: bring their truth with --reference"
+            return
         for cell in _one_per_views(cells, lambda each: self._views(each.settings, runner.pixels(each.settings))):
             self._prepare_one(runner, cell.settings, weights)
         release_memory()
@@ -137,8 +144,7 @@ class Verifier:
         try:
             runner = GenerateRunner(load_for(plain), plain)
         except Exception as error:  # whatever it is, cells go without a verdict, not the run without cells
-            self._digests[_identity(settings)] = "none"
-            self._missing["none", ""] = _reason(error)
+            self._missing[_identity(settings), _ANY] = _reason(error)
             return
         try:
             self.prepare(runner, [replace(cell, settings=replace(cell.settings, quantization=None)) for cell in cells])
@@ -183,10 +189,11 @@ class Verifier:
         return found if found is not None and precision in found.noise else None
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
-        key = self._digests.get(_identity(settings), ""), self._views(settings, pixels)
         if settings.quantization == "gptq":
             return "the unquantised weights are not in this checkpoint: bring their truth with --reference"
-        return self._missing.get(key) or self._missing.get(("none", ""), "no truth was computed")
+        identity = _identity(settings)
+        found = self._missing.get((identity, self._views(settings, pixels))) or self._missing.get((identity, _ANY))
+        return found or "no truth was computed"
 
     def _prepare_one(self, runner: Runner, settings: Settings, weights: str) -> None:
         pixels = runner.pixels(settings)
@@ -210,7 +217,7 @@ class Verifier:
                 if self.directory is not None:
                     save_truth(truth, self.directory / f"{truth.id}.safetensors")
         except Exception as error:  # without a truth cells are unverified, and measured all the same
-            self._missing[weights, views] = _reason(error)
+            self._missing[_identity(settings), views] = _reason(error)
             return
         self._record(truth, source, now() - started)
 
@@ -264,7 +271,7 @@ class Verifier:
         self.write([{"type": "truth", **facts, **counts}])
 
 
-def _identity(settings: Settings) -> tuple[Any, ...]:
+def _identity(settings: Settings) -> _Identity:
     """Settings that decide the values of unquantised weights."""
     return settings.model, settings.revision, settings.random_weights, settings.model_shape, _precision(settings)
 

@@ -20,7 +20,7 @@ from panscan.cli.options import (
     utf8,
 )
 from panscan.core import Request, Result, SettingError
-from panscan.runners.settings import settings_from
+from panscan.runners.settings import axes, settings_from
 
 __all__ = ["command"]
 
@@ -40,7 +40,7 @@ Examples
 @click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
 @click.option("--system", help="A system message.")
 @click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
-@click.option("--preset", help="A preset of pan-and-scan settings (see panscan bench).")
+@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @axis_options(leave_out=_NOT_HERE)
 @common_options
@@ -71,10 +71,7 @@ def command(**options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> Any:
-    chosen = one_preset(options["preset"])
-    for name in _NOT_HERE:
-        if name in chosen:
-            raise SettingError(f"--preset {options['preset']}: panscan ask takes no {name}")
+    chosen = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
     given = given_axes(options, lists=False)
     return settings_from({**chosen, **{name: values[0] for name, values in given.items()}})
 

@@ -77,7 +77,7 @@ def command(**options: Any) -> int:
     quiet_libraries()
     if options["resume"] is not None:
         return _resume(options)
-    from panscan.bench.sweep import Plan
+    from panscan.bench.plan import Plan
     from panscan.bench.workload import build_workload
 
     cells = _cells(options)

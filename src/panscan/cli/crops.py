@@ -41,7 +41,7 @@ Examples
 @click.command("crops", epilog=EPILOG, short_help="Draw the views that pan and scan takes of an image.")
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
 @click.option("-o", "--output", help="A PNG file, or a directory for several  [default: NAME-views.png]")
-@click.option("--preset", help="A preset of pan-and-scan settings (see panscan bench).")
+@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
 @axis_options(_SETTINGS)
 @common_options
@@ -53,7 +53,7 @@ def command(**options: Any) -> None:
     from panscan.images.files import find_pages
 
     settings = _settings(options)
-    cost = _cost(settings, given=options["model"] is not None)
+    cost = _cost(settings, given=options["model"] is not None or "model" in settings.changed())
     problems: list[ImageError] = []
     pages = find_pages(options["images"], on_problem=problems.append)
     shown = []
@@ -101,8 +101,7 @@ def _facts(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
 
 def _settings(options: dict[str, Any]) -> Settings:
     given = {name: values[0] for name, values in given_axes(options, lists=False).items()}
-    chosen = {**one_preset(options["preset"]), **given}
-    return settings_from({name: value for name, value in chosen.items() if name in _SETTINGS})
+    return settings_from({**one_preset(options["preset"], "crops", _SETTINGS), **given})
 
 
 def _cost(settings: Settings, *, given: bool) -> PromptCost:

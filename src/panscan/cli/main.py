@@ -21,7 +21,10 @@ __all__ = ["main"]
 VERBS = {
     "ask": "Ask about images or PDF pages, and see where the time went.",
     "bench": "Sweep settings over your documents and measure them.",
+    "compare": "Compare runs, cell by cell and request by request.",
     "crops": "Draw the views that pan and scan takes of an image.",
+    "recommend": "Choose a cell of a finished run, and write it as a preset.",
+    "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
 }
 
@@ -32,6 +35,7 @@ Exit codes
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used
   4  this machine cannot do it; after bench: some cells were skipped or failed
+  5  after compare: a --fail-on condition holds
 130  interrupted; finished work is kept
 """
 

@@ -109,19 +109,28 @@ def given_axes(options: dict[str, Any], *, lists: bool = True) -> dict[str, list
     return found
 
 
-def one_preset(name: str | None) -> dict[str, Any]:
-    """The settings of a preset, for a verb that runs once; none without a name.
+def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str, Any]:
+    """The settings of a preset that a verb takes, which runs once; none without a name.
+
+    A preset is made for a whole sweep, so what else it sets is left out, with a note.
 
     Raises:
         SettingError: no such preset, or one with several values of a setting.
     """
     from panscan.bench.grid import load_preset
 
-    axes_of_preset = load_preset(name) if name else {}
-    for setting, values in axes_of_preset.items():
-        if len(values) > 1:
+    found = {}
+    idle = []
+    for setting, values in load_preset(name).items() if name else ():
+        if setting not in takes:
+            idle.append(setting)
+        elif len(values) > 1:
             raise SettingError(f"--preset {name}: one {setting} is wanted, not {len(values)}; panscan bench sweeps")
-    return {setting: values[0] for setting, values in axes_of_preset.items()}
+        else:
+            found[setting] = values[0]
+    if idle:
+        errors().print(f"--preset {name}: left out, as panscan {verb} takes no {', '.join(idle)}", soft_wrap=True)
+    return found
 
 
 def utf8(flag: str, text: str | None) -> str | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from panscan.bench.grid import Cell
-from panscan.bench.sweep import Plan
+from panscan.bench.plan import Plan
 from panscan.runners.settings import Settings
 
 __all__ = ["SweepProgress"]

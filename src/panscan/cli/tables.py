@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from panscan.bench.plan import Plan
 from panscan.bench.predict import predict
 from panscan.bench.rows import meant, short, shown, varying_names
-from panscan.bench.sweep import Plan
 from panscan.core import Result
 from panscan.images.views import ViewPlan
 

@@ -118,7 +118,11 @@ def weights_digest(model: Any) -> str:
 
     A model loaded in bfloat16 differs from itself loaded in float32 by its scale of embeddings, a buffer that Gemma
     rounds to its precision (from 73.3 to 73.5 in the 27B model), so the two have truths of their own.
+
+    Raises:
+        UnsupportedError: as :func:`float32_model`.
     """
+    _refuse(model)
     digest = sha256()
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0)):
         flat = tensor.detach().reshape(-1)

@@ -1,0 +1,212 @@
+"""Two runs side by side: which cells pair, which have no partner, and in what the runs differ as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from panscan.bench.pairing import PairedRequests, pair_requests
+from panscan.bench.records import Run
+from panscan.bench.rows import count, label, meant, shown, varying_names
+from panscan.bench.summary import outcome_of
+from panscan.bench.verdict import Verdict, verdict_of
+from panscan.core import RecordsError
+from panscan.runners.settings import axes
+
+__all__ = ["CellPair", "Comparison", "compare_runs"]
+
+_CROPS = "pan_and_scan_"
+
+Cells = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CellPair:
+    """A cell of A and its partner in B.
+
+    Args:
+        settings: A's; crop settings without pan and scan are None.
+        cells: the ids.
+        requests: what pairs in them; at least one request.
+        verdicts: of both.
+        peaks: highest ``peak_allocated_bytes`` (where a GPU was in use on both sides) and ``peak_rss_bytes`` of both.
+    """
+
+    settings: Mapping[str, Any]
+    cells: tuple[str, str]
+    requests: PairedRequests
+    verdicts: tuple[Verdict, Verdict]
+    peaks: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What pairs in two runs.
+
+    Args:
+        a: the baseline.
+        b: the other run.
+        pairs: at least one, in the order of A.
+        apart: settings that are constant in each run and differ between them, as (A's value, B's value).
+        alone: what has no partner: one line each.
+        unpaired: measured cells of A that were not compared.
+        differences: in environment and workload, as (A's value, B's value).
+    """
+
+    a: Run
+    b: Run
+    pairs: tuple[CellPair, ...]
+    apart: Mapping[str, tuple[Any, Any]]
+    alone: tuple[str, ...]
+    unpaired: int
+    differences: Mapping[str, tuple[Any, Any]]
+
+
+def compare_runs(a: Run, b: Run) -> Comparison:
+    """Pair the measured cells of two runs by their settings, and their requests by repeat, id, images and prompt.
+
+    Settings that a run's version did not know have their defaults. Settings in which the runs differ as a whole are
+    left out of the pairing.
+
+    Raises:
+        RecordsError: a run without a measured cell, or nothing pairs.
+    """
+    cells_a, cells_b = _measured(a), _measured(b)
+    names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
+    values = {name: (_values(cells_a, name), _values(cells_b, name)) for name in names}
+    apart = {
+        name: (next(iter(ours.values())), next(iter(theirs.values())))
+        for name, (ours, theirs) in values.items()
+        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys()
+    }
+    on = [name for name in names if name not in apart]
+    partners = {_key(settings, on): cell for cell, settings in cells_b.items()}
+    keys = {cell: _key(settings, on) for cell, settings in cells_a.items()}
+    found = {cell: partners[key] for cell, key in keys.items() if key in partners}
+    if not found:
+        raise RecordsError(f"{_names(a, b)}: no cell pairs: {_why_not(on, values)}")
+    pairs = [_pair(a, cell, b, partner, cells_a[cell]) for cell, partner in found.items()]
+    compared = tuple(pair for pair in pairs if pair.requests.pairs)
+    if not compared:
+        raise RecordsError(f"{_names(a, b)}: cells pair, but no request does: other ids, images, prompts or repeats")
+    return Comparison(
+        a,
+        b,
+        compared,
+        apart,
+        (
+            *_cells_alone("A", cells_a, "B", b, found, on),
+            *_cells_alone("B", cells_b, "A", a, set(found.values()), on),
+            *_requests_alone(pairs),
+        ),
+        len(cells_a) - len(compared),
+        _environment(a, b) | _workload(a, b),
+    )
+
+
+def _names(a: Run, b: Run) -> str:
+    return f"{a.path.parent} and {b.path.parent}"
+
+
+def _measured(run: Run) -> dict[str, Mapping[str, Any]]:
+    defaults = {name: axis.default for name, axis in axes().items()}
+    answered = {key[0] for key, records in run.requests.items() if any(record["error"] is None for record in records)}
+    found = {cell: meant(defaults | settings) for cell, settings in run.cells.items() if cell in answered}
+    if not found:
+        raise RecordsError(f"{run.path}: no cell was measured, so there is nothing to compare")
+    return found
+
+
+def _filled(run: Run) -> dict[str, Mapping[str, Any]]:
+    defaults = {name: axis.default for name, axis in axes().items()}
+    return {cell: meant(defaults | settings) for cell, settings in run.cells.items()}
+
+
+def _values(cells: Cells, name: str) -> dict[str, Any]:
+    """The values that a setting has in a run, by their JSON; crops without pan and scan have none."""
+    values = (cell.get(name) for cell in cells.values())
+    return {json.dumps(value): value for value in values if value is not None or not name.startswith(_CROPS)}
+
+
+def _key(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    return json.dumps([settings.get(name) for name in names])
+
+
+def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    for name in on:
+        ours, theirs = values[name]
+        if ours and theirs and not ours.keys() & theirs.keys():
+            here, there = (", ".join(map(shown, side.values())) for side in (ours, theirs))
+            return f"{name} is {here} in A and {there} in B"
+    return "no combination of settings is in both"
+
+
+def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: Mapping[str, Any]) -> CellPair:
+    peaks = {}
+    for name in ("peak_allocated_bytes", "peak_rss_bytes"):
+        ours, theirs = _peak(a, cell_a, name), _peak(b, cell_b, name)
+        if ours is not None and theirs is not None:
+            peaks[name] = ours, theirs
+    return CellPair(
+        settings,
+        (cell_a, cell_b),
+        pair_requests(a, cell_a, b, cell_b),
+        (verdict_of(a, cell_a), verdict_of(b, cell_b)),
+        peaks,
+    )
+
+
+def _peak(run: Run, cell: str, name: str) -> int | None:
+    peaks = [record[name] for key, record in run.repeats.items() if key[0] == cell]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _cells_alone(name: str, cells: Cells, other: str, run: Run, done: Collection[str], on: Sequence[str]) -> list[str]:
+    """One line for each fate that cells without a partner have in the other run."""
+    fates: dict[str, list[str]] = defaultdict(list)
+    there = {_key(settings, on): outcome_of(run, cell) for cell, settings in _filled(run).items()}
+    varying = varying_names(list(cells.values()))
+    for cell in (cell for cell in cells if cell not in done):
+        outcome, reason = there.get(_key(cells[cell], on), ("not in it", ""))
+        fates[": ".join(filter(None, (outcome, reason)))].append(label({n: cells[cell].get(n) for n in varying}))
+    return [
+        f"{count(len(labels), 'cell')} of {name} without a partner in {other} ({fate})"
+        + (f": {labels[0]}" if len(labels) == 1 and labels[0] else "")
+        for fate, labels in fates.items()
+    ]
+
+
+def _requests_alone(pairs: Sequence[CellPair]) -> list[str]:
+    lines = []
+    for index, name in enumerate("AB"):
+        alone = sum(pair.requests.alone[index] for pair in pairs)
+        failed = sum(pair.requests.failed[index] for pair in pairs)
+        lines += [f"requests of {name} without a partner: {alone}"] * bool(alone)
+        lines += [f"requests of {name} that failed: {failed}"] * bool(failed)
+    empty = sum(not pair.requests.pairs for pair in pairs)
+    return [*lines, *([f"cells that pair, but have no request in common: {empty}"] * bool(empty))]
+
+
+def _environment(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    ours, theirs = _facts(a.header["environment"]), _facts(b.header["environment"])
+    return {name: (value, theirs[name]) for name, value in ours.items() if value != theirs[name]}
+
+
+def _facts(environment: Mapping[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages") or {}
+    gpus = ", ".join(str(gpu.get("name")) for gpu in environment.get("gpus") or ())
+    known = ("cpu", "cpu_count", "torch_threads", "cuda", "panscan", "commit")
+    return {
+        "gpus": gpus or None,
+        **{name: environment.get(name) for name in known},
+        **{name: packages.get(name) for name in ("torch", "transformers")},
+    }
+
+
+def _workload(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    ours, theirs = a.header["settings"], b.header["settings"]
+    names = ("workload_sha256", "requests", "repeats", "warmup", "seed")
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}

@@ -1,0 +1,208 @@
+"""Several copies of one sweep on disjoint devices, each a process of its own, measured in step into one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from panscan.bench.in_step import Finished, InStep, Message, Start
+from panscan.bench.plan import Observer, Plan, Writer
+from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
+
+__all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one replica runs.
+
+    Args:
+        visible: its CUDA_VISIBLE_DEVICES; None to leave that as it is.
+        device: the same devices by their names in this process, such as ``cuda:2,3``; "" on a CPU.
+    """
+
+    visible: str | None = None
+    device: str = ""
+
+
+def slots(plan: Plan) -> list[Slot]:
+    """The devices of each replica of a plan: slices of the visible GPUs, or nothing in particular on a CPU.
+
+    No CUDA context is made.
+
+    Raises:
+        SettingError: a setting that does not go with replicas.
+        UnsupportedError: more GPUs than there are.
+    """
+    import torch
+
+    count, each = plan.replicas, plan.gpus_per_replica
+    if not _on_gpus(plan):
+        if each > 1:
+            raise SettingError(
+                f"--gpus-per-replica {each}: this runs on the CPU, which --replicas shares out by itself"
+            )
+        return [Slot()] * count
+    if each > 1 and any(cell.settings.device_map is None for cell in plan.cells):
+        raise SettingError(f"--gpus-per-replica {each} needs --device-map: without it a copy uses one GPU")
+    return gpu_slots(count, each, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot]:
+    """``count`` slices of ``each`` GPUs out of ``there`` visible ones.
+
+    An outer CUDA_VISIBLE_DEVICES is cut up, whether it holds numbers or UUIDs.
+
+    Raises:
+        UnsupportedError: more GPUs than there are.
+    """
+    if count * each > there:
+        raise UnsupportedError(
+            f"--replicas {count} with --gpus-per-replica {each} need {count * each} GPUs; this machine shows {there}"
+        )
+    names = [str(index) for index in range(there)] if outer is None else [name.strip() for name in outer.split(",")]
+    slices = [range(first, first + each) for first in range(0, count * each, each)]
+    return [Slot(",".join(names[i] for i in part), "cuda:" + ",".join(map(str, part))) for part in slices]
+
+
+def _on_gpus(plan: Plan) -> bool:
+    """Whether any cell of a plan needs a GPU; its devices are checked."""
+    from panscan.model.machine import resolve_device
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingError("--replicas starts its processes itself: leave torchrun out")
+    kinds = set()
+    for cell in plan.cells:
+        settings = cell.settings
+        if settings.tp_plan is not None:
+            raise SettingError("--tp-plan does not go with --replicas: each of them would need a torchrun of its own")
+        if settings.device.startswith("cuda:"):
+            raise SettingError(f"--device {settings.device}: --replicas chooses the GPUs; --device cuda is enough")
+        kinds.add(settings.device if settings.device == "cuda" else resolve_device(settings.device).type)
+    if "mps" in kinds:
+        raise UnsupportedError("--replicas: this machine has one Apple GPU; --device cpu runs them on the CPU")
+    return "cuda" in kinds
+
+
+def run_replicas(
+    plan: Plan, directory: Path, writer: Writer, done: set[tuple[str, int | None]], observer: Observer
+) -> None:
+    """Run a plan's sweep in each of its replicas at the same time, every repeat from one common start.
+
+    A cell that one replica cannot do is given up by all, with the replica named in the reason; the sweep goes on.
+
+    Args:
+        plan: what to measure, and in how many replicas.
+        directory: of the run.
+        writer: of its records, the header already written.
+        done: visits that an earlier start of this run finished.
+        observer: sees the sweep as if it were one process.
+
+    Raises:
+        SettingError, UnsupportedError: see :func:`slots`.
+        PanscanError: a replica died. No process is left when this returns, in whatever way.
+    """
+    places = slots(plan)
+    inbox: _Inbox = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        threads = _threads_each(len(places), on_cpu=not any(place.device for place in places))
+        replicas = [stack.enter_context(_Replica(i, place, threads, inbox)) for i, place in enumerate(places)]
+        for number, replica in enumerate(replicas):
+            replica.send(Start(number, plan, done, directory))
+        step = InStep(
+            plan, done, [place.device for place in places], writer, observer, lambda i, go: replicas[i].send(go)
+        )
+        running, finished = set(range(len(replicas))), set()
+        while running:
+            number, message = inbox.get()
+            if isinstance(message, Finished):
+                finished.add(number)
+            elif message is not None:
+                step.take(number, message)
+            elif number in finished:
+                running.remove(number)
+            else:
+                raise replicas[number].death()
+
+
+def _threads_each(replicas: int, *, on_cpu: bool) -> int:
+    """Threads of each process, so that all of them together have the cores that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if on_cpu and replicas > cores:
+        message = f"--replicas {replicas} share {cores} CPU core(s): they wait for each other"
+        warnings.warn(message, PanscanWarning, stacklevel=2)
+    return max(1, cores // replicas)
+
+
+_Inbox = queue.SimpleQueue[tuple[int, Message | None]]
+"""A replica's number and what it said; None when it will say no more."""
+
+
+class _Replica:
+    """A process with a replica in it. Leaving the context ends it."""
+
+    def __init__(self, number: int, place: Slot, threads: int, inbox: _Inbox) -> None:
+        self._number = number
+        self._inbox = inbox
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if place.visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = place.visible
+        self._process = subprocess.Popen(
+            # -P: a module in the working directory must not take the place of a library's
+            [sys.executable, "-P", "-m", "panscan.bench.replica_worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment,
+        )  # fmt: skip
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            with self._process.stdout as stream:
+                while True:
+                    self._inbox.put((self._number, pickle.load(stream)))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass  # it ended, perhaps in the middle of a message
+        finally:
+            self._inbox.put((self._number, None))
+
+    def send(self, message: Any) -> None:
+        """Say something; a replica that is dead does not hear it, which its silence tells."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(message, self._process.stdin)
+            self._process.stdin.flush()
+
+    def death(self) -> PanscanError:
+        """Why this replica ended before its sweep did."""
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        last = next((" ".join(line.split())[:300] for line in reversed(lines) if line.strip()), "")
+        return PanscanError(f"replica {self._number} {how}{': ' if last else ''}{last} (finished repeats are kept)")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()

@@ -1,0 +1,65 @@
+"""``panscan compare``: runs side by side, and an exit code for somebody's CI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from panscan.cli.options import common_options, errors, out
+from panscan.core import SettingError
+
+__all__ = ["command"]
+
+EPILOG = """\b
+Examples
+  panscan compare runs/before runs/after
+  panscan compare main/ branch/ --fail-on "p95_e2el>5%" --fail-on "request_throughput<-5%" --fail-on verdict
+  panscan compare main/ branch/ --format md >> "$GITHUB_STEP_SUMMARY"
+
+A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict" (became worse). METRIC is
+request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match).
+Exit code 5: a condition holds beyond the noise. See docs/compare.md.
+"""
+
+_CONDITION_HOLDS = 5
+_MOST = 26  # one letter each
+
+
+@click.command("compare", epilog=EPILOG, short_help="Compare runs, cell by cell and request by request.")
+@click.argument("runs", nargs=-1, required=True, metavar="A B [C]...")
+@click.option("--fail-on", multiple=True, metavar="CONDITION", help="Exit with 5 if it holds; may be repeated.")
+@click.option("--strict", is_flag=True, help="Exit with 5, too, if it cannot be told whether a condition holds.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "md", "json"]),
+    default="text",
+    show_default=True,
+    help="Of the output.",
+)
+@common_options
+def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form: str) -> int:
+    """Compare each run with the first, A: the baseline. Runs are directories that panscan bench made.
+
+    Cells pair by their settings, requests by their id, images and prompt. A difference counts only beyond the noise.
+    """
+    from panscan.bench.compare_report import as_json, build_report
+    from panscan.bench.compare_table import markdown_text, print_comparison
+    from panscan.bench.records import read_run
+
+    if not 2 <= len(runs) <= _MOST:
+        raise SettingError(f"compare takes 2 to {_MOST} runs, got {len(runs)}")
+    if strict and not fail_on:
+        raise SettingError("--strict says what becomes of --fail-on, which is missing")
+    report = build_report([read_run(Path(run)) for run in runs], fail_on)
+    if form == "text":
+        print_comparison(report, out())
+    else:
+        click.echo(markdown_text(report) if form == "md" else json.dumps(as_json(report), indent=2), nl=form == "json")
+    for condition, outcome in report.outcomes():
+        style = {"holds": "red", "cannot be told": "yellow"}.get(outcome.partition(":")[0])
+        errors().print(f"--fail-on {condition} {outcome}", style=style, soft_wrap=True)
+    failed = any(finding.holds or strict for finding in report.findings)
+    return _CONDITION_HOLDS if failed else 0

@@ -1,0 +1,71 @@
+"""``panscan report``: a finished or unfinished run as a page, as markdown or as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from panscan.cli.options import common_options, out
+from panscan.core import RecordsError, SettingError
+
+__all__ = ["command"]
+
+EPILOG = """\b
+Examples
+  panscan report runs/20260101-120000-mini
+  panscan report runs/20260101-120000-mini --format md | gh issue create --title "Sweep" --body-file -
+  panscan report runs/20260101-120000-mini --format png -o figures/
+"""
+
+
+@click.command("report", epilog=EPILOG, short_help="A run as one HTML page, markdown or pictures.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["html", "md", "png"]),
+    default="html",
+    show_default=True,
+    help="A page that needs no network, markdown for an issue tracker, or pictures of the curves.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The file to write; with png the folder.  [default: RUN/report.html, standard output for md, RUN for png]",
+)
+@common_options
+def command(run: Path, form: str, output: Path | None) -> None:
+    """Show a RUN directory: the recommendation, every cell with its verdict, curves, the Pareto front, stages.
+
+    Everything is derived from the run's records; nothing is measured again.
+    """
+    from panscan.bench import report
+    from panscan.bench.records import read_run
+
+    if form != "png" and output is not None and output.is_dir():
+        raise SettingError(f"--output {output} is a folder: name a file")
+    records = read_run(run)
+    home = records.path.parent
+    written: list[Path] = []
+    if form == "html":
+        written = [output or home / report.HTML_NAME]
+        report.write_report(records, written[0])
+    elif form == "png":
+        written = report.write_pictures(records, _folder(output or home))
+    elif output is not None:
+        written = [output]
+        report.write_markdown(records, output)
+    else:
+        click.echo(report.markdown(records), nl=False)
+    for path in written:
+        out().print(str(path), soft_wrap=True)
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordsError(f"--output {path}: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,319 @@
+"""Real replicas of the mini model: one run of all their records, and what happens when one of them fails or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import noise
+
+from panscan.bench import replicas
+from panscan.bench.grid import Cell, build_cells
+from panscan.bench.metrics import cell_metrics
+from panscan.bench.plan import Plan
+from panscan.bench.records import Run, read_run
+from panscan.bench.replicas import gpu_slots
+from panscan.bench.run import plan_of, resume, start
+from panscan.bench.workload import Source, build_workload
+from panscan.cli.main import run as cli
+from panscan.core import PanscanError, PanscanWarning, UnsupportedError
+from panscan.runners.settings import Settings
+
+Act = Callable[[], None]
+
+
+@dataclass
+class Watch:
+    """What a sweep told; ``acts`` happen right before the measurement of their number starts everywhere."""
+
+    acts: dict[int, Act] = field(default_factory=dict)
+    loads: int = 0
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    batches: int = 0
+    problems: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def loading(self, settings: Settings) -> None:
+        self.loads += 1
+
+    def ready(self, cell: Cell, repeat: int) -> None:
+        self.acts.get(len(self.starts), lambda: None)()
+        self.starts.append((cell.id, repeat))
+
+    def batch_done(self) -> None:
+        self.batches += 1
+
+    def stage(self, what: str) -> None: ...
+
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
+        self.problems.append((cell.id, outcome, reason))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
+        noise(*size, seed).save(tmp_path / f"doc{seed}.png")
+    return tmp_path
+
+
+def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> Plan:
+    source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
+    axes = {"batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
+    return Plan(build_cells(axes), build_workload(source, on_problem=print), source, **fields)
+
+
+def workers(parent: int | None = None) -> list[psutil.Process]:
+    """The replicas of a process, in the order in which they were started."""
+    found = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "panscan.bench.replica_worker" in child.cmdline():
+                found.append(child)
+    return sorted(found, key=lambda child: child.pid)
+
+
+def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
+    """What two runs of one plan must have in common."""
+    names = ("replica", "request", "image_sha256", "views", "prompt_tokens", "output_tokens", "finish_reason")
+    return {key: [[record.get(name) for name in names] for record in run.requests[key]] for key in run.repeats}
+
+
+def test_two_replicas_make_one_run(folder: Path) -> None:
+    chosen = plan(folder, [1, 2], include_content=True, warmup=0)
+    watch = Watch()
+    run = start(replace(chosen, replicas=2), folder / "two", [], watch)
+    alone = start(replace(chosen, verify=False), folder / "one", [], Watch())
+    assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (1, 3 + 2, 2, []), "one bar for both"
+    assert (run.header["settings"]["replicas"], run.header["settings"]["gpus_per_replica"]) == (2, 1)
+    assert plan_of(run, on_problem=print) == replace(chosen, replicas=2)
+    assert [(len(run.loads), len(run.truths), len(run.verdicts))] == [(2, 1, 2)]
+    text = run.path.read_text()
+    assert [text.count(f'"type":"{kind}"') for kind in ("load", "truth", "verdict", "cell", "repeat")] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert {each["outcome"] for each in run.outcomes.values()} == {"done"}
+    for key, line in run.repeats.items():
+        for number in (0, 1):
+            asked = [record for record in run.requests[key] if record["replica"] == number]
+            assert [answer_of(record) for record in asked] == [answer_of(record) for record in alone.requests[key]]
+        assert not {r["batch"] for r in run.requests[key] if r["replica"] == 0} & {
+            r["batch"] for r in run.requests[key] if r["replica"] == 1
+        }
+        first, second = line["replicas"]
+        assert (line["started"], line["ended"]) == (
+            max(first["started"], second["started"]), min(first["ended"], second["ended"]),
+        )  # fmt: skip
+        assert line["started"] < line["ended"]
+        assert line["peak_rss_bytes"] == first["peak_rss_bytes"] + second["peak_rss_bytes"]
+        cores = len(os.sched_getaffinity(0))
+        assert {each["torch_threads"] for each in line["replicas"]} == {max(1, cores // 2)}
+        metrics = cell_metrics(run, key[0])
+        assert metrics is not None
+        assert metrics.values["request_throughput"] == pytest.approx(rate_in_window(line, run.requests[key]))
+
+
+def answer_of(record: dict[str, Any]) -> Any:
+    return record["request"], record["content"]["answer"], record["output_tokens"]
+
+
+def rate_in_window(line: dict[str, Any], requests: list[dict[str, Any]]) -> float:
+    """Requests per second in the common window, from the stamps alone."""
+    opens, closes = line["started"], line["ended"]
+    work = 0.0
+    for each in line["replicas"]:
+        batches: dict[int, list[float]] = defaultdict(list)
+        for record in requests:
+            if record["replica"] == each["replica"]:
+                batches[record["batch"]].append(record["stamps"]["tokens"][-1])
+        edges = [each["started"], *sorted(max(ends) for ends in batches.values())[:-1], each["ended"]]
+        sizes = [len(ends) for ends in sorted(batches.values(), key=max)]
+        for low, high, size in zip(edges, edges[1:], sizes, strict=False):
+            work += size * max(0.0, min(high, closes) - max(low, opens)) / (high - low)
+    return work / (closes - opens)
+
+
+def test_a_killed_replica_ends_the_run_and_it_resumes(folder: Path) -> None:
+    chosen = plan(folder, [1, 2], repeats=2, verify=False, warmup=0, replicas=2)
+
+    def kill() -> None:
+        workers()[1].kill()
+
+    watch = Watch({2: kill})
+    with pytest.raises(PanscanError, match=r"^replica 1 was killed by SIGKILL") as caught:
+        start(chosen, folder / "run", [], watch)
+    assert (caught.value.exit_code, str(caught.value).count("\n")) == (1, 0)
+    assert workers() == [], "the others are ended too"
+    before = read_run(folder / "run")
+    assert before.finished() == set(watch.starts[:2])
+    kept = before.path.read_bytes()
+    resumed = resume(plan_of(before, on_problem=print), folder / "run", Watch())
+    assert resumed.path.read_bytes().startswith(kept), "what was there is kept"
+    assert resumed.path.read_bytes().count(b'"type":"repeat"') == 4, "and not measured again"
+    alone = facts(start(replace(chosen, replicas=1), folder / "alone", [], Watch()))
+    assert {key: sorted(asked) for key, asked in facts(resumed).items()} == {
+        key: sorted([number, *fact] for number in (0, 1) for _, *fact in asked) for key, asked in alone.items()
+    }
+
+
+def test_a_replica_that_does_not_even_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", str(folder))  # without a standard library
+    with pytest.raises(PanscanError, match=r"^replica [01] ended with exit code 1: \S"):
+        start(plan(folder, [1], verify=False, replicas=2), folder / "run", [], Watch())
+    assert read_run(folder / "run").finished() == set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_a_cell_that_one_replica_cannot_do_fails_alone_and_the_sweep_goes_on(folder: Path) -> None:
+    """Without a file to open, replica 1 cannot read its documents; its measurement after that one is as before."""
+
+    def limit(files: int) -> None:
+        worker = workers()[1]
+        _, most = worker.rlimit(resource.RLIMIT_NOFILE)
+        worker.rlimit(resource.RLIMIT_NOFILE, (files, most))
+
+    watch = Watch({1: lambda: limit(0), 2: lambda: limit(256)})
+    run = start(plan(folder, [1, 2, 3], verify=False, warmup=0, replicas=2), folder / "run", [], watch)
+    first, second, third = (cell for cell, _ in watch.starts)
+    assert {cell: record["outcome"] for cell, record in run.outcomes.items()} == {
+        first: "done", second: "failed", third: "done",
+    }  # fmt: skip
+    assert run.outcomes[second]["reason"].startswith("replica 1: ")
+    assert "too many open files" in run.outcomes[second]["reason"]
+    assert set(run.repeats) == {(first, 0), (third, 0)}
+    assert watch.problems == [(second, "failed", run.outcomes[second]["reason"])]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> None:
+    """Both are in the middle of a batch that takes minutes."""
+    line = [
+        "doc2.png",
+        "--device",
+        "cpu",
+        "--no-verify",
+        "--max-new-tokens",
+        "50000",
+        "--ignore-eos",
+        "--replicas",
+        "2",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "panscan", "bench", *line],
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    while not any(b'"type":"load"' in path.read_bytes() for path in folder.glob("runs/*/records.jsonl")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(timeout=0.05) is None, "the run ended before it could be stopped"
+    running = workers(process.pid)
+    assert len(running) == 2
+    if sign is signal.SIGINT:  # a terminal sends it to all of them
+        os.killpg(process.pid, sign)
+    else:
+        process.send_signal(sign)
+    _, said = process.communicate()
+    _, left = psutil.wait_procs(running, timeout=30)
+    assert left == []
+    if sign is signal.SIGINT:
+        assert process.returncode == 130
+        assert "go on with: panscan bench --resume" in said
+        assert len(list(folder.glob("runs/*/summary.csv"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--replicas", "2", "--tp-plan", "auto"], 2, "--tp-plan does not go with --replicas"),
+        (["--replicas", "2", "--device", "cuda:0"], 2, "--device cuda:0: --replicas chooses the GPUs"),
+        (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cpu"], 2, "--gpus-per-replica 2: this runs on"),
+        (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"], 2, "needs --device-map"),
+        (["--replicas", "99", "--device", "cuda"], 4, "--replicas 99 with --gpus-per-replica 1 need 99 GPUs"),
+        (["--replicas", "0"], 2, "--replicas"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(folder)
+    assert cli(["bench", "doc0.png", *arguments]) == code
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "runs").exists()
+
+
+def test_replicas_do_not_go_with_torchrun(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli(["bench", "doc0.png", "--replicas", "2", "--device", "cpu"]) == 2
+    assert "leave torchrun out" in capsys.readouterr().err
+
+
+@given(count=st.integers(1, 6), each=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())
+def test_slices_of_gpus_are_disjoint_and_called_by_both_names(count: int, each: int, there: int, named: bool) -> None:
+    outer = [f"GPU-{100 + index}" for index in range(there)] if named else [str(index) for index in range(there)]
+    given_list = ", ".join(outer) if named else None
+    if count * each > there:
+        with pytest.raises(UnsupportedError, match=rf"need {count * each} GPUs; this machine shows {there}"):
+            gpu_slots(count, each, there, given_list)
+        return
+    found = gpu_slots(count, each, there, given_list)
+    visible = [(slot.visible or "").split(",") for slot in found]
+    assert [len(names) for names in visible] == [each] * count
+    assert [name for names in visible for name in names] == outer[: count * each], "no GPU twice, none from elsewhere"
+    for slot, names in zip(found, visible, strict=True):
+        assert [outer[int(index)] for index in slot.device.removeprefix("cuda:").split(",")] == names
+
+
+def test_more_replicas_than_cores_are_warned_of() -> None:
+    with pytest.warns(PanscanWarning, match="--replicas 1000 share"):
+        assert replicas._threads_each(1000, on_cpu=True) == 1
+    with warnings.catch_warnings(action="error"):
+        assert replicas._threads_each(1, on_cpu=True) == len(os.sched_getaffinity(0))
+        assert replicas._threads_each(1000, on_cpu=False) == 1
+
+
+@pytest.mark.gpu
+def test_the_command_itself_takes_no_gpu(folder: Path) -> None:
+    """A context takes hundreds of megabytes of the first replica's GPU."""
+    code = """if True:
+        import sys, torch
+        from dataclasses import replace
+        from pathlib import Path
+        from panscan.bench.environment import environment
+        from panscan.bench.grid import build_cells
+        from panscan.bench.replicas import slots
+        from tests.bench.test_replicas import plan
+        chosen = replace(plan(Path(sys.argv[1]), [1]), cells=build_cells({"device": ["cuda"]}))
+        environment(), chosen.skipped, slots(chosen)
+        sys.exit(torch._C._cuda_hasPrimaryContext(0))
+    """
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
+    chosen = plan(folder, [1], verify=False)
+    run = start(replace(chosen, cells=build_cells({"device": ["cuda"]}), replicas=2), folder / "run", [], Watch())
+    [line] = run.repeats.values()
+    assert [each["device"] for each in line["replicas"]] == ["cuda:0", "cuda:1"]
+    assert line["peak_allocated_bytes"] == sum(each["peak_allocated_bytes"] for each in line["replicas"])

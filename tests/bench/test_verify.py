@@ -1,0 +1,238 @@
+"""Verdicts of the mini model: what is exact, what is caught as different, and whose truth is taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import noise
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.modeling_utils import AttentionInterface
+
+from panscan.bench.grid import Cell
+from panscan.bench.verify import Verifier, find_references
+from panscan.bench.workload import Source, build_workload
+from panscan.core import RecordsError
+from panscan.model.runtime import apply_attention
+from panscan.runners.generate import GenerateRunner
+from panscan.runners.pipeline import PipelineRunner
+from panscan.runners.settings import Settings, settings_from
+
+STEPS = 8
+Record = dict[str, Any]
+
+
+class Bench:
+    """A folder of documents, and verifiers over it."""
+
+    def __init__(self, folder: Path) -> None:
+        for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
+            noise(*size, seed).save(folder / f"doc{seed}.png")
+        self.truths = folder / "truth"
+        self.source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
+        self.items = build_workload(self.source, on_problem=lambda error: pytest.fail(str(error)))
+
+    def verifier(self, *references: Path, directory: Path | None = None, source: Source | None = None) -> Watched:
+        return Watched(self, references, directory or self.truths, source or self.source)
+
+
+class Watched(Verifier):
+    """A verifier that keeps what it writes and says."""
+
+    def __init__(self, bench: Bench, references: Sequence[Path], directory: Path, source: Source) -> None:
+        found = [each for path in references for each in find_references(path)]
+        self.records: list[Mapping[str, Any]] = []
+        self.said: list[str] = []
+        super().__init__(bench.items, source, STEPS, directory, found, self.records.extend, self.said.append)
+
+    def verdict(self, runner: GenerateRunner, settings: Settings) -> Record:
+        cell = Cell.of(settings)
+        self.prepare_quantized([cell])
+        self.prepare(runner, [cell])
+        runner.configure(settings)
+        return self.verify(runner, cell)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module")
+def half() -> GenerateRunner:
+    return GenerateRunner.from_pretrained("mini", dtype="bf16", device="cpu", max_new_tokens=STEPS)
+
+
+@pytest.fixture
+def causal() -> Iterator[str]:
+    """Attention that is causal at image tokens, as Transformers' flash masks make it."""
+
+    def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        last = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+        at = torch.arange(key.shape[2])[None]
+        seen = (at <= last) & (at > last - (options.get("sliding_window") or key.shape[2]))
+        seen = seen if module.is_causal else torch.ones_like(seen)
+        if mask is not None:
+            seen = seen & mask[:, None, None, :].bool()
+        return sdpa_attention_forward(
+            module, query, key, value, seen.expand(len(query), 1, *seen.shape[-2:]), **options
+        )
+
+    AttentionInterface.register("test-causal", forward)
+    AttentionMaskInterface.register("test-causal", flash_attention_mask)
+    yield "test-causal"
+    AttentionInterface._global_mapping.pop("test-causal")
+    AttentionMaskInterface._global_mapping.pop("test-causal")
+
+
+EXACT: list[Record] = [
+    {"attention": "eager"},
+    {"attention": "sdpa"},
+    {"cache": "static"},
+    {"batch_size": 3, "pad_to_multiple_of": 64},
+    {"batch_size": 2, "equal_views": True, "temperature": 0.9},
+    {"do_pan_and_scan": False},
+    {"preprocess": "device"},
+    {"max_new_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("settings", EXACT, ids=str)
+def test_exact_in_float32_means_equal_tokens(runner: GenerateRunner, bench: Bench, settings: Record) -> None:
+    record = bench.verifier().verdict(runner, replace(runner.settings, **{"max_new_tokens": STEPS, **settings}))
+    assert record["verdict"] == "exact", record
+    assert record["equal_tokens"]
+    assert record["top1"]["agree"] == record["answer"]["positions"] > 0
+    assert max(record["answer"]["kl"], record["image"]["kl"]) < 1e-8
+    assert record["image"]["positions"] == 3 * 32
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sdpa_is_exact_in_bf16_by_the_yardstick(half: GenerateRunner, bench: Bench, attention: str) -> None:
+    record = bench.verifier().verdict(half, replace(half.settings, attention=attention, batch_size=2))
+    assert record["verdict"] == "exact", record
+    assert record["answer"]["noise"] > 1e-5
+    assert record["answer"]["kl"] > 0
+
+
+def test_causal_image_tokens_are_caught(
+    runner: GenerateRunner, half: GenerateRunner, bench: Bench, causal: str
+) -> None:
+    for each, least in ((runner, 1e3), (half, 10)):
+        settings = replace(each.settings, max_new_tokens=STEPS, batch_size=2)
+        verifier = bench.verifier()
+        verifier.verdict(each, settings)
+        try:
+            apply_attention(each.loaded.model, causal)
+            record = verifier.verify(each, Cell.of(settings))
+        finally:
+            apply_attention(each.loaded.model, settings.attention)
+        assert record["verdict"] == "different", record
+        assert record["image"]["kl"] > least * max(record["image"]["noise"], 1e-6)
+
+
+def test_a_prefill_that_cuts_image_blocks_is_caught(runner: GenerateRunner, bench: Bench) -> None:
+    settings = replace(runner.settings, max_new_tokens=STEPS, prefill_chunk_size=100)
+    record = bench.verifier().verdict(runner, settings)
+    assert record["verdict"] == "different", record
+    whole = replace(settings, prefill_chunk_size=4096)
+    assert bench.verifier().verdict(runner, whole)["verdict"] == "exact"
+
+
+def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    settings = settings_from(
+        {"quantization": "torchao-int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
+    )
+    verifier = bench.verifier(directory=tmp_path)
+    record = verifier.verdict(GenerateRunner.from_settings(settings), settings)
+    assert record["verdict"] == "different", record  # by float32's noise; the figure is what counts
+    assert 1e-4 < record["answer"]["kl"] < 0.5
+    assert record["top1"]["agree"] > record["top1"]["clear"] / 2
+    assert any("unquantised" in line for line in verifier.said)
+    [file] = tmp_path.glob("*.safetensors")
+    again = bench.verifier(file, directory=tmp_path / "none")
+    assert again.verdict(GenerateRunner.from_settings(settings), settings)["answer"] == record["answer"]
+    assert not any("unquantised" in line for line in again.said), "the reference has all that is needed"
+
+
+def test_the_pipeline_is_watched_through_its_own_call(mini: GenerateRunner, bench: Bench) -> None:
+    settings = replace(mini.settings, runner="pipeline", max_new_tokens=STEPS)
+    record = bench.verifier().verdict(PipelineRunner(mini.loaded, settings), settings)
+    assert record["verdict"] == "exact", record
+
+
+def test_a_truth_is_computed_once_and_found_again(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
+    settings = replace(runner.settings, max_new_tokens=STEPS)
+    first = bench.verifier(directory=tmp_path)
+    record = first.verdict(runner, settings)
+    assert any(line.startswith("truth:") for line in first.said)
+    steps = len(first.said)
+    first.verdict(runner, replace(settings, batch_size=3))
+    assert not any(line.startswith("truth:") for line in first.said[steps:]), "other batches are the same views"
+    [line] = first.records
+    assert (line["source"], line["tokens"], line["requests"]) == ("computed", record["answer"]["positions"], 3)
+    again = bench.verifier(directory=tmp_path)
+    assert again.verdict(runner, settings)["answer"] == record["answer"]
+    assert not any(line.startswith("truth:") for line in again.said)
+    elsewhere = bench.verifier(next(tmp_path.iterdir()), directory=tmp_path / "elsewhere")
+    assert elsewhere.verdict(runner, settings)["answer"] == record["answer"]
+    assert [each["source"] for each in elsewhere.records] == ["reference"]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_fewer_crops_that_give_the_same_views_share_a_truth(runner: GenerateRunner, bench: Bench) -> None:
+    views = bench.verifier()._views
+    settings = runner.settings
+    assert views(settings, "cpu") == views(replace(settings, pan_and_scan_max_num_crops=9), "cpu")
+    others = [
+        views(replace(settings, pan_and_scan_max_num_crops=2), "cpu"),
+        views(settings, "device"),
+        bench.verifier(source=replace(bench.source, system="Be short."))._views(settings, "cpu"),
+    ]
+    assert len({views(settings, "cpu"), *others}) == 4
+
+
+def test_a_reference_of_other_views_or_weights_is_refused(
+    runner: GenerateRunner, half: GenerateRunner, bench: Bench, tmp_path: Path
+) -> None:
+    settings = replace(runner.settings, max_new_tokens=STEPS)
+    bench.verifier(directory=tmp_path / "truth").verdict(runner, settings)
+    verifier = bench.verifier(tmp_path)
+    verifier.check_references([Cell.of(settings)])
+    with pytest.raises(RecordsError, match=r"--reference .* other views"):
+        verifier.check_references([Cell.of(replace(settings, do_pan_and_scan=False))])
+    with pytest.raises(RecordsError, match=r"--reference .* other weights: it was made of mini"):
+        verifier.verdict(half, half.settings)
+
+
+def test_what_is_no_truth_is_refused(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="no truth"):
+        find_references(tmp_path)
+    (tmp_path / "garbage").write_bytes(b"garbage")
+    for name in ("nowhere", "garbage"):
+        with pytest.raises(RecordsError, match=name):
+            find_references(tmp_path / name)
+    torn = tmp_path / "torn.safetensors"
+    shutil.copy(next(bench.truths.iterdir()), torn)
+    torn.write_bytes(torn.read_bytes()[:-100])
+    with pytest.raises(RecordsError, match="torn"):
+        find_references(torn)
+
+
+def test_without_a_truth_a_cell_is_unverified_and_says_why(
+    runner: GenerateRunner, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(runner.settings, max_new_tokens=STEPS)
+    parameter = runner.loaded.model.model.language_model.layers[0].mlp.up_proj._parameters
+    monkeypatch.setitem(parameter, "weight", torch.nn.Parameter(torch.empty(384, 128, device="meta")))
+    record = bench.verifier(directory=tmp_path).verdict(runner, settings)
+    assert (record["verdict"], record["truth"]) == ("unverified", None)
+    assert "offloaded" in record["reason"]
+    assert "--reference" in record["reason"]

@@ -1,0 +1,93 @@
+"""``panscan compare`` from the command line to its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.bench.noisy_runs import noisy_records
+from tests.bench.synthetic import write_run
+
+from panscan.bench.records import FILE_NAME
+from panscan.cli.main import run
+
+GATE = ["--fail-on", "p95_e2el>5%"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs: ``a``, ``b`` like it, and ``slow``, a tenth slower; and ``few``, which tells nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_run(tmp_path / "a", noisy_records(1))
+    write_run(tmp_path / "b", noisy_records(2))
+    write_run(tmp_path / "slow", noisy_records(3, factor=1.1))
+    write_run(tmp_path / "few", noisy_records(4, batches=2, repeats=1))
+    return tmp_path
+
+
+def test_the_exit_code_says_whether_a_condition_holds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "a", "a", *GATE, "--strict"]) == 0
+    assert run(["compare", "a", "b", *GATE, "--strict"]) == 0
+    assert "--fail-on p95_e2el>5% does not hold" in capsys.readouterr().err
+    assert run(["compare", "a", "slow", *GATE]) == 5
+    said = capsys.readouterr()
+    assert "--fail-on p95_e2el>5% holds: attention=sdpa, batch_size=1: " in said.err
+    assert "slower" in said.out
+    assert run(["compare", "a", "slow"]) == 0
+    assert run(["compare", "a", "b", "slow", *GATE]) == 5
+
+
+def test_what_cannot_be_told_is_said_and_fails_only_if_strict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "a", "few", *GATE]) == 0
+    assert "cannot be told: attention=sdpa, batch_size=1: 2 batches are too few to tell" in capsys.readouterr().err
+    assert run(["compare", "a", "few", *GATE, "--strict"]) == 5
+    assert run(["compare", "a", "a", "--fail-on", "verdict"]) == 0
+    assert "unverified in A, unverified in B" in capsys.readouterr().err
+
+
+def test_formats_are_clean_on_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["compare", "a", "slow", *GATE, "--format", "json"])
+    assert json.loads(capsys.readouterr().out)["comparisons"][0]["b"] == "B"
+    run(["compare", "a", "slow", *GATE, "--format", "md"])
+    assert capsys.readouterr().out.startswith("### Comparison\n\n- A: a\n- B: slow\n")
+
+
+def test_half_a_line_is_noted_and_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "b" / FILE_NAME).open("a") as file:
+        file.write('{"type": "requ')
+    assert run(["compare", "a", "b"]) == 0
+    assert "Note on B: the last line is torn and left out (14 bytes)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        (["a"], 2, "compare takes 2 to 26 runs, got 1"),
+        (["a"] * 27, 2, "got 27"),
+        (["a", "nowhere"], 3, "does not exist: not a run directory"),
+        (["a", "future"], 3, "has schema 99"),
+        (["a", "empty"], 3, "no cell was measured"),
+        (["a", "other"], 3, "no request does"),
+        (["a", "garbled"], 3, "line 2: not a JSON object"),
+        (["a", "b", "--strict"], 2, "--fail-on, which is missing"),
+        (["a", "b", "--fail-on", "p95_e2e>5%"], 2, "did you mean 'p95_e2el'"),
+        (["a", "b", "--format", "xml"], 2, "xml"),
+    ],
+)
+def test_bad_input_is_one_line(
+    folder: Path, line: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = noisy_records(5)
+    for name, kept in (("future", [records[0] | {"schema": 99}]), ("empty", records[:1])):
+        (folder / name).mkdir()
+        (folder / name / FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in kept))
+    write_run(folder / "other", noisy_records(6, image_sha256=["ff"]))
+    (folder / "garbled").mkdir()
+    (folder / "garbled" / FILE_NAME).write_text(json.dumps(records[0]) + "\n{]\n" + json.dumps(records[1]) + "\n")
+    assert run(["compare", *line]) == code
+    said = capsys.readouterr()
+    assert says in said.err
+    assert said.err.count("\n") == 1 or code == 2
+    assert said.out == ""

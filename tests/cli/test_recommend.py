@@ -1,0 +1,165 @@
+"""``panscan recommend``: from a sweep to a preset that every command takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.bench.synthetic import batches_of, header, outcome, verdict, write_run
+from tests.conftest import noise
+
+from panscan.bench.grid import build_cells
+from panscan.bench.records import read_run
+from panscan.cli.main import run
+from panscan.runners.settings import Settings
+
+CELLS: dict[str, dict[str, Any]] = {
+    "c0": {"attention": "eager"},
+    "c1": {"attention": "sdpa", "batch_size": 4, "device": "cuda:1", "ignore_eos": True, "max_new_tokens": 32},
+    "c2": {"attention": "flash_attention_2"},
+    "c3": {"attention": "flex_attention"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a finished run: c1 is the fastest that may be taken."""
+    monkeypatch.chdir(tmp_path)
+    records = [header(CELLS), *batches_of("c0", [1.0, 1.01, 1.02] * 4), verdict("c0", "exact", 1.0)]
+    records += [*batches_of("c1", [0.5, 0.51, 0.52] * 4), verdict("c1", "close", 3.1)]
+    records += [*batches_of("c2", [0.1] * 12), verdict("c2", "different", 37.0), outcome("c3", "oom", "no\nroom")]
+    write_run(tmp_path / "run", records)
+    return tmp_path
+
+
+def recommended(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert run(["recommend", "run", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_choice_is_shown_with_its_reason_costs_and_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = recommended(capsys, "--max-p95-ms", "2000").splitlines()
+    assert lines[0] == "cell: c1 (attention=sdpa, batch_size=4, device=cuda:1, ignore_eos=yes, max_new_tokens=32)"
+    assert lines[1].startswith("reason: 1.96 requests/s (95%: ")
+    assert "p95 E2E 520 ms, within 2000 ms; close (KL 3.10x" in lines[1]
+    assert lines[2] == "runner-up: c0 (attention=eager)"
+    assert any(line.startswith("cost: c2 (attention=flash_attention_2) does 10.0 requests/s") for line in lines)
+    assert "not taken: c3 (attention=flex_attention): oom: no room" in lines
+    assert lines[-1] == "preset: preset.yaml"
+
+
+def test_the_preset_holds_what_is_not_default_and_says_where_it_is_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recommended(capsys)
+    text = (folder / "preset.yaml").read_text("ascii")
+    assert yaml.safe_load(text) == {"batch_size": 4, "max_new_tokens": 32}
+    comments = [
+        "cell: c1 ",
+        "run: r, 2026-01-02T03:04:05+00:00, run/records.jsonl",
+        "command: panscan bench",
+        "verdict: close",
+        "reason: 1.96 requests/s",
+        "left out: device=cuda:1, ignore_eos=yes",
+    ]
+    for comment in comments:
+        assert f"\n# {comment}" in text
+
+
+def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(recommended(capsys, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
+    assert (found["cell"], found["runner_up"], found["preset"]) == ("c2", "c1", "fast.yaml")
+    assert set(found) == {"cell", "reason", "runner_up", "cost", "rejected", "preset"}
+    assert yaml.safe_load((folder / "fast.yaml").read_text()) == {"attention": "flash_attention_2"}
+
+
+def test_only_a_file_of_its_own_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recommended(capsys)
+    first = (folder / "preset.yaml").read_text()
+    recommended(capsys)
+    assert (folder / "preset.yaml").read_text() == first
+    (folder / "preset.yaml").write_text("batch_size: 8\n")
+    assert run(["recommend", "run"]) == 2
+    assert "preset.yaml is there and was not written by panscan recommend" in capsys.readouterr().err
+    assert (folder / "preset.yaml").read_text() == "batch_size: 8\n"
+    recommended(capsys, "--force")
+    assert (folder / "preset.yaml").read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["run", "--max-p95-ms", "100"], 3, "has p95 E2E <= 100 ms: the quickest is c1"),
+        (["run", "--min-quality", "0.5"], 2, "--min-quality: the dataset of this run has no answers"),
+        (["run", "--allow-different", "c9"], 2, "has no cell 'c9'"),
+        (["nowhere"], 3, "nowhere does not exist"),
+        (["run", "-o", "preset.txt"], 2, "a preset's name ends in .yaml"),
+        (["run", "-o", "no/folder/preset.yaml"], 3, "could not be written"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run(["recommend", *arguments]) == code
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert not list(folder.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("value", [{"experts": 8}, {"batch_size": 0}])
+def test_another_versions_settings_are_no_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: dict[str, Any]
+) -> None:
+    write_run(tmp_path, [header({"c0": value}), *batches_of("c0", [1.0]), verdict("c0", "exact", 1.0)])
+    assert run(["recommend", str(tmp_path), "-o", str(tmp_path / "preset.yaml")]) == 3
+    assert "cell c0 has another version's settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a 'b'\n# c: [1, 2]", "no", "007", "x\udce9"])
+def test_names_of_any_kind_come_back_from_a_preset(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path, [header({"c0": {"model": name}}), *batches_of("c0", [1.0]), verdict("c0", "exact", 1.0)])
+    assert run(["recommend", "."]) == 0
+    assert yaml.safe_load((tmp_path / "preset.yaml").read_text("ascii")) == {"model": name}
+
+
+def test_every_command_takes_the_preset_of_a_real_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    noise(260, 800).save(tmp_path / "tall.png")
+    noise(300, 300).save(tmp_path / "square.png")
+    asking = ["tall.png", "-p", "What is the total?"]
+    assert run(["bench", "square.png", *asking, "--attention", "eager", "--batch-size", "1,2", "--grid-max-crops", "2",
+                "--max-new-tokens", "2", "--device", "cpu"]) == 0  # fmt: skip
+    [directory] = Path("runs").iterdir()
+    found = json.loads(recommended_in(capsys, directory))
+    measured = read_run(directory)
+    chosen = Settings(**measured.cells[found["cell"]])
+    assert {found["cell"], found["runner_up"]} == set(measured.cells)
+    [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
+    assert (cell.id, cell.settings) == (found["cell"], chosen)
+
+    assert run(["ask", *asking, "--preset", "preset.yaml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["crops"], answer["output_tokens"]) == (2, 2)
+    assert run(["crops", "tall.png", "--preset", "preset.yaml", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)[0]["crops"] == 2
+    assert "left out, as panscan crops takes no attention" in captured.err
+    assert run(["bench", *asking, "--preset", "preset.yaml", "--dry-run"]) == 0
+    assert shlex.join(["panscan", *measured.header["command"][1:]]) in Path("preset.yaml").read_text()
+
+
+def recommended_in(capsys: pytest.CaptureFixture[str], directory: Path) -> str:
+    capsys.readouterr()
+    assert run(["recommend", str(directory), "--json"]) == 0
+    return capsys.readouterr().out

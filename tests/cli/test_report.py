@@ -1,0 +1,97 @@
+"""``panscan report`` on the real command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.bench import synthetic
+
+from panscan.bench.records import read_run
+from panscan.bench.report import markdown
+from panscan.cli.main import run
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A run directory with two measured cells."""
+    cells = {"a": {"model": "mini", "batch_size": 1}, "b": {"model": "mini", "batch_size": 2}}
+    records = [synthetic.header(cells), *synthetic.batches_of("a", [1.0, 1.2]), *synthetic.batches_of("b", [1.5, 1.6])]
+    synthetic.write_run(tmp_path / "run", records)
+    return tmp_path / "run"
+
+
+def test_a_page_in_the_run_s_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home)]) == 0
+    assert capsys.readouterr().out == f"{home / 'report.html'}\n"
+    assert "Recommended: cell" in (home / "report.html").read_text("utf-8")
+    before = (home / "report.html").read_bytes()
+    assert run(["report", str(home / "records.jsonl"), "-o", str(home / "other.html")]) == 0
+    assert (home / "other.html").read_bytes() == before
+
+
+def test_markdown_to_standard_output_or_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home), "--format", "md"]) == 0
+    assert capsys.readouterr().out == markdown(read_run(home))
+    assert run(["report", str(home), "--format", "md", "-o", str(home / "issue.md")]) == 0
+    assert capsys.readouterr().out == f"{home / 'issue.md'}\n"
+    assert (home / "issue.md").read_text("utf-8") == markdown(read_run(home))
+
+
+def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home), "--format", "png", "-o", str(home / "new" / "figures")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [path.name for path in written] == [
+        "report-throughput-batch-size.png",
+        "report-p95-e2e-latency-batch-size.png",
+    ]
+    assert all(path.parent == home / "new" / "figures" and path.stat().st_size > 1000 for path in written)
+
+
+def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path) -> None:
+    synthetic.write_run(tmp_path, [synthetic.header({"c": {}}), synthetic.request("c", "q", 0.0, [1.0])])
+    assert run(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "No cell was measured." in text
+    assert "1 requests of repeats that were in flight when the run was stopped are left out" in text
+
+
+BAD = {
+    "nothing there": (None, [], 3, "not a run directory"),
+    "another schema": ('{"type": "run", "schema": 99}\n', [], 3, "schema 99"),
+    "half a record": ("RECORDS{garbled\n{}\n", [], 3, "not a JSON object"),
+    "only half a header": ('{"type": "ru', [], 3, "holds no records"),
+    "no curve": ("RECORDS", ["--format", "png"], 3, "no curve to draw"),
+    "another format": ("RECORDS", ["--format", "pdf"], 2, "'pdf' is not one of"),
+    "a folder to write": ("RECORDS", ["-o", "."], 2, "--output . is a folder"),
+    "no folder": ("RECORDS", ["-o", "nowhere/x.html"], 3, "nowhere/x.html could not be written"),
+    "a file as folder": ("RECORDS", ["--format", "png", "-o", "records.jsonl/x"], 3, "--output records.jsonl/x"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, options, code, wanted = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        header = json.dumps(synthetic.header({"c": {}})) + "\n"
+        (tmp_path / "records.jsonl").write_text(content.replace("RECORDS", header))
+    assert run(["report", ".", *options]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert wanted in captured.err
+    if code == 3:
+        assert len(captured.err.splitlines()) == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_help_needs_no_drawing_library() -> None:
+    code = "import sys; from panscan.cli.main import run; run(['report', '--help']); print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "--format" in done.stdout

@@ -1,0 +1,40 @@
+"""The two ceilings of a device. How high they are is the machine's; what is tested is that they can be believed."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+import torch
+
+from panscan.model.ceilings import measure_ceilings
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rates_are_finite_and_measured_once(dtype: torch.dtype) -> None:
+    found = measure_ceilings(CPU, dtype)
+    assert all(0 < rate < float("inf") for rate in astuple(found))
+    assert measure_ceilings(CPU, dtype) is found
+    assert measure_ceilings(CPU, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16) is not found
+
+
+def test_the_products_precision_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        measure_ceilings.cache_clear()
+        measure_ceilings(CPU, torch.float32)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+def test_an_nvidia_gpus_rates_are_those_of_its_kind() -> None:
+    """bf16 products on tensor cores are several times faster than float32's, and memory is faster than any CPU's."""
+    gpu = torch.device("cuda")
+    narrow, wide = measure_ceilings(gpu, torch.bfloat16), measure_ceilings(gpu, torch.float32)
+    assert narrow.flops_per_s > 2 * wide.flops_per_s
+    assert narrow.bytes_per_s > 1e11
