@@ -6,12 +6,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import Gemma3ImageProcessorPil
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.modeling_utils import AttentionInterface
 
 from panscan.model.mini import mini_directory
 from panscan.model.random_weights import random_model
@@ -74,3 +78,25 @@ def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
+
+
+@pytest.fixture
+def causal() -> Iterator[str]:
+    """Attention that is causal at image tokens, as Transformers' flash masks make it."""
+
+    def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        last = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+        at = torch.arange(key.shape[2])[None]
+        seen = (at <= last) & (at > last - (options.get("sliding_window") or key.shape[2]))
+        seen = seen if module.is_causal else torch.ones_like(seen)
+        if mask is not None:
+            seen = seen & mask[:, None, None, :].bool()
+        return sdpa_attention_forward(
+            module, query, key, value, seen.expand(len(query), 1, *seen.shape[-2:]), **options
+        )
+
+    AttentionInterface.register("test-causal", forward)
+    AttentionMaskInterface.register("test-causal", flash_attention_mask)
+    yield "test-causal"
+    AttentionInterface._global_mapping.pop("test-causal")
+    AttentionMaskInterface._global_mapping.pop("test-causal")

@@ -169,8 +169,8 @@ def test_order_is_random_but_seeded() -> None:
 
     cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
 
-    def order(seed: int) -> list[list[tuple[str, int]]]:
-        plan = Plan(cells, [], Source(no_images=True, prompt="x"), repeats=2, seed=seed)
+    def order(seed: int, *, verify: bool = False) -> list[list[tuple[str, int | None]]]:
+        plan = Plan(cells, [], Source(no_images=True, prompt="x"), repeats=2, seed=seed, verify=verify)
         return [[(cell.id, repeat) for cell, repeat in visits] for visits in plan.order()]
 
     assert order(1) == order(1)
@@ -181,6 +181,21 @@ def test_order_is_random_but_seeded() -> None:
         assert sorted(visits) == sorted((cell, repeat) for cell in {c for c, _ in visits} for repeat in range(2))
         assert [repeat for _, repeat in visits] == [0] * 8 + [1] * 8
         assert [cell for cell, _ in visits[:8]] != [cell for cell, _ in visits[8:]]
+    for visits, measured in zip(order(1, verify=True), by_load, strict=True):
+        assert [visit for visit in visits if visit[1] is not None] == measured
+        compared = [(visits[at - 1], cell) for at, (cell, repeat) in enumerate(visits) if repeat is None]
+        assert compared == [(last, last[0]) for last in measured[8:]], "each right after its last repeat"
+
+
+def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
+    from panscan.bench.grid import build_cells
+    from panscan.bench.plan import Plan
+    from panscan.bench.workload import Source
+
+    cells = build_cells({"quantization": ["torchao-int8", "none"], "dtype": ["fp32", "bf16"]})
+    plan = Plan(cells, [], Source(no_images=True, prompt="x"))
+    kinds = [visits[0][0].settings.quantization for visits in plan.order()]
+    assert kinds == [None, None, "torchao-int8", "torchao-int8"]
 
 
 @pytest.mark.skipif(

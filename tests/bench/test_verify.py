@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import noise
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-from transformers.modeling_utils import AttentionInterface
 
 from panscan.bench.grid import Cell
 from panscan.bench.verify import Verifier, find_references
@@ -67,28 +64,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture(scope="module")
 def half() -> GenerateRunner:
     return GenerateRunner.from_pretrained("mini", dtype="bf16", device="cpu", max_new_tokens=STEPS)
-
-
-@pytest.fixture
-def causal() -> Iterator[str]:
-    """Attention that is causal at image tokens, as Transformers' flash masks make it."""
-
-    def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        last = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
-        at = torch.arange(key.shape[2])[None]
-        seen = (at <= last) & (at > last - (options.get("sliding_window") or key.shape[2]))
-        seen = seen if module.is_causal else torch.ones_like(seen)
-        if mask is not None:
-            seen = seen & mask[:, None, None, :].bool()
-        return sdpa_attention_forward(
-            module, query, key, value, seen.expand(len(query), 1, *seen.shape[-2:]), **options
-        )
-
-    AttentionInterface.register("test-causal", forward)
-    AttentionMaskInterface.register("test-causal", flash_attention_mask)
-    yield "test-causal"
-    AttentionInterface._global_mapping.pop("test-causal")
-    AttentionMaskInterface._global_mapping.pop("test-causal")
 
 
 EXACT: list[Record] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shlex
 import socket
 from pathlib import Path
@@ -179,7 +180,8 @@ def test_presets_are_cells(folder: Path) -> None:
     measured = only_run(folder)
     assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
     assert [cell["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"
-    assert set(measured.finished()) == {(cell, 0) for cell in measured.cells}
+    assert set(measured.finished()) == {(cell, visit) for cell in measured.cells for visit in (0, None)}
+    assert list(measured.presets.values()) == ["baseline", "balanced"]
 
 
 def test_a_grid_file_gives_axes_and_flags_win(folder: Path) -> None:
@@ -272,3 +274,55 @@ def test_resume_names_the_option_that_does_not_go_with_it(
 ) -> None:
     assert run(["bench", "--resume", "runs/x", *extra]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", "--prefill-chunk-size", "none,100", "--dtype", "fp32", *QUICK]) == 0
+    directory = only_run(folder).path.parent
+    verdicts = [record["verdict"] for record in read_run(directory).verdicts.values()]
+    assert sorted(verdicts) == ["different", "exact"]
+    said = capsys.readouterr().out
+    assert "1 exact, 1 different" in " ".join(said.split())
+    assert "The truth took" in said
+    for name in ("summary.csv", "report.html"):
+        text = (directory / name).read_text()
+        assert "different" in text, name
+        assert "exact" in text, name
+    assert len(list((directory / "truth").iterdir())) == 1
+
+
+def test_without_verification_every_output_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", "--no-verify", *QUICK]) == 0
+    directory = only_run(folder).path.parent
+    assert not (directory / "truth").exists()
+    assert "Unverified: --no-verify" in capsys.readouterr().out
+    assert "unverified" in (directory / "summary.csv").read_text()
+    assert "--no-verify" in (directory / "report.html").read_text()
+    assert run(["bench", "docs/a.png", "-p", "x", "--no-verify", "--reference", "x", *QUICK]) == 2
+
+
+def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", *QUICK]) == 0
+    measured = only_run(folder)
+    lines = measured.path.read_text().splitlines(keepends=True)
+    measured.path.write_text("".join(line for line in lines if '"type":"verdict"' not in line))
+    before = measured.path.read_text()
+    assert run(["bench", "--resume", str(measured.path.parent)]) == 0
+    added = measured.path.read_text().removeprefix(before)
+    assert [json.loads(line)["type"] for line in added.splitlines()] == ["load", "verdict"]
+
+
+def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", "--dtype", "fp32", *QUICK]) == 0
+    first = only_run(folder).path.parent
+    elsewhere = ["--dtype", "fp32", "--output-dir", "elsewhere", "--reference", str(first)]
+    assert run(["bench", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *QUICK]) == 0
+    [second] = (folder / "elsewhere").iterdir()
+    found = read_run(second)
+    assert [truth["source"] for truth in found.truths.values()] == ["reference"]
+    assert [record["verdict"] for record in found.verdicts.values()] == ["exact"]
+    capsys.readouterr()
+    assert run(["bench", "docs/a.png", "-p", "another", *elsewhere, *QUICK]) == 3
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("panscan:")]
+    assert "--reference" in line
+    assert "other views" in line

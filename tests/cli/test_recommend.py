@@ -131,6 +131,13 @@ def test_names_of_any_kind_come_back_from_a_preset(tmp_path: Path, name: str, mo
     assert yaml.safe_load((tmp_path / "preset.yaml").read_text("ascii")) == {"model": name}
 
 
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """The JSON that a command prints."""
+    capsys.readouterr()
+    assert run(list(arguments)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def test_every_command_takes_the_preset_of_a_real_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,28 +145,27 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     noise(260, 800).save(tmp_path / "tall.png")
     noise(300, 300).save(tmp_path / "square.png")
     asking = ["tall.png", "-p", "What is the total?"]
-    assert run(["bench", "square.png", *asking, "--attention", "eager", "--batch-size", "1,2", "--grid-max-crops", "2",
-                "--max-new-tokens", "2", "--device", "cpu"]) == 0  # fmt: skip
+    axes = ["--attention", "eager", "--grid-max-crops", "2", "--max-new-tokens", "2", "--device", "cpu"]
+    answer = printed(capsys, "ask", *asking, *axes, "--json")["text"]
+    rows = [{"image": f"{name}.png", "question": asking[-1], "answers": [answer]} for name in ("tall", "square")]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["bench", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
     [directory] = Path("runs").iterdir()
-    found = json.loads(recommended_in(capsys, directory))
     measured = read_run(directory)
-    chosen = Settings(**measured.cells[found["cell"]])
+    alone = next(cell for cell, settings in measured.cells.items() if settings["batch_size"] == 1)
+    scores = {record["image"][0]: record["scores"] for record in measured.requests[alone, 0]}
+    assert scores["tall.png"] == {"exact_match": 1.0}, "asked alone, it answers what it answered before"
+
+    found = printed(capsys, "recommend", str(directory), "--min-quality", "0", "--json")
     assert {found["cell"], found["runner_up"]} == set(measured.cells)
     [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
-    assert (cell.id, cell.settings) == (found["cell"], chosen)
+    assert (cell.id, cell.settings) == (found["cell"], Settings(**measured.cells[found["cell"]]))
+    assert f"# command: panscan {shlex.join(measured.header['command'][1:])}\n" in Path("preset.yaml").read_text()
 
-    assert run(["ask", *asking, "--preset", "preset.yaml", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["crops"], answer["output_tokens"]) == (2, 2)
+    answered = printed(capsys, "ask", *asking, "--preset", "preset.yaml", "--json")
+    assert (answered["crops"], answered["output_tokens"], answered["text"]) == (2, 2, answer)
     assert run(["crops", "tall.png", "--preset", "preset.yaml", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)[0]["crops"] == 2
     assert "left out, as panscan crops takes no attention" in captured.err
     assert run(["bench", *asking, "--preset", "preset.yaml", "--dry-run"]) == 0
-    assert shlex.join(["panscan", *measured.header["command"][1:]]) in Path("preset.yaml").read_text()
-
-
-def recommended_in(capsys: pytest.CaptureFixture[str], directory: Path) -> str:
-    capsys.readouterr()
-    assert run(["recommend", str(directory), "--json"]) == 0
-    return capsys.readouterr().out

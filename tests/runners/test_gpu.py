@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.bench.test_verify import Bench as VerdictBench
 from tests.conftest import noise
 from tests.runners.test_generate import check_stamps
 
 from panscan import GenerateRunner
+from panscan.bench.grid import Cell
 from panscan.core import now
+from panscan.model.runtime import apply_attention
 from panscan.runners.clock import DeviceClock
 from panscan.runners.pipeline import PipelineRunner
 
@@ -87,3 +91,24 @@ def test_event_stamps_lie_on_the_hosts_time_line() -> None:
     first, last = clock.read()
     assert before - 1e-3 <= first < last <= now() + 1e-3
     assert last > queued, "the mark must tell when the device got there, not when it was asked"
+
+
+STEPS = 8
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_verdicts_of_what_is_compiled_and_captured(tmp_path: Path, causal: str, dtype: str) -> None:
+    """The static cache's decode is a CUDA graph; device pixels have a truth of their own; causal images are caught."""
+    bench = VerdictBench(tmp_path)
+    runner = GenerateRunner.from_pretrained("mini", dtype=dtype, device="cuda", max_new_tokens=STEPS)
+    plain = runner.settings
+    for changes in ({}, {"attention": "eager"}, {"cache": "static"}, {"compile": "default"}, {"preprocess": "device"}):
+        record = bench.verifier().verdict(runner, replace(plain, **changes))
+        assert record["verdict"] == "exact", (changes, record)
+        assert record["equal_tokens"] or dtype == "bf16"
+    verifier = bench.verifier()
+    verifier.verdict(runner, plain)
+    apply_attention(runner.loaded.model, causal)
+    record = verifier.verify(runner, Cell.of(plain))
+    assert record["verdict"] == "different", record
+    assert record["image"]["kl"] > 10 * max(record["image"]["noise"], 1e-6)

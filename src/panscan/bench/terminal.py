@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["print_summary"]
 
 _WIDEST_SETTING = 9  # characters; longer ones are folded
+_SPARE = ("image\ntokens", "views")
 _MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 
 
@@ -74,9 +75,14 @@ def _table(rows: Sequence[Row], varying: Sequence[str], console: Console) -> Non
     headings, numbers = _measured(rows)
     settings = [[shown(row.settings.get(name)) for name in varying] for row in rows]
     labels = [short(name).replace("_", "\n") for name in varying]
+    if any(row.preset for row in rows):
+        settings = [[row.preset or "-", *values] for row, values in zip(rows, settings, strict=True)]
+        labels.insert(0, "preset")
     narrow = [min(width, _WIDEST_SETTING) for width in _widths(labels, settings)]
     widths = [*narrow, *_widths(headings, numbers)]
     fits = sum(widths) + len(widths) <= console.width  # gaps, and one to spare: ASCII writes ± as two characters
+    if not fits:
+        headings, numbers = _within(console.width - len(f"{len(rows)}") - 1, headings, numbers)
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for heading, width in zip(labels, narrow, strict=True) if fits else ():
         table.add_column(safe_text(console, heading), overflow="fold", width=width)
@@ -88,7 +94,19 @@ def _table(rows: Sequence[Row], varying: Sequence[str], console: Console) -> Non
         table.add_row(*(safe_text(console, cell) for cell in (*(values if fits else [str(index)]), *cells)))
     console.print(table)
     for index, row in enumerate(rows if not fits else (), 1):
-        print_line(console, f"{index}: " + label({name: row.settings.get(name) for name in varying}))
+        named = [row.preset] if row.preset else []
+        described = label({name: row.settings.get(name) for name in varying})
+        print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])))
+
+
+def _within(width: int, headings: list[str], numbers: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns without those that a narrow terminal has no room for."""
+    for spare in _SPARE:
+        if sum(_widths(headings, numbers)) + len(headings) <= width:
+            break
+        at = headings.index(spare)
+        headings, numbers = headings[:at] + headings[at + 1 :], [row[:at] + row[at + 1 :] for row in numbers]
+    return headings, numbers
 
 
 def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

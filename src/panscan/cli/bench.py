@@ -69,7 +69,8 @@ def command(**options: Any) -> int:
     """Sweep settings over your documents: latency, throughput, tokens and memory of every combination.
 
     Without --model the bundled mini Gemma 3 runs, without --images its sample documents. Results go to a run
-    directory: records.jsonl (raw) and summary.csv.
+    directory: records.jsonl (raw), summary.csv and report.html. Each cell's answers are compared with
+    the reference's (float32 eager attention, the same weights and views), and the verdict stands beside its speed.
     """
     from panscan.model.runtime import quiet_libraries
 
@@ -159,13 +160,16 @@ def _resume(options: dict[str, Any]) -> int:
 
 def _show(measured: Any, directory: Path) -> int:
     from panscan.bench.curves import print_curves
+    from panscan.bench.report import HTML_NAME, write_report
     from panscan.bench.terminal import print_summary
 
     console = out()
     print_summary(measured, console)
     print_curves(measured, console)
-    console.print(f"records: {directory / 'records.jsonl'}", soft_wrap=True)
-    console.print(f"summary: {directory / 'summary.csv'}", soft_wrap=True)
+    with errors().status("writing the report"):
+        write_report(measured, directory / HTML_NAME)
+    for name, file in (("records", "records.jsonl"), ("summary", "summary.csv"), ("report", HTML_NAME)):
+        console.print(f"{name}: {directory / file}", soft_wrap=True)
     finished = [cell for cell in measured.cells if measured.outcomes.get(cell, {}).get("outcome") == "done"]
     return 0 if len(finished) == len(measured.cells) else 4
 

@@ -134,13 +134,21 @@ def truths(run: Run) -> list[Truth]:
 
 def definitions() -> list[tuple[str, str]]:
     """The terms of the report, as (term, meaning); limits come from the code that applies them."""
+    return [*_about_speed(), *_about_answers()]
+
+
+def _about_speed() -> list[tuple[str, str]]:
     samples = ", ".join(f"{least} for p{percent}" for percent, least in LEAST_SAMPLES.items())
     return [
         ("Accepted", "when the engine or server takes the request; for generate(), when its batch starts."),
         ("TTFT", "time to first token: from accepted to the first output token. The table has the median."),
         ("E2E", "from accepted to the last output token."),
         ("TPOT", "time per output token after the first: (E2E - TTFT) / (N - 1) for N output tokens, none for N < 2."),
-        ("req/s", "requests answered over the wall time of the repeats, warm-up left out."),
+        (
+            "req/s",
+            "requests answered over the wall time of the repeats, warm-up left out; of replicas, over the time in "
+            "which all of them worked.",
+        ),
         ("Stages", "load, preprocess, vision, prefill, decode: means over requests that add up to the mean E2E."),
         (
             "Intervals",
@@ -150,6 +158,16 @@ def definitions() -> list[tuple[str, str]]:
             "~",
             f"a percentile of too few samples for 99% confidence (at least {samples}: MLPerf's early-stopping rule).",
         ),
+        (
+            "Floor",
+            "the least time that the machine's two measured ceilings allow: FLOPs over FLOP/s or bytes over bytes/s, "
+            "the larger of both, for the real tokens of the run's own batches.",
+        ),
+    ]
+
+
+def _about_answers() -> list[tuple[str, str]]:
+    return [
         (
             "Truth",
             "float32 eager attention on the same weights and the same views. Compared are next-token distributions "
@@ -172,9 +190,4 @@ def definitions() -> list[tuple[str, str]]:
         ("different", "the rest: the answers are not the model's."),
         ("unverified", "not compared, for the reason beside it."),
         ("Quality", "share of answers that are one of the dataset's, case and surrounding space aside (exact match)."),
-        (
-            "Floor",
-            "the least time that the machine's two measured ceilings allow: FLOPs over FLOP/s or bytes over bytes/s, "
-            "the larger of both, for the real tokens of the run's own batches.",
-        ),
     ]
