@@ -9,3 +9,10 @@ panscan bench $shared --model-shape 4b --num-samples 8 --max-new-tokens 32 --bat
   --prefill-chunk-size none,256,1024
 panscan bench $shared --model-shape 27b --num-samples 12 --max-new-tokens 64 --preprocess device \
   --do-pan-and-scan true,false --batch-size 1,4,12
+# On a machine of two GPUs, benchmarks/records/h200-x2-one and h200-x2-replicas:
+if [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
+  for replicas in 1 2; do
+    panscan bench $shared --model-shape 4b --num-samples 8 --max-new-tokens 32 --batch-size 4 --preprocess device \
+      --repeats 2 --replicas $replicas
+  done
+fi

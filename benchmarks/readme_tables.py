@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from panscan.bench.metrics import CellMetrics, cell_metrics
+from panscan.bench.floor import floor_of
+from panscan.bench.metrics import replica_shares
 from panscan.bench.records import Run, read_run
+from panscan.bench.rows import Row, measured_rows
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -29,44 +31,41 @@ def machine(run: Run) -> str:
     packages = facts["packages"]
     command = " ".join(part for part in run.header["command"] if part not in ("--debug",))
     return (
-        f"One {gpu['name']} (driver {gpu['driver']}), torch {packages['torch']}, transformers"
+        f"{len(facts['gpus'])} x {gpu['name']} (driver {gpu['driver']}) and {facts['cpu']}, torch {packages['torch']}, transformers"
         f" {packages['transformers']}, Python {facts['python']}, {run.header['created'][:10]};"
-        f" {kept['requests']} requests per cell, {kept['repeats']} repeat; ~ has too few samples for 99% confidence."
+        f" {kept['requests']} requests per cell, {kept['repeats']} repeat(s); ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )
-
-
-def measured(run: Run) -> list[tuple[dict[str, object], CellMetrics]]:
-    """Settings and metrics of each measured cell, in the order of the run."""
-    found = ((settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
-    return [(settings, metrics) for settings, metrics in found if metrics is not None]
 
 
 def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def row(metrics: CellMetrics) -> list[str]:
-    """Throughput with its interval, latencies, views and memory; ~ marks what has too few samples."""
-    values = metrics.values
+def row(run: Run, cell: Row) -> list[str]:
+    """Throughput with its interval, latencies, views, memory and the verdict; ~ marks what has too few samples."""
+    metrics, values = cell.metrics, cell.metrics.values
 
     def latency(name: str, digits: int) -> str:
         return ("~" if name in metrics.uncertified else "") + number(values[name], digits)
 
     low, high = metrics.intervals.get("request_throughput", (None, None))
     spread = "" if low is None else f" ({number(low, 2)}-{number(high, 2)})"
+    floor = floor_of(run, cell.cell)
+    ratio = cell.verdict.ratio
     return [
         number(values["request_throughput"], 2) + spread,
         latency("median_ttft_ms", 0),
         latency("median_tpot_ms", 1),
         latency("p95_e2el_ms", 0),
+        "-" if floor is None else number((values["mean_e2el_ms"] or 0) / floor.e2e_ms, 1) + "x",
         number(values["mean_views"], 1),
         number((values["peak_allocated_bytes"] or 0) / 2**30, 1),
-        "unverified",
+        cell.verdict.word + ("" if ratio is None else f" ({number(ratio, 2 if ratio < 10 else 0)}x)"),
     ]
 
 
-HEADINGS = ["req/s (95%)", "TTFT ms", "TPOT ms", "E2E p95 ms", "views", "GPU GiB", "verdict"]
+HEADINGS = ["req/s (95%)", "TTFT ms", "TPOT ms", "E2E p95 ms", "E2E / floor", "views", "GPU GiB", "verdict (noise)"]
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
@@ -78,19 +77,40 @@ def h200_27b() -> str:
     """Pan and scan on and off, by batch size."""
     run = read_run(RECORDS / "h200-27b")
     rows = [
-        ["on" if settings["do_pan_and_scan"] else "off", str(settings["batch_size"]), *row(metrics)]
-        for settings, metrics in measured(run)
+        ["on" if cell.settings["do_pan_and_scan"] else "off", str(cell.settings["batch_size"]), *row(run, cell)]
+        for cell in measured_rows(run)
     ]
     rows.sort(key=lambda cells: (cells[0] == "on", int(cells[1])))
     return table(["pan and scan", "batch", *HEADINGS], rows) + "\n\n" + machine(run)
 
 
-def h200_4b() -> str:
-    """Attention, cache and preprocessing."""
-    run = read_run(RECORDS / "h200-4b")
-    names = ("attention", "cache", "preprocess")
-    rows = [[str(settings[name]) for name in names] + row(metrics) for settings, metrics in measured(run)]
-    return table([*names, *HEADINGS], rows) + "\n\n" + machine(run)
+def by_settings(name: str, *settings: str) -> Callable[[], str]:
+    """A table of a record with these settings as its first columns."""
+
+    def write() -> str:
+        run = read_run(RECORDS / name)
+        rows = [
+            [str(cell.settings[setting] or "-") for setting in settings] + row(run, cell) for cell in measured_rows(run)
+        ]
+        return table([*settings, *HEADINGS], rows) + "\n\n" + machine(run)
+
+    return write
+
+
+def h200_x2() -> str:
+    """One copy and two copies of the same work."""
+    runs = [read_run(RECORDS / name) for name in ("h200-x2-one", "h200-x2-replicas")]
+    rows = [
+        [str(run.header["settings"]["replicas"]), *row(run, cell), shares(run, cell)]
+        for run in runs
+        for cell in measured_rows(run)
+    ]
+    notes = "\n\n".join(machine(run) for run in runs)
+    return table(["replicas", *HEADINGS, "req/s of each"], rows) + "\n\n" + notes
+
+
+def shares(run: Run, cell: Row) -> str:
+    return ", ".join(number(each.request_throughput, 2) for each in replica_shares(run, cell.cell)) or "-"
 
 
 def harness() -> str:
@@ -106,7 +126,13 @@ def harness() -> str:
     return table(["the harness itself", "measured", "target"], rows) + "\n\n" + where
 
 
-TABLES: dict[str, Callable[[], str]] = {"h200-27b": h200_27b, "h200-4b": h200_4b, "harness": harness}
+TABLES: dict[str, Callable[[], str]] = {
+    "h200-27b": h200_27b,
+    "h200-4b": by_settings("h200-4b", "attention", "cache", "preprocess"),
+    "h200-4b-chunks": by_settings("h200-4b-chunks", "prefill_chunk_size"),
+    "h200-x2": h200_x2,
+    "harness": harness,
+}
 
 
 def filled(text: str) -> str:

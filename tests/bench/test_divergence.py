@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax, rel_entr
 
-from panscan.bench.divergence import compare_logits
+from panscan.bench.divergence import Comparison, Tally, compare_logits
+from panscan.bench.truth import Noise
 
 CPU = torch.device("cpu")
 LOGITS = st.integers(1, 40).flatmap(
@@ -65,3 +66,18 @@ def test_logits_that_are_no_numbers_are_infinitely_far(broken: float) -> None:
     seen = truth.clone()
     seen[1, 0] = broken
     assert compare_logits(truth, seen, [], CPU).kl.tolist() == [0.0, math.inf]
+
+
+@pytest.mark.parametrize(("margin", "word"), [(1e-4, "close"), (1e-2, "different")])
+def test_a_tie_that_tips_costs_an_exact_word_but_is_not_different(margin: float, word: str) -> None:
+    """In float32, where the yardstick has no noise of its own."""
+    margins = torch.tensor([margin, 3.0], dtype=torch.float64)
+    seen = Comparison(torch.zeros(2).double(), margins, torch.zeros(2).double(), torch.tensor([False, True]))
+    record = Tally([seen]).verdict(Noise([[0.0, 0.0]], None, 0.0), 2, float32=True)
+    assert record["verdict"] == word
+    assert not record["equal_tokens"]
+
+
+def test_noise_is_the_mean_over_the_tokens_that_a_cell_may_write() -> None:
+    noise = Noise([[1.0, 3.0, 8.0], [2.0]], None, 0.0)
+    assert [noise.answer_mean(steps) for steps in (1, 2, 128)] == [1.5, 2.0, 3.5]

@@ -204,9 +204,13 @@ def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
 def test_tensor_parallel_under_torchrun_gives_the_same_answers(folder: Path) -> None:
     arguments = ["doc0.png", "-p", "What?", "--max-new-tokens", "8", "--device", "cpu", "--include-content"]
     assert bench(folder, *arguments, "--output-dir", "alone").returncode == 0
+    [alone] = (folder / "alone").iterdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "panscan", "bench"]
     done = subprocess.run(
-        [*torchrun, *arguments, "--tp-plan", "auto", "--output-dir", "two"], cwd=folder, capture_output=True, text=True
+        [*torchrun, *arguments, "--tp-plan", "auto", "--reference", str(alone), "--output-dir", "two"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("records:") == 1, "one process speaks"
@@ -216,3 +220,5 @@ def test_tensor_parallel_under_torchrun_gives_the_same_answers(folder: Path) -> 
         answers.append([r["content"]["answer"] for records in read_run(directory).requests.values() for r in records])
     assert answers[0] == answers[1]
     assert len(answers[0]) == 1
+    [directory] = (folder / "two").iterdir()
+    assert [verdict["verdict"] for verdict in read_run(directory).verdicts.values()] == ["exact"]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import noise
+from torch.overrides import TorchFunctionMode
 
 from panscan.core import PanAndScan, Request, UnsupportedError
 from panscan.model.reference import float32_model, head_logits, one_view_at_a_time, weights_digest
+from panscan.model.runtime import apply_tf32
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.inputs import collate, prepare, read_images
 
@@ -85,11 +87,41 @@ def test_views_one_by_one_are_the_views_together(mini: GenerateRunner, inputs: d
     assert "forward" not in vars(model.model.vision_tower)
 
 
+def test_a_towers_own_forward_comes_back(mini: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the one that accelerate gives it when layers are spread over devices."""
+    tower = mini.loaded.model.model.vision_tower
+    own = tower.forward
+    monkeypatch.setattr(tower, "forward", own)
+    with one_view_at_a_time(mini.loaded.model):
+        assert tower.forward is not own
+    assert vars(tower)["forward"] is own
+
+
 def test_the_output_matrix_is_the_models(mini: GenerateRunner, inputs: dict[str, Any]) -> None:
     with torch.no_grad():
         hidden = mini.loaded.model.model(**inputs)[0][0, -5:]
     expected = logits(mini.loaded.model, inputs)[0, -5:]
     torch.testing.assert_close(head_logits(mini.loaded.model, hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_truths_logits_are_never_in_tf32(mini: GenerateRunner) -> None:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.nn.functional.linear:
+                seen.append(torch.get_float32_matmul_precision())
+            return function(*args, **(kwargs or {}))
+
+    apply_tf32(True)
+    try:
+        with Watching():
+            head_logits(mini.loaded.model, torch.zeros(1, mini.loaded.model.config.text_config.hidden_size))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        apply_tf32(False)
+    assert seen
+    assert set(seen) == {"highest"}
 
 
 def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, mini: GenerateRunner) -> None:
@@ -105,6 +137,13 @@ def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, mini: Genera
         weight[0, 0] = before
     assert digest != changed
     assert digest == weights_digest(model)
+    rotary = model.model.language_model.rotary_emb.full_attention_inv_freq
+    kept = rotary.clone()
+    rotary.copy_(torch.nextafter(rotary, torch.zeros(())))  # as another machine's power function may give it
+    assert digest == weights_digest(model)
+    rotary.copy_(kept / 8)  # as a longer context has it
+    assert digest != weights_digest(model)
+    rotary.copy_(kept)
 
 
 def test_offloaded_weights_have_no_truth(half: GenerateRunner) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import noise
+from tests.conftest import needs_images_in_chunks, noise
 
 from panscan.core import PanAndScan, Request, Sampling
 from panscan.runners.generate import GenerateRunner
@@ -40,14 +40,14 @@ def observed(runner: GenerateRunner, scripts: list[Script] | None) -> list[Obser
     return observe(runner.loaded, runner.settings, BATCH, scripts, steps=STEPS)
 
 
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS: list[Any] = [
     {},
     {"cache": "static"},
     {"attention": "eager"},
     {"pad_to_multiple_of": 64},
     {"max_new_tokens": STEPS},
     {"temperature": 0.7, "repetition_penalty": 1.3},
-    {"prefill_chunk_size": 4096},
+    pytest.param({"prefill_chunk_size": 4096}, marks=needs_images_in_chunks, id="one chunk"),
 ]
 
 

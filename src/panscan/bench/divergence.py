@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from panscan.bench.truth import Noise
-from panscan.bench.verdict import Divergence, Top1, judge
+from panscan.bench.verdict import MARGIN_FLOOR, Divergence, Top1, judge
 from panscan.model.load import Loaded
 from panscan.model.reference import head_logits
 
@@ -91,12 +91,12 @@ class Tally:
         """What was compared, as a yardstick for others."""
         answer = self.joined("answer")
         image = float(self.joined("image").kl.mean()) if self.image else None
-        return Noise(float(answer.kl.mean()), image, float(answer.moved.max()))
+        return Noise([each.kl.tolist() for each in self.answer], image, float(answer.moved.max()))
 
-    def verdict(self, noise: Noise, *, float32: bool) -> dict[str, Any]:
-        """The figures of a verdict record."""
+    def verdict(self, noise: Noise, steps: int, *, float32: bool) -> dict[str, Any]:
+        """The figures of a verdict record, of comparisons of the first ``steps`` tokens of each request."""
         answer = self.joined("answer")
-        kinds = {"answer": (answer, noise.answer)}
+        kinds = {"answer": (answer, noise.answer_mean(steps))}
         if self.image and noise.image is not None:
             kinds["image"] = self.joined("image"), noise.image
         for each, level in kinds.values():
@@ -105,7 +105,7 @@ class Tally:
             if not each.kl.isfinite().all():
                 broken = int((~each.kl.isfinite()).sum())
                 return {"verdict": "different", "reason": f"{broken} of {len(each.kl)} positions overflow"}
-        clear = answer.margin > noise.margin
+        clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
         top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
         found = {
             kind: Divergence(len(each.kl), float(each.kl.mean()), float(each.kl.max()), level)

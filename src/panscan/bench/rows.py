@@ -62,10 +62,11 @@ def measured_rows(run: Run) -> list[Row]:
 
 
 def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with None for those that mean nothing: crops without pan and scan."""
-    if settings.get("do_pan_and_scan", True):
-        return settings
-    return {name: None if name.startswith(_CROPS) else value for name, value in settings.items()}
+    """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights."""
+    idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(_CROPS))
+    if settings.get("random_weights"):
+        idle += ("model",)
+    return {name: None if name in idle else value for name, value in settings.items()}
 
 
 def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,7 +93,7 @@ def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: value
         for name, value in constant.items()
-        if name == "model" or name not in axes() or (value is not None and value != axes()[name].default)
+        if value is not None and (name == "model" or name not in axes() or value != axes()[name].default)
     }
 
 

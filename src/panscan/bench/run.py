@@ -93,8 +93,8 @@ def verifier_of(
     """
     if not plan.verify:
         return None
-    from panscan.bench.truth import TOKENS
-    from panscan.bench.verify import Verifier, find_references
+    from panscan.bench.truth import TOKENS, find_references
+    from panscan.bench.verify import Verifier
 
     return Verifier(
         items=plan.sample,

@@ -37,7 +37,7 @@ def run_sweep(
         RecordsError: ``--reference`` is of other views or weights.
     """
     if verifier is not None:
-        verifier.check_references(plan.cells)
+        verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
     for visits in plan.order():
         left = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
         for cell in dict.fromkeys(cell for cell, _ in left if cell.id in plan.skipped):

@@ -6,11 +6,13 @@ into logits again. So the truth of a 27B model is a file of some megabytes that 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from panscan.bench.records import write_atomically
+from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -25,21 +28,41 @@ from panscan.model.reference import float32_model, one_view_at_a_time
 from panscan.runners.observe import Observation, Script, observe
 from panscan.runners.settings import Settings
 
-__all__ = ["Lead", "Noise", "Truth", "compute_truth", "eager_settings", "load_truth", "observe_eager", "save_truth"]
+__all__ = [
+    "Lead",
+    "Noise",
+    "Truth",
+    "compute_truth",
+    "eager_settings",
+    "find_references",
+    "load_truth",
+    "observe_eager",
+    "save_truth",
+    "views_digest",
+]
 
-FORMAT = "1"
+FORMAT = "2"
 TOKENS = 32
 _TOGETHER = 4  # requests in one call; one by one where their memory is not there
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What eager attention at some precision makes of the truth: mean divergences in nats, and the largest change of a
-    margin between the truth's first and second choice. ``image`` is None without images."""
+    """What eager attention at some precision makes of the truth.
 
-    answer: float
+    Args:
+        answer: divergences in nats, by request and token.
+        image: the mean over image positions; None without images.
+        margin: the largest change of a margin between the truth's first and second choice, in nats.
+    """
+
+    answer: list[list[float]]
     image: float | None
     margin: float
+
+    def answer_mean(self, steps: int) -> float:
+        """The mean over the first ``steps`` tokens of each request: a cell may be allowed fewer than the truth has."""
+        return fmean(value for request in self.answer for value in request[:steps])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +133,13 @@ def compute_truth(
         UnsupportedError: the weights cannot be upcast.
     """
     with float32_model(loaded.model):
-        seen = list(
-            _in_groups(
-                loaded,
-                requests,
-                lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
-                lambda done: on_step(f"truth: {done} of {len(requests)} requests"),
-            )
+        seen = _in_groups(
+            loaded,
+            requests,
+            lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
+            lambda done: on_step(f"truth: {done} of {len(requests)} requests"),
         )
-    leads = [_lead(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
+        leads = [_lead(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
     return Truth(*names, leads)
 
 
@@ -202,8 +223,36 @@ def load_truth(path: Path) -> Truth:
             Lead(**lead, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
             for index, lead in enumerate(header.pop("leads"))
         ]
-    noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
-    return Truth(**header, leads=leads, noise=noise)
+        noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
+        return Truth(**header, leads=leads, noise=noise)
+
+
+def find_references(path: Path) -> list[tuple[Path, Truth]]:
+    """The truths of ``--reference``: a truth's file, or a run directory.
+
+    Raises:
+        RecordsError: there is none.
+    """
+    if not path.exists():
+        raise RecordsError(f"--reference {path}: there is no such file or run directory")
+    files = sorted((path / "truth").glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise RecordsError(f"--reference {path}: the run stored no truth (with --no-verify or --reference none is)")
+    return [(file, load_truth(file)) for file in files]
+
+
+def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
+    """A fingerprint of everything that a truth is asked: documents, views taken of them, pixels' rounding, prompts."""
+    facts = [
+        [
+            [document.sha256 for document in item.documents],
+            [[view.box for view in plan.views] for plan in plans_of(item, settings)],
+            item.prompt_sha256,
+        ]
+        for item in items
+    ]
+    text = json.dumps([facts, source.system, source.raw_prompt, pixels])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ __all__ = [
     "CLOSE_TOP1",
     "EXACT_RATIO",
     "FLOOR",
+    "MARGIN_FLOOR",
     "Divergence",
     "Top1",
     "Verdict",
@@ -30,6 +31,9 @@ __all__ = [
 
 FLOOR = 1e-6
 """Nats; noise below this counts as this."""
+MARGIN_FLOOR = (8 * FLOOR) ** 0.5
+"""Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
+diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
 
 
@@ -57,8 +61,8 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Top1:
-    """Positions where the truth's margin is larger than the noise moves it (``clear``), and where the cell's likeliest
-    token is the truth's (``agree``)."""
+    """Positions where the truth's margin is larger than the noise moves it (``clear``), and those of them where the
+    cell's likeliest token is the truth's (``agree``)."""
 
     clear: int
     agree: int

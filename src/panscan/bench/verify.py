@@ -3,9 +3,8 @@ for each cell through its own path, right after its last repeat."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,10 @@ from panscan.bench.truth import (
     load_truth,
     observe_eager,
     save_truth,
+    views_digest,
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import PanscanError, RecordsError, Request, UnsupportedError, now
+from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, UnsupportedError, now
 from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.reference import weights_digest
@@ -34,38 +34,14 @@ from panscan.runners.settings import Settings
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
-__all__ = ["Verifier", "find_references", "views_digest"]
+__all__ = ["Verifier"]
 
 Record = dict[str, Any]
 _Identity = tuple[Any, ...]
 _ANY = ""
 """In place of a fingerprint of views: all of them."""
-
-
-def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
-    """A fingerprint of everything that a truth is asked: documents, views taken of them, pixels' rounding, prompts."""
-    facts = [
-        [
-            [document.sha256 for document in item.documents],
-            [[view.box for view in plan.views] for plan in plans_of(item, settings)],
-            item.prompt_sha256,
-        ]
-        for item in items
-    ]
-    text = json.dumps([facts, source.system, source.raw_prompt, pixels])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def find_references(path: Path) -> list[tuple[Path, Truth]]:
-    """The truths of ``--reference``: a truth's file, or a run directory.
-
-    Raises:
-        RecordsError: there is none.
-    """
-    files = sorted((path / "truth").glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise RecordsError(f"--reference {path}: the run has stored no truth (was it measured with --no-verify?)")
-    return [(file, load_truth(file)) for file in files]
+_UNWATCHED = {"generate_batch": "generate_batch() offers no place to look at its logits"}
+"""Runners whose cells need no truth, because nothing of theirs could be compared with it."""
 
 
 @dataclass(slots=True)
@@ -94,21 +70,23 @@ class Verifier:
     _truths: dict[tuple[str, str], Truth] = field(default_factory=dict)
     _digests: dict[_Identity, str] = field(default_factory=dict)
     _missing: dict[tuple[_Identity, str], str] = field(default_factory=dict)
+    _loads: set[_Identity] = field(default_factory=set)
 
-    def check_references(self, cells: Iterable[Cell]) -> None:
-        """Whether references were made of any of these views.
+    def check_references(self, cells: Sequence[Cell]) -> None:
+        """Whether references were made of any views of these cells, which this machine can run.
 
         Raises:
             RecordsError: of none; before a model is loaded.
         """
-        if not self.references:
+        if not self.references or not cells:
             return
+        self._loads = {_identity(cell.settings) for cell in cells}
         known = {truth.views for _, truth in self.references}
         asked = {self._views(cell.settings, pixels) for cell in cells for pixels in ("cpu", "device")}
         if not known & asked:
             raise RecordsError(
                 f"--reference {self.references[0][0]} is of other views: documents, prompts, pan-and-scan settings"
-                " and --preprocess must be those of a cell"
+                ", --preprocess, --num-samples and --seed must be those of a cell"
             )
 
     def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
@@ -118,12 +96,13 @@ class Verifier:
             RecordsError: a reference is of other weights.
         """
         settings = cells[0].settings
-        if settings.quantization is not None:
+        if settings.quantization is not None or settings.runner in _UNWATCHED:
             return  # its truth is that of the unquantised weights
         try:
             weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
         except UnsupportedError as error:
-            self._missing[_identity(settings), _ANY] = f"{error}: bring their truth with --reference"
+            mend = "bring their truth, made of the same --model in this --dtype, with --reference"
+            self._missing[_identity(settings), _ANY] = f"{error}: {mend}"
             return
         for cell in _one_per_views(cells, lambda each: self._views(each.settings, runner.pixels(each.settings))):
             self._prepare_one(runner, cell.settings, weights)
@@ -131,20 +110,20 @@ class Verifier:
 
     def prepare_quantized(self, cells: Sequence[Cell]) -> None:
         """The same for cells of quantised weights, before these are loaded: loads the unquantised ones if need be."""
-        from panscan.runners.generate import GenerateRunner
-        from panscan.runners.loading import load_for
+        from panscan.runners.factory import open_runner
 
         settings = cells[0].settings
-        if settings.quantization in (None, "gptq"):
+        if settings.quantization in (None, "gptq") or settings.runner in _UNWATCHED:
             return
-        if all(self._truth(cell.settings, cell.settings.preprocess) for cell in cells):
+        known = settings.runner != "pipeline"  # whose pixels only its processor knows
+        if known and all(self._truth(cell.settings, cell.settings.preprocess) for cell in cells):
             return
-        plain = replace(settings, quantization=None, runner="generate")
+        plain = replace(settings, quantization=None)
         self.say(f"loading {plain.model_name} unquantised, for the truth")
         try:
-            runner = GenerateRunner(load_for(plain), plain)
+            runner = open_runner(plain)
         except Exception as error:  # whatever it is, cells go without a verdict, not the run without cells
-            self._missing[_identity(settings), _ANY] = _reason(error)
+            self._missing[_identity(settings), _ANY] = _reason(error, "loading the unquantised weights")
             return
         try:
             self.prepare(runner, [replace(cell, settings=replace(cell.settings, quantization=None)) for cell in cells])
@@ -166,7 +145,7 @@ class Verifier:
             try:
                 record |= self._compare(runner, cell.settings, truth)
             except Exception as error:  # a cell that cannot be watched is unverified; the sweep goes on
-                record["reason"] = _reason(error)
+                record["reason"] = _reason(error, "comparing answers")
         return record | {"seconds": now() - started}
 
     def _views(self, settings: Settings, pixels: str) -> str:
@@ -177,6 +156,8 @@ class Verifier:
 
     def _truth(self, settings: Settings, pixels: str) -> Truth | None:
         """The truth of a cell with its noise. Of quantised weights, one from elsewhere is taken by the model's name."""
+        if settings.runner in _UNWATCHED:
+            return None
         views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
         precision = _precision(settings)
         if weights is not None:
@@ -189,6 +170,8 @@ class Verifier:
         return found if found is not None and precision in found.noise else None
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
+        if settings.runner in _UNWATCHED:
+            return _UNWATCHED[settings.runner]
         if settings.quantization == "gptq":
             return "the unquantised weights are not in this checkpoint: bring their truth with --reference"
         identity = _identity(settings)
@@ -201,7 +184,7 @@ class Verifier:
         started = now()
         truth, source = self._truths.get((weights, views)), "computed"
         if truth is None:
-            truth, source = self._found(weights, views)
+            truth, source = self._found(weights, views, settings)
         plain = eager_settings(settings, pixels)
         precision = _precision(settings)
         try:
@@ -217,19 +200,22 @@ class Verifier:
                 if self.directory is not None:
                     save_truth(truth, self.directory / f"{truth.id}.safetensors")
         except Exception as error:  # without a truth cells are unverified, and measured all the same
-            self._missing[_identity(settings), views] = _reason(error)
+            self._missing[_identity(settings), views] = _reason(error, "computing the truth")
             return
         self._record(truth, source, now() - started)
 
-    def _found(self, weights: str, views: str) -> tuple[Truth | None, str]:
+    def _found(self, weights: str, views: str, settings: Settings) -> tuple[Truth | None, str]:
         """A truth of an earlier start of this run, or of ``--reference``."""
-        for path, truth in self.references:
-            if truth.views == views and truth.weights != weights:
-                raise RecordsError(
-                    f"--reference {path} is of other weights: it was made of {truth.model}, perhaps in another --dtype"
-                )
-            if truth.views == views:
+        there = [(path, truth) for path, truth in self.references if truth.views == views]
+        for _, truth in there:
+            if truth.weights == weights:
                 return truth, "reference"
+        for path, truth in there:
+            text = f"--reference {path} is of other weights: it was made of {truth.model}, perhaps in another --dtype"
+            if len(self._loads) < 2:
+                raise RecordsError(text)
+            name = f"{settings.model_name} in {_precision(settings)}"
+            warnings.warn(f"{text}; the truth of {name} is computed here", PanscanWarning, stacklevel=2)
         if self.directory is not None:
             path = self.directory / f"{weights[:8]}-{views[:8]}.safetensors"
             if path.exists():
@@ -239,7 +225,9 @@ class Verifier:
     def _noise(self, loaded: Loaded, plain: Settings, truth: Truth) -> Noise:
         """The yardstick. In float32 eager attention is the truth itself, and the noise its floor."""
         if loaded.dtype == torch.float32:
-            return Noise(0.0, 0.0 if truth.image_positions else None, 0.0)
+            return Noise(
+                [[0.0] * len(lead.tokens) for lead in truth.leads], 0.0 if truth.image_positions else None, 0.0
+            )
         tally = Tally()
         requests = self._requests(plain)
         seen = observe_eager(loaded, plain, requests, truth, self.say)
@@ -258,7 +246,8 @@ class Verifier:
             for index, seen in zip(batch, runner.observe([requests[i] for i in batch], scripts), strict=True):
                 lead = truth.leads[index]
                 tally.add(runner.loaded, lead.answer[: len(seen.tokens)], seen.answer, lead.image, seen.image)
-        return tally.verdict(truth.noise[_precision(settings)], float32=_precision(settings) == "fp32")
+        precision = _precision(settings)
+        return tally.verdict(truth.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
 
     def _record(self, truth: Truth, source: str, seconds: float) -> None:
         if truth.id in self.recorded:
@@ -292,8 +281,9 @@ def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[
     return list({views(cell): cell for cell in reversed(cells)}.values())[::-1]
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, doing: str) -> str:
     text = " ".join(str(error).split())[:200]
     if is_out_of_memory(error):
-        return "out of memory while computing the truth: bring one with --reference"
+        mend = "" if doing == "comparing answers" else ": bring a truth with --reference"
+        return f"out of memory while {doing}{mend}"
     return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

@@ -88,7 +88,7 @@ def one_view_at_a_time(model: Any) -> Iterator[None]:
     if tower is None:
         yield
         return
-    original = tower.forward
+    original, kept = tower.forward, vars(tower).get("forward")  # accelerate puts its own there
 
     def forward(pixel_values: torch.Tensor, **options: Any) -> Any:
         outputs = [original(pixel_values=view, **options) for view in torch.split(pixel_values, 1)]
@@ -100,16 +100,26 @@ def one_view_at_a_time(model: Any) -> Iterator[None]:
         yield
     finally:
         del tower.forward
+        if kept is not None:
+            tower.forward = kept
 
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Next-token logits, float32 ``[positions, vocabulary]``, of final hidden states float32 ``[positions, hidden]``.
 
     The output matrix is the embedding (Gemma 3 ties them), which no quantisation touches; it is upcast block by block.
+    Never in TF32, whatever a cell has switched on. Of a model split over processes, all of them must call this.
     """
     weight = model.get_input_embeddings().weight.detach()
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()
     hidden = hidden.to(weight.device)
-    blocks = [functional.linear(hidden, rows.float()) for rows in weight.split(_HEAD_ROWS)]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        blocks = [functional.linear(hidden, rows.float()) for rows in weight.split(_HEAD_ROWS)]
+    finally:
+        torch.set_float32_matmul_precision(precision)
     return torch.cat(blocks, dim=-1)
 
 
@@ -117,7 +127,8 @@ def weights_digest(model: Any) -> str:
     """A fingerprint of the loaded values: of each parameter and buffer, the shape and 64 values spread over it.
 
     A model loaded in bfloat16 differs from itself loaded in float32 by its scale of embeddings, a buffer that Gemma
-    rounds to its precision (from 73.3 to 73.5 in the 27B model), so the two have truths of their own.
+    rounds to its precision (from 73.3 to 73.5 in the 27B model), so the two have truths of their own. The rotary
+    frequencies, which every machine computes for itself, count without their last bits.
 
     Raises:
         UnsupportedError: as :func:`float32_model`.
@@ -126,6 +137,7 @@ def weights_digest(model: Any) -> str:
     digest = sha256()
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0)):
         flat = tensor.detach().reshape(-1)
+        flat = flat.bfloat16() if "inv_freq" in name else flat
         step = max(1, flat.numel() // _DRAWN)
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(flat[::step][:_DRAWN].float().cpu().numpy().tobytes())
