@@ -32,7 +32,8 @@ def machine(run: Run) -> str:
     command = " ".join(part for part in run.header["command"] if part not in ("--debug",))
     return (
         f"{len(facts['gpus'])} x {gpu['name']} (driver {gpu['driver']}) and {facts['cpu']},"
-        f" torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']}, {run.header['created'][:10]};"
+        f" torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']},"
+        f" {run.header['created'][:10]};"
         f" {kept['requests']} requests per cell, {kept['repeats']} repeat(s); ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )

@@ -63,7 +63,9 @@ class Settings:
     tf32: bool = _axis(False, "let float32 products use TF32")
     batch_size: int = _axis(1, "requests per generate() call")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
-    prefill_chunk_size: int | None = _axis(None, "tokens per prefill pass of generate(): cuts image blocks, and before 5.23 drops the images")
+    prefill_chunk_size: int | None = _axis(
+        None, "tokens per prefill pass of generate(); cuts image blocks, in Transformers 5.17 drops images"
+    )
     pad_to_multiple_of: int | None = _axis(None, "pad prompts to a multiple of this many tokens")
     preprocess: str = _axis(
         "cpu",
