@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,3 +148,15 @@ def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> Non
             low, high = map(value, bounds.split("–"))
             assert min(times) * 0.995 <= low <= float(np.median(times)) * 1.005
             assert float(np.median(times)) * 0.995 <= high <= max(times) * 1.005
+
+
+def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
+    """As a model with random weights gives: then the distance from the reference is what can be shown."""
+    run = known_run(tmp_path, scores=True)
+    for records in run.requests.values():
+        for record in records:
+            record["scores"] = {"exact_match": 0.0}
+    facts = facts_of(run)
+    assert facts.front is not None
+    assert facts.front.measure == "ratio"
+    assert facts.cells[0].quality is not None

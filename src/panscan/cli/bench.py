@@ -152,7 +152,7 @@ def _resume(options: dict[str, Any]) -> int:
             run.follow(plan, done, progress)
         return 0
     repeats = len(plan.cells) * plan.repeats
-    errors().print(f"resuming {directory}: {len(done)} of {repeats} repeats are done", soft_wrap=True)
+    errors().print(f"resuming {directory}: {len(before.repeats)} of {repeats} repeats are done", soft_wrap=True)
     with _resumable(directory), SweepProgress(plan, done, errors()) as progress:
         measured = run.resume(plan, directory, progress)
     return _show(measured, directory)

@@ -143,8 +143,8 @@ def _slug(text: str) -> str:
 
 
 def front_of(rows: Sequence[Row], qualities: Mapping[str, Quality | None], numbers: Mapping[str, int]) -> Front | None:
-    """Speed against quality where any cell has it, else against the verdict's ratio; None if no cell has either."""
-    by_quality = any(qualities.get(row.cell) is not None for row in rows)
+    """Speed against quality where any cell answers anything right, else against the verdict's ratio; None without."""
+    by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
     placed: list[tuple[Row, Measured]] = []
     for row in rows:
         quality = qualities.get(row.cell)
