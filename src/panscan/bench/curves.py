@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from panscan.bench.records import Run
-from panscan.bench.rows import Row, label, measured_rows, number_text, print_line, safe_text, shown, varying_names
+from panscan.bench.rows import Row, distinguishing, label, measured_rows, number_text, print_line, safe_text, shown
 from panscan.bench.series import Sweep, speed, sweeps
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def print_curves(run: Run, console: Console) -> None:
     for sweep in numeric:
         _curve(sweep, console)
     if not numeric:
-        _bars(rows, varying_names([row.settings for row in rows]), console)
+        _bars(rows, distinguishing([row.settings for row in rows]), console)
 
 
 def _curve(sweep: Sweep, console: Console) -> None:
@@ -92,7 +92,8 @@ def _bars(rows: Sequence[Row], varying: Sequence[str], console: Console) -> None
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     for row, each in zip(rows, speeds, strict=True):
-        name = label({name: row.settings.get(name) for name in varying}) or row.cell
+        described = label({name: row.settings.get(name) for name in varying})
+        name = ", ".join(filter(None, (row.preset, described))) or row.cell
         table.add_row(
             *(safe_text(console, text) for text in (name, "█" * round(room * each / longest), number_text(each)))
         )
