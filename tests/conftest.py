@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ needs_images_in_chunks = pytest.mark.skipif(
     "mm_encoder_outputs" not in inspect.signature(Gemma3ForConditionalGeneration.forward).parameters,
     reason="generate(prefill_chunk_size=...) drops the images in this version of Transformers",
 )
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a shell ignores it, and so do its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # threads of two workers on two cores wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the tests' own subprocesses
 

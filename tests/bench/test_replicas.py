@@ -219,22 +219,29 @@ def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> 
         [sys.executable, "-m", "panscan", "bench", *line],
         cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    while not any(b'"type":"load"' in path.read_bytes() for path in folder.glob("runs/*/records.jsonl")):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(timeout=0.05) is None, "the run ended before it could be stopped"
-    running = workers(process.pid)
-    assert len(running) == 2
-    if sign is signal.SIGINT:  # a terminal sends it to all of them
-        os.killpg(process.pid, sign)
-    else:
-        process.send_signal(sign)
-    _, said = process.communicate()
-    _, left = psutil.wait_procs(running, timeout=30)
-    assert left == []
-    if sign is signal.SIGINT:
-        assert process.returncode == 130
-        assert "go on with: panscan bench --resume" in said
-        assert len(list(folder.glob("runs/*/summary.csv"))) == 1
+    running: list[psutil.Process] = []
+    try:
+        while not any(b'"type":"load"' in path.read_bytes() for path in folder.glob("runs/*/records.jsonl")):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert process.wait(timeout=0.05) is None, "the run ended before it could be stopped"
+        running = workers(process.pid)
+        assert len(running) == 2
+        if sign is signal.SIGINT:  # a terminal sends it to all of them
+            os.killpg(process.pid, sign)
+        else:
+            process.send_signal(sign)
+        _, said = process.communicate()
+        _, left = psutil.wait_procs(running, timeout=30)
+        assert left == []
+        if sign is signal.SIGINT:
+            assert process.returncode == 130
+            assert "go on with: panscan bench --resume" in said
+            assert len(list(folder.glob("runs/*/summary.csv"))) == 1
+    finally:  # nothing of a test that fails may work on beside the others
+        for each in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.kill()
 
 
 @pytest.mark.parametrize(

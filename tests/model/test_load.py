@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -38,8 +39,7 @@ def answer(runner: GenerateRunner) -> list[int]:
 
 
 def test_a_sharded_local_directory_gives_the_same_answers(mini: GenerateRunner, copy: Path) -> None:
-    mini.loaded.model.to(torch.bfloat16).save_pretrained(copy, max_shard_size="1MB")
-    mini.loaded.model.to(torch.float32)
+    deepcopy(mini.loaded.model).to(torch.bfloat16).save_pretrained(copy, max_shard_size="1MB")
     (copy / "model.safetensors").unlink()
     assert len(list(copy.glob("model-*.safetensors"))) > 2
     local = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
