@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,23 @@ def test_too_few_batches_are_said_with_the_repeats_that_would_do() -> None:
     assert (words(report), held(report)) == ({"slower"}, {"p95_e2el>5%"})
 
 
+@pytest.mark.parametrize("conditions", [1, 8], ids=["the table needs more", "the conditions need more"])
+def test_one_number_of_repeats_is_named_everywhere(conditions: int) -> None:
+    """Table and conditions are families of different sizes: the larger need is named, and it is enough for both."""
+    typed = [f"p95_e2el>{percent}%" for percent in range(1, conditions + 1)]
+    shape: dict[str, Any] = {"batches": 2, "cells": ({},)}
+    few = build_report([noisy_run(1, repeats=1, **shape), noisy_run(2, repeats=1, factor=3.0, **shape)], typed)
+    assert few.repeats is not None
+    said = "\n".join([text(few), *(outcome for _, outcome in few.outcomes())])
+    assert re.findall(r"--repeats (\d+)", said) == [str(few.repeats)] * (1 + conditions)
+    assert {finding["repeats"] for finding in as_json(few)["fail_on"]} == {few.repeats}
+    for repeats, enough in ((few.repeats - 1, False), (few.repeats, True)):
+        sides = [noisy_run(seed, factor=factor, repeats=repeats, **shape) for seed, factor in ((1, 1.0), (2, 3.0))]
+        report = build_report(sides, typed)
+        assert (report.repeats is None) == enough
+    assert (words(report), held(report)) == ({"slower"}, set(typed))
+
+
 def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
     def run(*found: str) -> Any:
         cells = ({"batch_size": 1}, {"batch_size": 2})
@@ -133,7 +151,7 @@ def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
     assert [(each.pair, each.holds, each.reason) for each in report.findings] == [
         (0, True, "exact in A, different in B")
     ]
-    assert "verdict exact -> different" in text(report)
+    assert "verdict exact -> different" in text(report, 120)
     assert "**exact -\\> different**" in markdown_text(report)
     unknown = build_report([run("exact", "close"), run("exact", "unverified")], ["verdict"])
     assert [(each.pair, each.holds) for each in unknown.findings] == [(1, False)]

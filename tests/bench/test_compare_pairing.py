@@ -51,7 +51,7 @@ def test_cells_without_a_partner_change_nothing_and_are_said(seed: int, in_a: bo
     extra = compare_runs(a, b)
     assert table(extra) == table(plain)
     here, there = "AB" if in_a else "BA"
-    assert extra.alone == (f"1 cell of {here} without a partner in {there} (not in it): batch_size=8",)
+    assert extra.alone == (f"1 cell of {here} without a partner in {there} (not in it): c2 (batch_size=8)",)
     assert (extra.unpaired, plain.unpaired, plain.alone) == (int(in_a), 0, ())
 
 
@@ -114,8 +114,21 @@ def test_a_cell_that_failed_on_the_other_side_is_said_with_its_reason() -> None:
     for key in [key for key in b.repeats if key[0] == "c1"]:
         del b.repeats[key], b.requests[key]
     comparison = compare_runs(a, b)
-    assert comparison.alone == ("1 cell of A without a partner in B (oom: no room): attention=sdpa, batch_size=2",)
+    assert comparison.alone == ("1 cell of A without a partner in B (oom: no room): c1 (attention=sdpa, batch_size=2)",)
     assert comparison.unpaired == 1
+
+
+@pytest.mark.parametrize("extra", [1, 2, 12, 13, 20])
+@pytest.mark.parametrize("in_a", [True, False])
+def test_cells_without_a_partner_are_named_up_to_a_dozen(extra: int, in_a: bool) -> None:
+    many = tuple({"batch_size": size} for size in range(1, extra + 2))
+    runs = [noisy_run(seed, batches=1, repeats=1, cells=cells) for seed, cells in ((1, many), (2, many[:1]))]
+    here, there = "AB" if in_a else "BA"
+    names = [f"c{number} (batch_size={number + 1})" for number in range(1, extra + 1)]
+    head = f"{extra} cell{'s' * (extra > 1)} of {here} without a partner in {there} (not in it):"
+    rest = [f"- and {extra - 12} more"] if extra > 12 else []
+    listed = [f"{head} {names[0]}"] if extra == 1 else [head, *(f"- {name}" for name in names[:12]), *rest]
+    assert compare_runs(*(runs if in_a else runs[::-1])).alone == tuple(listed)
 
 
 def test_repeats_and_requests_without_a_partner_are_counted() -> None:
@@ -155,6 +168,30 @@ def test_a_cluster_holds_whole_batches_of_both() -> None:
     for side, run in enumerate((a, b)):
         line = run.repeats["c0", 0]
         assert sum(work[side].seconds for work in found.work) == pytest.approx(line["ended"] - line["started"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=16))
+def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: list[tuple[int, int]]) -> None:
+    """Against a naive closure, whatever batches the requests of both sides were in."""
+    a, b = (noisy_run(seed, cells=({},), batches=len(batches), repeats=1) for seed in (1, 2))
+    for side, run in enumerate((a, b)):
+        for record, both in zip(run.requests["c0", 0], batches, strict=True):
+            record["batch"] = both[side]
+    found = pair_requests(a, "c0", b, "c0")
+    clusters = {pair.a["request"]: pair.cluster for pair in found.pairs}
+    together = [{number} for number in range(len(batches))]
+    for _ in batches:
+        for one in together:
+            one |= {
+                other
+                for other, both in enumerate(batches)
+                if any(both[side] == batches[member][side] for member in one for side in (0, 1))
+            }
+    for number, members in enumerate(together):
+        cluster = clusters[f"q{number}.0"]
+        assert {name for name, at in clusters.items() if at == cluster} == {f"q{member}.0" for member in members}
+    assert len(found.work) == len(set(clusters.values()))
 
 
 def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from panscan.bench.records import Run
 from panscan.bench.report.facts import facts_of
 from panscan.bench.report.palette import LIGHT
 
+from . import synthetic
 from .report_known import (
     BATCHES,
     GRID,
@@ -105,6 +107,7 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
 def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) -> None:
     facts, box = facts_of(known[0]), section(known[1], "front")
     assert facts.front is not None
+    assert [point.cell for point in facts.front.points if point.recommended] == [1]
     assert {point.cell: point.on_front for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
     assert "On the front: cell 3 · attention=flash_attention_2, batch_size=2 (3.90 req/s); cell 1 ·" in box.text
     assert "not drawn: 1 cell (5)" in box.text
@@ -148,6 +151,29 @@ def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> Non
             low, high = map(value, bounds.split("–"))
             assert min(times) * 0.995 <= low <= float(np.median(times)) * 1.005
             assert float(np.median(times)) * 0.995 <= high <= max(times) * 1.005
+
+
+@pytest.mark.parametrize("cells", [1, 2, 9, 10])
+def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: int) -> None:
+    """Cell 0 is exact and the slowest, the last one the fastest and closest after it: these two are on the front."""
+    from panscan.bench.report.draw import front_figure, tips
+
+    header = synthetic.header({str(number): {"batch_size": number} for number in range(cells)})
+    records = [header]
+    for number in range(cells):
+        records += synthetic.batches_of(str(number), [20.0 - number] * 2)
+        records.append(synthetic.verdict(str(number), "close" if number else "exact", 20.0 - number if number else 1.0))
+    front = facts_of(synthetic.write_run(tmp_path, records)).front
+    if cells == 1:
+        assert front is None
+        return
+    assert front is not None
+    assert len(tips(front)) == cells
+    chosen = cells // 2
+    points = tuple(replace(point, recommended=point.cell == chosen) for point in front.points)
+    named = {text.get_text() for text in front_figure(replace(front, points=points), LIGHT).axes[0].texts}
+    wanted = {1, chosen, cells} if cells >= 10 else set(range(1, cells + 1))
+    assert {name for name in named if name.isdigit()} == set(map(str, wanted))
 
 
 def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from panscan.bench.report import markdown
 from panscan.bench.report.text import clean
 
 from . import synthetic
-from .report_known import SECONDS, UNKNOWN, known_run
+from .report_known import NUMBERS, SECONDS, UNKNOWN, known_run
 from .report_page import Element, page_of, parse, rows_of, section
 
 
@@ -32,6 +32,7 @@ def test_the_table_is_the_page_s(tmp_path: Path) -> None:
     page = rows_of(next(section(page_of(run), "cells").all("table")))
     assert len(rows) == len(SECONDS)
     for row, wanted in zip(rows, page, strict=True):
+        assert row["cell"].text == f"{NUMBERS[wanted['id'].text]} {wanted['id'].text}"
         for name in ("preset", "attention", "batch_size", "views", "image tokens", "GPU GiB"):
             assert row[name].text == wanted[name].text, name
         for name in ("TTFT ms", "TPOT ms", "p95 E2E ms"):
@@ -58,12 +59,14 @@ def test_the_rest_is_there_too(tmp_path: Path) -> None:
         f"1 of 5 cells was not compared with the reference: {UNKNOWN}.",
         "1 cell out of memory: tried to get 16 GiB of <memory> (attention=eager, batch_size=2)",
         "~ has too few samples",
+        "These weights are random: times are real, answers are noise.",
+        "Some figures are below their floor: the machine was busy",
         "Truth: mini, 5 requests, computed in this run in 12.5 s.",
         "torch 2.11.0",
     ):
         assert wanted in text, wanted
-    code = next(rendered(markdown(known_run(tmp_path))).all("code"))
-    assert code.text == """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
+    block = next(rendered(markdown(known_run(tmp_path))).all("pre"))
+    assert block.text == """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
 
 
 def hostile(text: str, directory: Path) -> Run:

@@ -90,6 +90,31 @@ def test_presets_that_differ_in_several_settings_are_compared_cell_by_cell(tmp_p
     assert "8 balanced, batch_s…" in section(page, "curves").text
 
 
+def test_only_random_weights_are_called_random(tmp_path: Path) -> None:
+    note = "These weights are random: times are real, answers are noise."
+    models: list[tuple[list[dict[str, object]], bool]] = [
+        ([{"model": "mini"}, {"random_weights": True, "model_shape": "4b"}], True),
+        ([{"model": "mini"}, {"model": "google/gemma-3-4b-it"}], False),
+    ]
+    for cells, said in models:
+        header = synthetic.header({str(number): settings for number, settings in enumerate(cells)})
+        records = [record for number in range(2) for record in synthetic.batches_of(str(number), [1.0])]
+        assert (note in page_of(synthetic.write_run(tmp_path, [header, *records])).text) == said
+        assert (note in page_of(synthetic.write_run(tmp_path, [header])).text) == said, "nothing measured yet"
+
+
+def test_crop_settings_are_said_only_of_cells_with_crops(tmp_path: Path) -> None:
+    crops = {"pan_and_scan_min_crop_size": 448}
+    on, off = {"model": "m", "do_pan_and_scan": True, **crops}, {"model": "m", "do_pan_and_scan": False, **crops}
+    records = [*synthetic.batches_of("a", [1.0]), *synthetic.batches_of("b", [1.0])]
+    for other, wanted in (
+        (on, "model=m, min_crop_size=448"),
+        (off, "model=m; min_crop_size=448 where pan and scan is on"),
+    ):
+        run = synthetic.write_run(tmp_path, [synthetic.header({"a": on, "b": other}), *records])
+        assert f"In all cells: {wanted} " in section(page_of(run), "cells").text
+
+
 def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
     header = synthetic.header({"a": {"novel": {"x": [1]}}, "b": {"novel": float("inf")}, "c": {"novel": None}})
     header |= {"schema": 1, "environment": {"gpus": "none", "novel": {"deep": [1]}}}

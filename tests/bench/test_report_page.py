@@ -41,10 +41,11 @@ HOSTILE = (
 
 
 def run_with(text: str, directory: Path) -> Run:
-    """Two measured cells and others, with a text wherever records hold foreign text."""
+    """Three measured cells and others, with a text wherever records hold foreign text."""
     grid = {
         "a": {"model": text, "attention": text, "odd": [text]},
         "b": {"model": text, "attention": "b", "odd": [text]},
+        "e": {"model": text, "attention": "e", "odd": [text]},
     }
     header = synthetic.header({**grid, "c": {"model": text, "attention": "c"}, "d": {"model": text}})
     header |= {"run_id": text, "created": text, "command": ["panscan", text]}
@@ -65,6 +66,7 @@ def run_with(text: str, directory: Path) -> Run:
     records += [
         synthetic.verdict("a", "exact", 1.0, 1.0),
         synthetic.verdict("b", "unverified", None, reason=text),
+        synthetic.verdict("e", "close", 5.0, 1.0),
         synthetic.outcome("c", "failed", text),
     ]
     return synthetic.write_run(directory, records)
@@ -85,7 +87,7 @@ def plain_skeleton() -> list[str]:
         return list(skeleton(page_of(run_with("plain", Path(folder)))))
 
 
-@given(st.text(min_size=1).filter(lambda text: text.strip() and clean(text) not in ("b", "c")))
+@given(st.text(min_size=1).filter(lambda text: text.strip() and clean(text) not in ("b", "c", "e")))
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example("".join(HOSTILE))
 @example(HOSTILE[0])

@@ -326,3 +326,19 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("panscan:")]
     assert "--reference" in line
     assert "other views" in line
+
+
+def test_a_reference_that_does_not_fit_leaves_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", *QUICK]) == 0
+    first = only_run(folder).path.parent
+    for reference in (str(first), "nowhere"):
+        rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *QUICK]
+        assert run(["bench", "docs/a.png", *rest]) == 3
+        assert "--resume" not in capsys.readouterr().err
+    assert not (folder / "none").exists()
+
+
+def test_away_from_a_terminal_lines_say_how_far_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "docs/a.png", "-p", "x", "--batch-size", "1,2", "--repeats", "2", *QUICK]) == 0
+    said = capsys.readouterr().err
+    assert [f"measuring {number} of 4" in said for number in range(1, 6)] == [True, True, True, True, False]

@@ -26,7 +26,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_a_page_in_the_run_s_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(home)]) == 0
-    assert capsys.readouterr().out == f"{home / 'report.html'}\n"
+    assert capsys.readouterr() == (f"{home / 'report.html'}\n", "")
     assert "Recommended: cell" in (home / "report.html").read_text("utf-8")
     before = (home / "report.html").read_bytes()
     assert run(["report", str(home / "records.jsonl"), "-o", str(home / "other.html")]) == 0
@@ -51,9 +51,10 @@ def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(path.parent == home / "new" / "figures" and path.stat().st_size > 1000 for path in written)
 
 
-def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path) -> None:
+def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic.write_run(tmp_path, [synthetic.header({"c": {}}), synthetic.request("c", "q", 0.0, [1.0])])
     assert run(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr() == (f"{tmp_path / 'report.html'}\n", "no cell is finished yet\n")
     text = (tmp_path / "report.html").read_text("utf-8")
     assert "No cell was measured." in text
     assert "1 requests of repeats that were in flight when the run was stopped are left out" in text

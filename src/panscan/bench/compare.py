@@ -10,15 +10,16 @@ from typing import Any
 
 from panscan.bench.pairing import PairedRequests, pair_requests
 from panscan.bench.records import Run
-from panscan.bench.rows import count, label, meant, shown, varying_names
+from panscan.bench.rows import count, distinguishing, label, meant, shown
 from panscan.bench.summary import outcome_of
 from panscan.bench.verdict import Verdict, verdict_of
 from panscan.core import RecordsError
 from panscan.runners.settings import axes
 
-__all__ = ["CellPair", "Comparison", "compare_runs"]
+__all__ = ["CellPair", "Comparison", "cell_name", "compare_runs"]
 
 _CROPS = "pan_and_scan_"
+_MOST_NAMED = 12  # cells without a partner, of one fate
 
 Cells = Mapping[str, Mapping[str, Any]]
 
@@ -50,8 +51,9 @@ class Comparison:
         a: the baseline.
         b: the other run.
         pairs: at least one, in the order of A.
+        varying: settings that differ between the measured cells of either run.
         apart: settings that are constant in each run and differ between them, as (A's value, B's value).
-        alone: what has no partner: one line each.
+        alone: what has no partner, in lines.
         unpaired: measured cells of A that were not compared.
         differences: in environment and workload, as (A's value, B's value).
     """
@@ -59,6 +61,7 @@ class Comparison:
     a: Run
     b: Run
     pairs: tuple[CellPair, ...]
+    varying: tuple[str, ...]
     apart: Mapping[str, tuple[Any, Any]]
     alone: tuple[str, ...]
     unpaired: int
@@ -77,11 +80,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     cells_a, cells_b = _measured(a), _measured(b)
     names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
     values = {name: (_values(cells_a, name), _values(cells_b, name)) for name in names}
-    apart = {
-        name: (next(iter(ours.values())), next(iter(theirs.values())))
-        for name, (ours, theirs) in values.items()
-        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys()
-    }
+    apart = _apart(values)
     on = [name for name in names if name not in apart]
     partners = {_key(settings, on): cell for cell, settings in cells_b.items()}
     keys = {cell: _key(settings, on) for cell, settings in cells_a.items()}
@@ -92,19 +91,27 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     compared = tuple(pair for pair in pairs if pair.requests.pairs)
     if not compared:
         raise RecordsError(f"{_names(a, b)}: cells pair, but no request does: other ids, images, prompts or repeats")
+    varies = {name for cells in (cells_a, cells_b) for name in distinguishing(list(cells.values()))}
+    varying = tuple(name for name in names if name in varies)
     return Comparison(
         a,
         b,
         compared,
+        varying,
         apart,
         (
-            *_cells_alone("A", cells_a, "B", b, found, on),
-            *_cells_alone("B", cells_b, "A", a, set(found.values()), on),
+            *_cells_alone("AB", cells_a, b, found, on, varying),
+            *_cells_alone("BA", cells_b, a, set(found.values()), on, varying),
             *_requests_alone(pairs),
         ),
         len(cells_a) - len(compared),
         _environment(a, b) | _workload(a, b),
     )
+
+
+def cell_name(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
+    """``id (name=value, ...)``: a cell, and the settings that tell it from others."""
+    return cell + (f" ({label({name: settings.get(name) for name in varying})})" if varying else "")
 
 
 def _names(a: Run, b: Run) -> str:
@@ -129,6 +136,14 @@ def _values(cells: Cells, name: str) -> dict[str, Any]:
     """The values that a setting has in a run, by their JSON; crops without pan and scan have none."""
     values = (cell.get(name) for cell in cells.values())
     return {json.dumps(value): value for value in values if value is not None or not name.startswith(_CROPS)}
+
+
+def _apart(values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (next(iter(ours.values())), next(iter(theirs.values())))
+        for name, (ours, theirs) in values.items()
+        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys()
+    }
 
 
 def _key(settings: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -164,19 +179,26 @@ def _peak(run: Run, cell: str, name: str) -> int | None:
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def _cells_alone(name: str, cells: Cells, other: str, run: Run, done: Collection[str], on: Sequence[str]) -> list[str]:
-    """One line for each fate that cells without a partner have in the other run."""
+def _cells_alone(
+    names: str, cells: Cells, run: Run, done: Collection[str], on: Sequence[str], varying: Sequence[str]
+) -> list[str]:
+    """For each fate that cells without a partner have in the other run, how many and which.
+
+    Args:
+        names: the letter of the cells' run, then of ``run``, the other one.
+    """
     fates: dict[str, list[str]] = defaultdict(list)
     there = {_key(settings, on): outcome_of(run, cell) for cell, settings in _filled(run).items()}
-    varying = varying_names(list(cells.values()))
     for cell in (cell for cell in cells if cell not in done):
         outcome, reason = there.get(_key(cells[cell], on), ("not in it", ""))
-        fates[": ".join(filter(None, (outcome, reason)))].append(label({n: cells[cell].get(n) for n in varying}))
-    return [
-        f"{count(len(labels), 'cell')} of {name} without a partner in {other} ({fate})"
-        + (f": {labels[0]}" if len(labels) == 1 and labels[0] else "")
-        for fate, labels in fates.items()
-    ]
+        fates[": ".join(filter(None, (outcome, reason)))].append(cell_name(cell, cells[cell], varying))
+    lines = []
+    for fate, found in fates.items():
+        head = f"{count(len(found), 'cell')} of {names[0]} without a partner in {names[1]} ({fate}):"
+        more = len(found) - _MOST_NAMED
+        listed = [f"- {each}" for each in found[:_MOST_NAMED]] + [f"- and {more} more"] * (more > 0)
+        lines += [f"{head} {found[0]}"] if len(found) == 1 else [head, *listed]
+    return lines
 
 
 def _requests_alone(pairs: Sequence[CellPair]) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.bench.compare import CellPair, Comparison, compare_runs
+from panscan.bench.compare import CellPair, Comparison, cell_name, compare_runs
 from panscan.bench.conditions import Condition, Finding, evaluate, parse_condition
 from panscan.bench.differences import (
     DEFAULT_METRICS,
@@ -19,7 +19,7 @@ from panscan.bench.differences import (
 )
 from panscan.bench.permutation import ALPHA
 from panscan.bench.records import Run
-from panscan.bench.rows import count, label, number_text, shown, telling, varying_names
+from panscan.bench.rows import count, label, number_text, shown, telling
 
 __all__ = ["HEADINGS", "Report", "Row", "as_json", "build_report"]
 
@@ -27,6 +27,9 @@ HEADINGS = ("", "A", "B", "change", "95% interval", "")
 
 Row = tuple[str, str, str, str, str, str]
 """Metric, A, B, change, interval, word."""
+
+_MODEL = ("model", "random_weights", "model_shape")
+_MACHINE = ("gpus", "cpu", "cpu_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Report:
         differences: ``[comparison][pair][metric]``.
         conditions: of ``--fail-on``.
         findings: those that hold or cannot be told.
+        repeats: the most ``--repeats`` that any test of too few batches needs; None if there is no such test.
     """
 
     runs: tuple[Run, ...]
@@ -46,16 +50,34 @@ class Report:
     differences: Sequence[Sequence[Mapping[str, Difference]]]
     conditions: tuple[Condition, ...]
     findings: tuple[Finding, ...]
+    repeats: int | None
 
     def name(self, at: int) -> str:
         """The letter of the other run of a comparison."""
         return ascii_uppercase[at + 1]
 
     def head(self) -> list[str]:
-        """Which letter is which run, and what reading them left out."""
+        """Which letter is which run, which of them did another job than A, and what reading them left out."""
         lines = [f"{name}: {run.path.parent}" for name, run in zip(ascii_uppercase, self.runs, strict=False)]
         notes = [(name, note) for name, run in zip(ascii_uppercase, self.runs, strict=False) for note in run.notes]
+        warnings = [(self.name(at), warning) for at in range(len(self.comparisons)) if (warning := self.warning(at))]
+        lines += [f"A and {name}: {text}" if len(self.comparisons) > 1 else text for name, text in warnings]
         return [*lines, *(f"Note on {name}: {note}" for name, note in notes)]
+
+    def warning(self, at: int) -> str | None:
+        """That the runs of a comparison did not do the same job on the same machine; None if nothing says so."""
+        comparison = self.comparisons[at]
+        applies = {
+            "model": not comparison.apart.keys().isdisjoint(_MODEL),
+            "machine": not comparison.differences.keys().isdisjoint(_MACHINE),
+            "workload": None not in comparison.differences.get("workload_sha256", (None,)),
+        }
+        kinds = [name for name, holds in applies.items() if holds]
+        if not kinds:
+            return None
+        what = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+        other_job = "these numbers compare different jobs"
+        return f"Different {what}: {'it may be the whole difference' if kinds == ['machine'] else other_job}."
 
     def lines(self, at: int) -> list[str]:
         """In what the runs of a comparison differ as a whole, and what has no partner."""
@@ -68,14 +90,14 @@ class Report:
             found.append("Also different, A / " + name + ": " + _both(comparison.differences))
         found += [_renamed(line, name) for line in comparison.alone]
         same = telling([pair.settings for pair in comparison.pairs])
-        same = {key: value for key, value in same.items() if key not in comparison.apart}
+        same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
         return [*found, *([f"In both: {label(same)}"] if same else [])]
 
     def title(self, at: int, place: int) -> str:
-        """The settings of a pair of cells that the others do not all have."""
-        pairs = self.comparisons[at].pairs
-        varying = varying_names([pair.settings for pair in pairs])
-        return label({name: pairs[place].settings.get(name) for name in varying}) or "the cell"
+        """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
+        comparison = self.comparisons[at]
+        pair = comparison.pairs[place]
+        return "cell " + cell_name(" / ".join(dict.fromkeys(pair.cells)), pair.settings, comparison.varying)
 
     def extent(self, at: int, place: int) -> str:
         """How much of a pair of cells pairs."""
@@ -109,14 +131,7 @@ class Report:
         if not all(each.certified for each in shown_):
             lines.append("~ has too few samples for 99% confidence.")
         if "too few batches" in words:
-            pairs = [
-                pair
-                for comparison, block in zip(self.comparisons, self.differences, strict=True)
-                for pair, metrics in zip(comparison.pairs, block, strict=True)
-                if any(each.word == "too few batches" for each in metrics.values())
-            ]
-            needed = max(repeats_needed(pair, len(shown_), sides=2) for pair in pairs)
-            lines.append(f"Too few batches to tell: measure both with --repeats {needed}.")
+            lines.append(f"Too few batches to tell: measure both with --repeats {self.repeats}.")
         return lines
 
     def outcomes(self) -> list[tuple[str, str]]:
@@ -148,12 +163,12 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
     conditions = tuple(dict.fromkeys(parse_condition(text, scores) for text in fail_on))
     named = [each.metric for each in conditions if each.metric in METRICS]
     metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *scores)))
+    found = differences(comparisons, metrics)
+    findings = evaluate(conditions, comparisons)
+    needed = [*_repeats(comparisons, found), *(each.repeats for each in findings if each.repeats is not None)]
+    repeats = max(needed, default=None)
     return Report(
-        tuple(runs),
-        comparisons,
-        differences(comparisons, metrics),
-        conditions,
-        tuple(evaluate(conditions, comparisons)),
+        tuple(runs), comparisons, found, conditions, tuple(_remedied(each, repeats) for each in findings), repeats
     )
 
 
@@ -175,6 +190,7 @@ def _block(report: Report, at: int) -> dict[str, Any]:
     return {
         "a": "A",
         "b": report.name(at),
+        "warning": report.warning(at),
         "apart": comparison.apart,
         "different": comparison.differences,
         "without_partner": [_renamed(line, report.name(at)) for line in comparison.alone],
@@ -195,6 +211,24 @@ def _block(report: Report, at: int) -> dict[str, Any]:
 
 def _scores(pairs: Iterable[CellPair]) -> list[str]:
     return list(dict.fromkeys(name for pair in pairs for name in score_names(pair)))
+
+
+def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping[str, Difference]]]) -> list[int]:
+    """``--repeats`` that the rows of too few batches need, for each pair of cells that has such a row."""
+    tests = sum(len(metrics) for block in found for metrics in block)
+    return [
+        repeats_needed(pair, tests, sides=2)
+        for comparison, block in zip(comparisons, found, strict=True)
+        for pair, metrics in zip(comparison.pairs, block, strict=True)
+        if any(each.word == "too few batches" for each in metrics.values())
+    ]
+
+
+def _remedied(finding: Finding, repeats: int | None) -> Finding:
+    """A finding of too few batches with the one number of repeats that the whole report names."""
+    if finding.repeats is None:
+        return finding
+    return replace(finding, reason=f"{finding.reason}: measure both with --repeats {repeats}", repeats=repeats)
 
 
 def _row(difference: Difference) -> Row:

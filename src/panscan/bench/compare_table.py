@@ -86,7 +86,8 @@ def _headings(report: Report, at: int) -> list[str]:
 
 
 def _list(lines: list[str]) -> str:
-    return "\n".join(f"- {_plain(line)}" for line in lines)
+    """A line that is an item already belongs to the line above it."""
+    return "\n".join(("  " if line.startswith("- ") else "- ") + _plain(line) for line in lines)
 
 
 def _line(cells: Sequence[str]) -> str:

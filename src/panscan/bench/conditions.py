@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from panscan.bench.compare import CellPair, Comparison
+from panscan.bench.compare import Comparison
 from panscan.bench.differences import METRICS, measured, repeats_needed
 from panscan.bench.paired import Paired
 from panscan.bench.permutation import decide, draws_for, least_p_value, tail_p_values
@@ -47,6 +47,7 @@ class Finding:
         pair: number of the pair of cells in it.
         holds: False: it cannot be told, and ``reason`` says why.
         reason: in words.
+        repeats: with so many ``--repeats`` it could be told; None where they are no remedy.
     """
 
     condition: str
@@ -54,6 +55,7 @@ class Finding:
     pair: int | None
     holds: bool
     reason: str
+    repeats: int | None = None
 
 
 def parse_condition(text: str, scores: Collection[str] = ()) -> Condition:
@@ -106,8 +108,9 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
     alarms = decide(p_values, [least_p_value(paired.clusters, draws) for *_, paired in tests])
     for (condition, at, place, paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
-            reason = _too_few(comparisons[at].pairs[place], paired, len(tests))
-            found.append(Finding(condition.text, at, place, False, reason))
+            reason = f"{paired.clusters} batches are too few to tell (tests: {len(tests)})"
+            needed = repeats_needed(comparisons[at].pairs[place], len(tests), sides=1)
+            found.append(Finding(condition.text, at, place, False, reason, needed))
         elif alarm and _beyond(condition, paired):
             found.append(Finding(condition.text, at, place, True, _change(paired)))
     return found
@@ -157,10 +160,3 @@ def _change(paired: Paired) -> str:
     (a, b), interval = paired.levels(), paired.interval()
     low, high = interval or (float("nan"), float("nan"))
     return f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"
-
-
-def _too_few(pair: CellPair, paired: Paired, tests: int) -> str:
-    return (
-        f"{paired.clusters} batches are too few to tell (tests: {tests}):"
-        f" measure with --repeats {repeats_needed(pair, tests, sides=1)}"
-    )

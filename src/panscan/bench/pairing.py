@@ -101,7 +101,8 @@ def _components(links: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, Ha
 
     def top(node: Hashable) -> Hashable:
         while above.setdefault(node, node) != node:
-            node = above[node] = above[above[node]]
+            above[node] = above[above[node]]
+            node = above[node]
         return node
 
     for one, other in links:

@@ -58,14 +58,14 @@ def recommend(
 
     Fewer views are another input, not a faster computation, and by speed alone the fewest crops would always win. So a
     cell is a candidate only if no other has more views on average, or if it loses nothing measurable (the same test)
-    against the best of those; a limit on p95 thereby buys as many views as it affords. ``min_quality`` is the user's
-    own word on answers and takes the place of this rule.
+    against the best of those, or if ``allow`` names it; a limit on p95 thereby buys as many views as it affords.
+    ``min_quality`` is the user's own word on answers and takes the place of this rule.
 
     Args:
         run: a run, finished or not.
         max_p95_ms: milliseconds.
         min_quality: 0 to 1.
-        allow: ids of cells that may be different or unverified.
+        allow: ids of cells that may be different, unverified or read fewer views.
 
     Raises:
         SettingError: a limit out of its range, an unknown cell in ``allow``, ``min_quality`` without answers.
@@ -80,7 +80,7 @@ def recommend(
     why: dict[str, str] = {}
     trusted = _trusted(run, measured, allow, rejected, why)
     within = _within(trusted, max_p95_ms, min_quality, rejected)
-    left = within if min_quality is not None else _most_views(run, within, rejected, why)
+    left = within if min_quality is not None else _most_views(run, within, allow, rejected, why)
     chosen = best(left)
     others = [each for each in left if each is not chosen]
     second = best(others) if others else None
@@ -148,7 +148,7 @@ def _loss(run: Run, candidate: Candidate, peers: Sequence[Candidate]) -> tuple[b
     peer = max(scored, key=lambda each: (each.quality.mean if each.quality else 0.0, each.throughput, each.cell))
     difference = quality_difference(run, candidate.cell, peer.cell)
     if difference is None or peer.quality is None or not peer.quality.mean:
-        return False, f"{peer.name} answers nothing right, so there is nothing to lose"
+        return False, f"that this is harmless cannot be shown: {peer.name} answers nothing right"
     value, low, high = difference
     questions = min(candidate.quality.questions, peer.quality.questions)
     text = f"exact match {value:+.3f} (95%: {low:+.3f} to {high:+.3f}) against {peer.name} over {questions} questions"
@@ -187,13 +187,16 @@ def _within(
 
 
 def _most_views(
-    run: Run, within: Sequence[Candidate], rejected: dict[str, str], why: dict[str, str]
+    run: Run, within: Sequence[Candidate], allow: Collection[str], rejected: dict[str, str], why: dict[str, str]
 ) -> list[Candidate]:
     most = max(each.views for each in within)
     peers = [each for each in within if each.views == most]
     left = list(peers)
     for each in within:
-        if each not in peers:
+        if each.cell in allow and each not in peers:
+            left.append(each)
+            why[each.cell] = "--allow-different names it"
+        elif each not in peers:
             harmless, text = _loss(run, each, peers)
             if harmless:
                 left.append(each)

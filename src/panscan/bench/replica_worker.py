@@ -109,7 +109,9 @@ def main() -> None:
     warnings.showwarning = link.warning
     try:
         plan = start.plan if start.replica == 0 else replace(start.plan, verify=False)
-        verifier = verifier_of(plan, link, link, start.directory, read_run(start.directory)) if plan.verify else None
+        verifier = (
+            verifier_of(plan, link, link.stage, start.directory, read_run(start.directory)) if plan.verify else None
+        )
         run_sweep(plan, link, start.done, link, verifier)
     except PanscanError as error:
         link.send(Failed(error))

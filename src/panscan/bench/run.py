@@ -40,7 +40,7 @@ def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observe
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another name, or --resume {directory}")
-        verifier = verifier_of(plan, writer, observer, directory)
+        verifier = verifier_of(plan, writer, observer.stage, directory)
         writer.write([header(plan, command)])
         _sweep(plan, writer, set(), observer, verifier)
     return finish(directory)
@@ -55,7 +55,7 @@ def resume(plan: Plan, directory: Path, observer: Observer) -> Run:
     with RecordWriter(directory) as writer:
         if writer.previous is None:
             raise RecordsError(f"--resume {directory}: there is no run")
-        verifier = verifier_of(plan, writer, observer, directory, writer.previous)
+        verifier = verifier_of(plan, writer, observer.stage, directory, writer.previous)
         _sweep(plan, writer, writer.previous.finished(), observer, verifier)
     return finish(directory)
 
@@ -73,18 +73,18 @@ def _sweep(
 def follow(plan: Plan, done: set[tuple[str, int | None]], observer: Observer) -> None:
     """What the processes beside the first do under torchrun: the same calls in the same order, and no records."""
     nowhere = _Nowhere()
-    run_sweep(plan, nowhere, done, observer, verifier_of(plan, nowhere, observer, None))
+    run_sweep(plan, nowhere, done, observer, verifier_of(plan, nowhere, observer.stage, None))
 
 
 def verifier_of(
-    plan: Plan, writer: Writer, observer: Observer, directory: Path | None, previous: Run | None = None
+    plan: Plan, writer: Writer, say: Callable[[str], None], directory: Path | None, previous: Run | None = None
 ) -> Verifier | None:
     """What compares a plan's answers; None if the plan does not want that.
 
     Args:
         plan: of the run.
         writer: takes its records.
-        observer: told what goes on.
+        say: told what goes on.
         directory: of the run, which stores truths; None stores none.
         previous: the run so far.
 
@@ -103,9 +103,20 @@ def verifier_of(
         directory=None if directory is None else directory / "truth",
         references=[] if plan.reference is None else find_references(Path(plan.reference)),
         write=writer.write,
-        say=observer.stage,
+        say=say,
         recorded=set(previous.truths) if previous is not None else set(),
     )
+
+
+def check_reference(plan: Plan) -> None:
+    """Whether a plan's ``--reference`` can be used, as far as that is known before a model is loaded.
+
+    Raises:
+        RecordsError: it names no truth, or one of other views.
+    """
+    verifier = verifier_of(plan, _Nowhere(), lambda _: None, None)
+    if verifier is not None:
+        verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
 
 
 class _Nowhere:

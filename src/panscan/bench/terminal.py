@@ -96,7 +96,7 @@ def _table(rows: Sequence[Row], varying: Sequence[str], console: Console) -> Non
     for index, row in enumerate(rows if not fits else (), 1):
         named = [row.preset] if row.preset else []
         described = label({name: row.settings.get(name) for name in varying})
-        print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])))
+        print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])) + f" ({row.cell})")
 
 
 def _within(width: int, headings: list[str], numbers: list[list[str]]) -> tuple[list[str], list[list[str]]]:
@@ -137,6 +137,8 @@ def _throughput(metrics: CellMetrics) -> str:
     value, interval = metrics.values["request_throughput"], metrics.intervals.get("request_throughput")
     if value is None or interval is None:
         return number_text(value)
+    if interval[1] - interval[0] > value:  # too wide and lopsided for a half
+        return f"{number_text(value)} ({number_text(interval[0])}-{number_text(interval[1])})"
     return f"{number_text(value)}±{(interval[1] - interval[0]) / 2:,.{decimals(value)}f}"
 
 

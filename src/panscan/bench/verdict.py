@@ -126,9 +126,13 @@ def verdict_lines(run: Run, cells: Iterable[str]) -> list[str]:
     if words.keys() - {"unverified"}:
         counts = ", ".join(f"{words[word]} {word}" for word in VERDICTS if words[word])
         seconds = sum(truth["seconds"] for truth in run.truths.values())
+        brought = all(truth["source"] == "reference" for truth in run.truths.values())
+        origin = (
+            "The truth was brought by --reference" if brought else f"The truth took {seconds:,.1f} s, in no figure here"
+        )
         lines.append(
             f"Answers against float32 eager attention on the same weights and views: {counts}"
-            f" (exact: within {EXACT_RATIO:g}x the rounding noise). The truth took {seconds:,.1f} s, in no figure here."
+            f" (exact: within {EXACT_RATIO:g}x the rounding noise). {origin}."
         )
     reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.word == "unverified")
     return lines + [f"Unverified: {reason}." for reason in reasons]

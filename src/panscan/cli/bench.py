@@ -78,6 +78,7 @@ def command(**options: Any) -> int:
     quiet_libraries()
     if options["resume"] is not None:
         return _resume(options)
+    from panscan.bench import run
     from panscan.bench.plan import Plan
     from panscan.bench.workload import build_workload
 
@@ -94,12 +95,13 @@ def command(**options: Any) -> int:
         from panscan.bench.replicas import slots
 
         slots(plan)  # what this machine cannot give is said before a run directory is made
+    if options["reference"] is not None:
+        run.check_reference(plan)
     if options["dry_run"]:
         from panscan.cli.tables import print_predictions
 
         print_predictions(plan, out())
         return 0
-    from panscan.bench import run
     from panscan.cli.progress import SweepProgress
 
     if not first_process():
@@ -121,10 +123,12 @@ def _resumable(directory: Path) -> Iterator[None]:
 
     try:
         yield
-    except (KeyboardInterrupt, PanscanError):
+    except (KeyboardInterrupt, PanscanError) as error:
+        goes_on = not isinstance(error, InputError | SettingError)  # which would stop it again
         with suppress(PanscanError):  # stopped before there was anything
             finish(directory)
-            errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+            if goes_on:
+                errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
         raise
 
 

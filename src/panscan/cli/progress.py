@@ -27,10 +27,10 @@ class SweepProgress:
         )  # fmt: skip
         self._bar = Progress(*columns, console=console, transient=True)
         runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]
-        self._batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
-        total = sum(
-            count for cell, count in self._batches.items() for r in range(plan.repeats) if (cell, r) not in done
-        )
+        left = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
+        batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
+        total = sum(batches[cell.id] for cell in left)
+        self._visit, self._visits = 0, len(left)
         self._task = self._bar.add_task("measuring", total=total)
 
     def __enter__(self) -> Self:
@@ -47,7 +47,11 @@ class SweepProgress:
         self._bar.update(self._task, description=f"loading {settings.model_name}")
 
     def ready(self, cell: Cell, repeat: int) -> None:
-        """A cell's warm-up is over."""
+        """A cell's warm-up is over. Where no bar can be drawn, a line says how far the sweep is."""
+        self._visit += 1
+        if not self.console.is_terminal:
+            changed = ", ".join(f"{name}={value}" for name, value in cell.settings.changed().items())
+            self.console.print(f"measuring {self._visit} of {self._visits}: {cell.id} {changed}", soft_wrap=True)
 
     def batch_done(self) -> None:
         """One measured batch more."""

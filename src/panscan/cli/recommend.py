@@ -23,8 +23,9 @@ Examples
   panscan recommend runs/20260101-120000-mini --max-p95-ms 2000 --min-quality 0.9
   panscan bench --preset preset.yaml --batch-size 1,2,4
 
-A cell is never recommended whose answers differ from the reference, or that reads fewer views, unless a dataset with
-answers shows that it loses nothing measurable (--allow-different names one that may differ).
+A cell is never recommended whose answers differ from the reference, or that reads fewer views than others within
+--max-p95-ms, unless a dataset with answers shows that it loses nothing measurable, or --allow-different names it.
+--min-quality takes the place of the rule about views.
 """
 
 
@@ -32,7 +33,12 @@ answers shows that it loses nothing measurable (--allow-different names one that
 @click.argument("directory", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--max-p95-ms", type=float, help="Only cells whose p95 of E2E is at most this.")
 @click.option("--min-quality", type=float, help="Only cells whose exact match is at least this (0 to 1).")
-@click.option("--allow-different", multiple=True, metavar="CELL", help="A cell's id; may be repeated.")
+@click.option(
+    "--allow-different",
+    multiple=True,
+    metavar="CELL",
+    help="The id of a cell that may be different, unverified or read fewer views; may be repeated.",
+)
 @click.option("-o", "--output", default="preset.yaml", show_default=True, type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace a file that panscan did not write.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

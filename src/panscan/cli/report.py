@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.options import common_options, out
+from panscan.cli.options import common_options, errors, out
 from panscan.core import RecordsError, SettingError
 
 __all__ = ["command"]
@@ -61,6 +61,8 @@ def command(run: Path, form: str, output: Path | None) -> None:
         click.echo(report.markdown(records), nl=False)
     for path in written:
         out().print(str(path), soft_wrap=True)
+    if not any(cell["outcome"] == "done" for cell in records.outcomes.values()):
+        errors().print("no cell is finished yet")
 
 
 def _folder(path: Path) -> Path:

@@ -12,7 +12,7 @@ from panscan.bench.records import Run
 from panscan.bench.report.text import clean
 from panscan.bench.rows import number_text
 
-__all__ = ["Truth", "definitions", "environment", "machine", "model_names", "truths"]
+__all__ = ["Truth", "definitions", "environment", "machine", "model_names", "random_note", "truths"]
 
 _WORDS = {
     "panscan": "panscan",
@@ -41,6 +41,13 @@ def _model(settings: Mapping[str, Any]) -> str:
     if settings.get("random_weights"):
         return clean(f"{settings.get('model_shape')} shape, random weights")
     return clean(settings.get("model", "unknown model"))
+
+
+def random_note(cells: Sequence[Mapping[str, Any]]) -> str:
+    """What to expect of a model that was never trained; nothing where any cell's was."""
+    if cells and all(settings.get("random_weights") or settings.get("model") == "mini" for settings in cells):
+        return "These weights are random: times are real, answers are noise."
+    return ""
 
 
 def machine(run: Run) -> str:

@@ -69,6 +69,7 @@ class FrontPoint:
     value: Measured
     word: str
     on_front: bool
+    recommended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,16 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def front_of(rows: Sequence[Row], qualities: Mapping[str, Quality | None], numbers: Mapping[str, int]) -> Front | None:
-    """Speed against quality where any cell answers anything right, else against the verdict's ratio; None without."""
+def front_of(
+    rows: Sequence[Row],
+    qualities: Mapping[str, Quality | None],
+    numbers: Mapping[str, int],
+    recommended: int | None,
+) -> Front | None:
+    """Speed against quality where any cell answers anything right, else against the verdict's ratio.
+
+    ``recommended`` is the number of that cell. None where fewer than two cells could be drawn: nothing is compared.
+    """
     by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
     placed: list[tuple[Row, Measured]] = []
     for row in rows:
@@ -153,11 +162,18 @@ def front_of(rows: Sequence[Row], qualities: Mapping[str, Quality | None], numbe
         elif not by_quality and row.verdict.ratio is not None:
             placed.append((row, Measured(row.verdict.ratio)))
     placed = [(row, value) for row, value in placed if row.metrics.values["request_throughput"] is not None]
-    if not placed:
+    if len(placed) < 2:
         return None
     merits = [(speed(row), _merit(value, by_quality)) for row, value in placed]
     points = tuple(
-        FrontPoint(numbers[row.cell], own[0], value, row.verdict.word, not any(_beats(other, own) for other in merits))
+        FrontPoint(
+            cell=numbers[row.cell],
+            speed=own[0],
+            value=value,
+            word=row.verdict.word,
+            on_front=not any(_beats(other, own) for other in merits),
+            recommended=numbers[row.cell] == recommended,
+        )
         for (row, value), own in zip(placed, merits, strict=True)
     )
     present = {point.cell for point in points}

@@ -27,7 +27,7 @@ _WORDS = {"exact": ("o", "good"), "close": ("^", "fair"), "different": ("X", "ba
 _WIDTH, _HEIGHT, _FONT = 360, 240, 12  # units of the drawing, 72 to the inch: pixels at its natural size
 _LONGEST_TICK = 20
 _MOST_TICKS = 9
-_MOST_NAMED = 12  # points of the front; of more, only those on it are
+_MOST_NAMED = 9  # points of the front's chart; of more, only those on it and the recommended one are
 
 Colours = Mapping[str, str]
 
@@ -229,7 +229,8 @@ def _draw_front_point(axes: Axes, point: FrontPoint, gid: str, colours: Colours)
 
 def _name_points(axes: Axes, front: Front) -> None:
     """Cell numbers beside the points: on the right, or on the left of one that has a neighbour there."""
-    named = [point for point in front.points if point.on_front or len(front.points) <= _MOST_NAMED]
+    every = len(front.points) <= _MOST_NAMED
+    named = [point for point in front.points if every or point.on_front or point.recommended]
     places = axes.transData.transform([(point.speed, point.value.value or 0.0) for point in named])
     for point, (x, y) in zip(named, places, strict=True):
         sides = {other_x > x for other_x, other_y in places if 0 < abs(other_x - x) < 30 and abs(other_y - y) < 20}

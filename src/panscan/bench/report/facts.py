@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from panscan.bench.floor import Floor, floor_of, ratios
 from panscan.bench.metrics import STAGES, ReplicaShare, replica_shares
@@ -64,6 +65,11 @@ class Cell:
         """Its number, preset and swept settings."""
         return f"{self.number} · {self.brief}" if self.brief else str(self.number)
 
+    @property
+    def too_quick(self) -> set[str]:
+        """The names in ``ratios`` of times and rates below their floor: their ceilings were measured too low."""
+        return {name for name, ratio in self.ratios.items() if ratio < 1 and name != "peak_allocated_bytes"}
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -82,6 +88,7 @@ class Facts:
 
     Args:
         advice: None if no cell qualifies; ``no_advice`` then says why.
+        note: what a reader must know of the model, or nothing.
         warnings: what a reader must know before believing a figure.
         swept: settings that differ between measured cells.
         constant: the others that are worth saying, as text.
@@ -95,6 +102,7 @@ class Facts:
     created: str
     advice: Advice | None
     no_advice: str
+    note: str
     warnings: tuple[str, ...]
     swept: tuple[str, ...]
     constant: str
@@ -124,6 +132,7 @@ def facts_of(run: Run) -> Facts:
     cells, footnotes, swept = _cells(run, rows)
     numbers = {cell.cell: cell.number for cell in cells}
     advice, no_advice = _advice(run, cells)
+    best = None if advice is None else advice.cell.number
     settings = [row.settings for row in rows] or list(run.cells.values())
     return Facts(
         run_id=clean(run.header["run_id"]),
@@ -132,14 +141,15 @@ def facts_of(run: Run) -> Facts:
         created=clean(run.header["created"]),
         advice=advice,
         no_advice=no_advice,
+        note=about.random_note(settings),
         warnings=tuple(_warnings(run, cells, footnotes)),
         swept=tuple(clean(short(name)) for name in swept),
-        constant=clean(label(telling(settings))),
+        constant=clean(_constant(settings)),
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
-        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers),
+        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best),
         latency=by_request(run, rows, numbers, {cell.cell: cell.name for cell in cells}),
         unmeasured=tuple(_unmeasured(run)),
         truths=tuple(about.truths(run)),
@@ -147,6 +157,14 @@ def facts_of(run: Run) -> Facts:
         definitions=tuple(about.definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),
     )
+
+
+def _constant(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The settings that are alike; those of crops mean nothing in a cell without any."""
+    every, crops = telling(cells), {}
+    if not all(cell.get("do_pan_and_scan", True) for cell in cells):
+        crops = {name: every.pop(name) for name in list(every) if short(name) != name}
+    return "; ".join(filter(None, (label(every), f"{label(crops)} where pan and scan is on" if crops else "")))
 
 
 def _cells(run: Run, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], tuple[str, ...], list[str]]:
@@ -216,6 +234,11 @@ def _warnings(run: Run, cells: Sequence[Cell], footnotes: Sequence[str]) -> list
     )
     if failed:
         found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} left out.")
+    if any(cell.too_quick for cell in cells):
+        found.append(
+            "Some figures are below their floor: the machine was busy when its ceilings were measured, so floors are"
+            " too high here."
+        )
     return found + [clean(f"{note[:1].upper()}{note[1:]}.") for note in run.notes]
 
 

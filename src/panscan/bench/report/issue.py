@@ -12,12 +12,13 @@ from panscan.bench.unmeasured import Unmeasured
 __all__ = ["render_markdown"]
 
 _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|\b_|_\b)")
+_UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
 _SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
 
 
 def render_markdown(facts: Facts) -> str:
     """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
-    parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts)]
+    parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts), facts.note]
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
     parts.append(_plain(facts.constant))
     if facts.cells:
@@ -59,7 +60,7 @@ def _table(facts: Facts) -> str:
 def _row(cell: Cell, *, presets: bool, quality: bool) -> list[str]:
     figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
     return [
-        str(cell.number),
+        f"{cell.number} `{_UNFIT.sub('_', cell.cell)}`",
         *([_plain(cell.preset) or "-"] if presets else []),
         *map(_plain, cell.settings),
         _plain(cell.throughput.whole),

@@ -90,8 +90,12 @@ def _front_cells(facts: Facts) -> list[Cell]:
 
 
 def _floor_of(cell: Cell) -> list[tuple[float | None, float | None, float | None]]:
-    """(floor, measured, ratio) of vision, prefill, decode, E2E and req/s. Vision that was not seen is in prefill."""
-    floor, ratios = cell.floor, cell.ratios
+    """(floor, measured, ratio) of vision, prefill, decode, E2E and req/s; no ratio that says that the floor is wrong.
+
+    Vision that was not seen is in prefill.
+    """
+    floor = cell.floor
+    ratios = {name: ratio for name, ratio in cell.ratios.items() if name not in cell.too_quick}
     if floor is None:
         return []
     stages = dict(zip(STAGES, cell.stages, strict=True))
