@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from panscan.bench import sweep
 from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Plan
+from panscan.bench.schema import problem_of
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result
@@ -119,3 +123,26 @@ def test_peak_memory_is_since_the_last_reset() -> None:
     assert high is not None
     assert low is not None
     assert high - low > 200 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory that allocations obey is Linux's")
+def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
+    """In a process of its own, which may take 64 MiB more than it has: half of what a ceiling's copy reads."""
+    code = """if True:
+        import json, resource
+        from panscan.bench.grid import Cell
+        from panscan.bench.sweep import _load_record
+        from panscan.runners.generate import GenerateRunner
+        import panscan.model.ceilings, panscan.model.config
+        import psutil
+
+        runner = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu")
+        most = psutil.Process().memory_info().vms + (64 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        print(json.dumps(_load_record([Cell.of(runner.settings)], runner, 1.0)))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+    record = json.loads(done.stdout)
+    assert (record["flops_per_s"], record["bytes_per_s"]) == (None, None)
+    assert problem_of(record, {record["cells"][0]: {}}) is None

@@ -120,7 +120,9 @@ def test_the_recommendation(known: tuple[Run, Element], scored: tuple[Run, Eleme
     box = section(page, "recommendation")
     assert next(box.all("h2")).text == "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2"
     terms = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
-    bounds = cell_metrics(run, "fast").intervals["request_throughput"]  # type: ignore[union-attr]
+    metrics = cell_metrics(run, "fast")
+    assert metrics is not None
+    bounds = metrics.intervals["request_throughput"]
     assert terms == {
         "Throughput": f"1.95 req/s 95%: {bounds[0]:.2f}–{bounds[1]:.2f}",
         "Verdict": "✓ exact",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -342,3 +343,18 @@ def test_away_from_a_terminal_lines_say_how_far_it_is(folder: Path, capsys: pyte
     assert run(["bench", "docs/a.png", "-p", "x", "--batch-size", "1,2", "--repeats", "2", *QUICK]) == 0
     said = capsys.readouterr().err
     assert [f"measuring {number} of 4" in said for number in range(1, 6)] == [True, True, True, True, False]
+
+
+def test_a_resumed_run_makes_only_the_truths_that_it_still_needs(folder: Path) -> None:
+    arguments = ["bench", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-samples", "2"]
+    assert run([*arguments, *QUICK]) == 0
+    measured = only_run(folder)
+    directory = measured.path.parent
+    assert len(list((directory / "truth").iterdir())) == 2
+    shutil.rmtree(directory / "truth")
+    left = list(measured.cells)[1]
+    lines = measured.path.read_text().splitlines(keepends=True)
+    measured.path.write_text("".join(line for line in lines if json.loads(line).get("cell") != left))
+    assert run(["bench", "--resume", str(directory)]) == 0
+    assert only_run(folder).verdicts[left]["verdict"] == "exact"
+    assert len(list((directory / "truth").iterdir())) == 1

@@ -9,7 +9,7 @@ from typing import Any
 from panscan.bench.intervals import Interval
 from panscan.bench.quality import Quality, quality_of
 from panscan.bench.records import Run
-from panscan.bench.rows import Row, distinguishing, label, meant, measured_rows
+from panscan.bench.rows import Row, cell_title, distinguishing, meant, measured_rows
 from panscan.bench.summary import outcome_of
 
 __all__ = ["Candidate", "candidates_of", "cell_name"]
@@ -77,9 +77,7 @@ def candidates_of(run: Run) -> tuple[list[Candidate], dict[str, str]]:
 def cell_name(run: Run, cell: str) -> str:
     """A cell's id, and its settings that differ from other cells'."""
     every: Sequence[Mapping[str, Any]] = [meant(settings) for settings in run.cells.values()]
-    own = meant(run.cells[cell])
-    text = label({name: own[name] for name in distinguishing(every) if own.get(name) is not None})
-    return f"{cell} ({text})" if text else cell
+    return cell_title(cell, meant(run.cells[cell]), distinguishing(every))
 
 
 def _crops(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -10,13 +10,13 @@ from typing import Any
 
 from panscan.bench.pairing import PairedRequests, pair_requests
 from panscan.bench.records import Run
-from panscan.bench.rows import count, distinguishing, label, meant, shown
+from panscan.bench.rows import cell_title, count, distinguishing, meant, shown
 from panscan.bench.summary import outcome_of
 from panscan.bench.verdict import Verdict, verdict_of
 from panscan.core import RecordsError
 from panscan.runners.settings import axes
 
-__all__ = ["CellPair", "Comparison", "cell_name", "compare_runs"]
+__all__ = ["CellPair", "Comparison", "compare_runs"]
 
 _CROPS = "pan_and_scan_"
 _MOST_NAMED = 12  # cells without a partner, of one fate
@@ -109,11 +109,6 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     )
 
 
-def cell_name(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
-    """``id (name=value, ...)``: a cell, and the settings that tell it from others."""
-    return cell + (f" ({label({name: settings.get(name) for name in varying})})" if varying else "")
-
-
 def _names(a: Run, b: Run) -> str:
     return f"{a.path.parent} and {b.path.parent}"
 
@@ -191,7 +186,7 @@ def _cells_alone(
     there = {_key(settings, on): outcome_of(run, cell) for cell, settings in _filled(run).items()}
     for cell in (cell for cell in cells if cell not in done):
         outcome, reason = there.get(_key(cells[cell], on), ("not in it", ""))
-        fates[": ".join(filter(None, (outcome, reason)))].append(cell_name(cell, cells[cell], varying))
+        fates[": ".join(filter(None, (outcome, reason)))].append(cell_title(cell, cells[cell], varying))
     lines = []
     for fate, found in fates.items():
         head = f"{count(len(found), 'cell')} of {names[0]} without a partner in {names[1]} ({fate}):"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.bench.compare import CellPair, Comparison, cell_name, compare_runs
+from panscan.bench.compare import CellPair, Comparison, compare_runs
 from panscan.bench.conditions import Condition, Finding, evaluate, parse_condition
 from panscan.bench.differences import (
     DEFAULT_METRICS,
@@ -19,7 +19,7 @@ from panscan.bench.differences import (
 )
 from panscan.bench.permutation import ALPHA
 from panscan.bench.records import Run
-from panscan.bench.rows import count, label, number_text, shown, telling
+from panscan.bench.rows import cell_title, count, label, number_text, shown, telling
 
 __all__ = ["HEADINGS", "Report", "Row", "as_json", "build_report"]
 
@@ -97,7 +97,7 @@ class Report:
         """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
         comparison = self.comparisons[at]
         pair = comparison.pairs[place]
-        return "cell " + cell_name(" / ".join(dict.fromkeys(pair.cells)), pair.settings, comparison.varying)
+        return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), pair.settings, comparison.varying)
 
     def extent(self, at: int, place: int) -> str:
         """How much of a pair of cells pairs."""
@@ -116,8 +116,8 @@ class Report:
         peaks = self.comparisons[at].pairs[place].peaks
         for name, (a, b) in list(peaks.items())[:1]:
             change = f"{b / a - 1:+.1%}" if a else "-"
-            texts = (number_text(each / 2**30) for each in (a, b))
-            rows.append((f"{name.removesuffix('_bytes')} GiB", *texts, change, "", "not tested"))  # type: ignore[arg-type]
+            gib_a, gib_b = number_text(a / 2**30), number_text(b / 2**30)
+            rows.append((f"{name.removesuffix('_bytes')} GiB", gib_a, gib_b, change, "", "not tested"))
         return rows
 
     def legend(self) -> list[str]:

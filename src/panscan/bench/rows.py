@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Row",
+    "cell_title",
     "count",
     "decimals",
     "distinguishing",
@@ -113,6 +114,16 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
+    """``id (name=value, ...)``: a cell and the settings that tell it from others, without those that mean nothing."""
+    told = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
+    return f"{cell} ({label(told)})" if told else cell
+
+
+def _may_be_off(name: str) -> bool:
+    return name in axes() and axes()[name].optional
 
 
 def short(name: str) -> str:

@@ -89,14 +89,14 @@ def verifier_of(
         previous: the run so far.
 
     Raises:
-        RecordsError: ``--reference`` names no truth.
+        RecordsError: ``--reference`` names no truth, or one of other views than those of any cell.
     """
     if not plan.verify:
         return None
     from panscan.bench.truth import TOKENS, find_references
     from panscan.bench.verify import Verifier
 
-    return Verifier(
+    verifier = Verifier(
         items=plan.sample,
         source=plan.source,
         steps=min(TOKENS, max(cell.settings.max_new_tokens for cell in plan.cells)),
@@ -106,6 +106,8 @@ def verifier_of(
         say=say,
         recorded=set(previous.truths) if previous is not None else set(),
     )
+    verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
+    return verifier
 
 
 def check_reference(plan: Plan) -> None:
@@ -114,9 +116,7 @@ def check_reference(plan: Plan) -> None:
     Raises:
         RecordsError: it names no truth, or one of other views.
     """
-    verifier = verifier_of(plan, _Nowhere(), lambda _: None, None)
-    if verifier is not None:
-        verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
+    verifier_of(plan, _Nowhere(), lambda _: None, None)
 
 
 class _Nowhere:

@@ -34,10 +34,8 @@ def run_sweep(
         verifier: compares answers, if the plan says so.
 
     Raises:
-        RecordsError: ``--reference`` is of other views or weights.
+        RecordsError: ``--reference`` is of other weights.
     """
-    if verifier is not None:
-        verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
     for visits in plan.order():
         left = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
         for cell in dict.fromkeys(cell for cell, _ in left if cell.id in plan.skipped):
@@ -53,8 +51,9 @@ def _run_loaded(plan: Plan, visits: list[Visit], writer: Writer, observer: Obser
     from panscan.runners.factory import open_runner
 
     cells = list(dict.fromkeys(cell for cell, _ in visits))
-    if verifier is not None:
-        verifier.prepare_quantized(cells)
+    compared = [cell for cell, repeat in visits if repeat is None]
+    if verifier is not None and compared:
+        verifier.prepare_quantized(compared)
     observer.loading(cells[0].settings)
     started = now()
     try:
@@ -64,8 +63,8 @@ def _run_loaded(plan: Plan, visits: list[Visit], writer: Writer, observer: Obser
     else:
         try:
             writer.write([_load_record(cells, runner, now() - started)])
-            if verifier is not None:
-                verifier.prepare(runner, cells)
+            if verifier is not None and compared:
+                verifier.prepare(runner, compared)
             _visit(plan, visits, runner, writer, observer, verifier)
         finally:
             runner.close()
@@ -77,7 +76,6 @@ def _run_loaded(plan: Plan, visits: list[Visit], writer: Writer, observer: Obser
 
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[str, Any]:
     """What was loaded, and what the machine could do with it at best."""
-    from panscan.model.ceilings import measure_ceilings
     from panscan.model.config import shape_of_config
 
     loaded = runner.loaded
@@ -85,7 +83,6 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
         shape = asdict(shape_of_config(loaded.model.config))
     except UnsupportedError:  # a Gemma 3 of parts that the formulas leave out runs all the same
         shape = None
-    ceilings = measure_ceilings(loaded.device, loaded.dtype)
     return {
         "type": "load",
         "cells": [cell.id for cell in cells],
@@ -94,8 +91,21 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weight_bytes": sum(each.numel() * each.element_size() for each in loaded.model.parameters()),
-        **asdict(ceilings),
+        **_ceilings(runner),
     }
+
+
+def _ceilings(runner: Runner) -> dict[str, float | None]:
+    """The machine's two ceilings; None where the model leaves no memory to measure them."""
+    from panscan.model.ceilings import measure_ceilings
+    from panscan.model.machine import is_out_of_memory
+
+    try:
+        return asdict(measure_ceilings(runner.loaded.device, runner.loaded.dtype))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"flops_per_s": None, "bytes_per_s": None}
 
 
 def _visit(
