@@ -27,7 +27,7 @@ from panscan.bench.run import header
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.images.samples import write_samples
-from panscan.runners.settings import settings_from
+from panscan.settings import settings_from
 
 RECORD = Path(__file__).parent / "records" / "harness-overhead.json"
 ROUNDS = 15

@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.bench.grid import Cell, build_cells, load_preset, preset_names, read_grid_file
+from panscan.bench.grid import Cell, build_cells
 from panscan.core import SettingError
-from panscan.runners.settings import Settings
+from panscan.presets import load_preset, preset_names, read_grid_file
+from panscan.settings import Settings
 
 FIELDS = {
     "batch_size": st.integers(1, 8),

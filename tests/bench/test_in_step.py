@@ -15,7 +15,7 @@ from panscan.bench.in_step import Failed, InStep, Message, Ready, Told, Warned, 
 from panscan.bench.plan import Plan
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 from .synthetic import outcome, repeat, request
 

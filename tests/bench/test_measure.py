@@ -24,7 +24,7 @@ from panscan.bench.schema import problem_of
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 
 class Watcher:

@@ -17,7 +17,7 @@ from panscan.cli.options import errors
 from panscan.cli.progress import SweepProgress
 from panscan.core import InputError
 from panscan.model.shapes import SHAPES
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 PAGE = Item("0", (Document("a.png", 1240, 1754, ""),), "What is the total?")
 

@@ -32,7 +32,7 @@ from panscan.bench.run import plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 Act = Callable[[], None]
 

@@ -20,7 +20,7 @@ from panscan.bench.run import follow, new_directory, plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
 """Cells that no machine measures, so that a run takes no model."""

@@ -26,7 +26,7 @@ from panscan.model.runtime import apply_attention
 from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner
-from panscan.runners.settings import Settings, settings_from
+from panscan.settings import Settings, settings_from
 
 STEPS = 8
 Record = dict[str, Any]

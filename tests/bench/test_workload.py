@@ -17,7 +17,7 @@ from panscan.bench.workload import DEFAULT_PROMPT, Item, Source, build_workload,
 from panscan.core import DatasetError, InputError, PanAndScan, SettingError
 from panscan.images.files import Page, load_page, page_digest
 from panscan.images.views import plan_views
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 SIZES = {"a.png": (260, 800), "b.png": (700, 300), "c.jpg": (300, 300)}
 

@@ -21,7 +21,7 @@ from panscan.bench.metrics import LAUNCHER as LAUNCHER_COLUMNS
 from panscan.bench.records import Run, read_run
 from panscan.cli.main import run
 from panscan.images.views import plan_views
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 LAUNCHER = shlex.split(
     "bench --model_id google/gemma-3-27b-it --precision bf16 --attn_impl flash_attention_2 --device_map auto"

@@ -15,7 +15,7 @@ from tests.conftest import noise
 from panscan.bench.grid import build_cells
 from panscan.bench.records import read_run
 from panscan.cli.main import run
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 CELLS: dict[str, dict[str, Any]] = {
     "c0": {"attention": "eager"},

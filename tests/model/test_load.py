@@ -23,7 +23,7 @@ from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
 from panscan.model.load import Placement, load_model, load_reader
 from panscan.model.mini import mini_directory
-from panscan.runners.settings import settings_from
+from panscan.settings import settings_from
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 

@@ -14,10 +14,10 @@ from tests.conftest import noise
 from torch.overrides import TorchFunctionMode
 
 from panscan.core import PanAndScan, Request, UnsupportedError
+from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.reference import float32_model, head_logits, one_view_at_a_time, weights_digest
 from panscan.model.runtime import apply_tf32
 from panscan.runners.generate import GenerateRunner
-from panscan.runners.inputs import collate, prepare, read_images
 
 
 @pytest.fixture(scope="module")

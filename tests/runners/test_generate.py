@@ -15,7 +15,7 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import ImageError, PanscanWarning, Result, SettingError, UnsupportedError
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 TOKENS = 12
 

@@ -9,9 +9,10 @@ import torch
 from tests.conftest import needs_images_in_chunks, noise
 
 from panscan.core import PanAndScan, Request, Sampling
+from panscan.model.inputs import collate, prepare, read_images
+from panscan.model.observation import IMAGE_POSITIONS, Observation, Script, image_places
 from panscan.runners.generate import GenerateRunner
-from panscan.runners.inputs import collate, prepare, read_images
-from panscan.runners.observe import IMAGE_POSITIONS, Observation, Script, image_places, observe
+from panscan.runners.observe import observe
 
 STEPS = 6
 BATCH = [

@@ -16,7 +16,7 @@ from panscan.core import SettingError, UnsupportedError
 from panscan.runners.factory import open_runner
 from panscan.runners.generate_batch import GenerateBatchRunner
 from panscan.runners.pipeline import PipelineRunner
-from panscan.runners.settings import Settings, settings_from
+from panscan.settings import Settings, settings_from
 
 
 def test_the_pipeline_gives_the_tokens_of_generate(mini: GenerateRunner) -> None:

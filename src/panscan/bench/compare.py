@@ -14,7 +14,7 @@ from panscan.bench.rows import cell_title, count, distinguishing, meant, shown
 from panscan.bench.summary import outcome_of
 from panscan.bench.verdict import Verdict, verdict_of
 from panscan.core import RecordsError
-from panscan.runners.settings import axes
+from panscan.settings import axes
 
 __all__ = ["CellPair", "Comparison", "compare_runs"]
 

@@ -11,7 +11,7 @@ from panscan.bench.differences import METRICS, measured, repeats_needed
 from panscan.bench.paired import Paired
 from panscan.bench.permutation import decide, draws_for, least_p_value, tail_p_values
 from panscan.core import SettingError
-from panscan.runners.settings import nearest
+from panscan.settings import nearest
 
 __all__ = ["Condition", "Finding", "evaluate", "parse_condition"]
 

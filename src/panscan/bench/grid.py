@@ -6,19 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from panscan.core import SettingError
-from panscan.runners.settings import Settings, axes, axis_name, nearest, parse_value
+from panscan.presets import Axes, load_preset, parse_axes
+from panscan.settings import Settings, axes
 
-__all__ = ["Cell", "build_cells", "load_preset", "preset_names", "read_grid_file"]
+__all__ = ["Cell", "build_cells"]
 
-Axes = dict[str, list[Any]]
 _CROP_AXES = tuple(name for name in axes() if name.startswith("pan_and_scan_"))
 
 
@@ -43,41 +39,6 @@ class Cell:
         return cls(hashlib.sha256(text.encode()).hexdigest()[:10], settings, preset)
 
 
-def preset_names() -> list[str]:
-    """The shipped presets."""
-    return sorted(item.name.removesuffix(".yaml") for item in _presets().iterdir() if item.name.endswith(".yaml"))
-
-
-def load_preset(name: str) -> Axes:
-    """A shipped preset by name, or a YAML file by path.
-
-    Raises:
-        SettingError: neither; the nearest preset is suggested.
-    """
-    if name in preset_names():
-        return _axes_of(yaml.safe_load((_presets() / f"{name}.yaml").read_text("utf-8")), f"preset {name}")
-    if Path(name).suffix in (".yaml", ".yml"):
-        return read_grid_file(Path(name))
-    raise SettingError(
-        f"--preset takes {', '.join(preset_names())} or a YAML file; got {name!r}{nearest(name, preset_names())}"
-    )
-
-
-def read_grid_file(path: Path) -> Axes:
-    """Axes from a YAML file of ``setting: value`` or ``setting: [values]``.
-
-    Raises:
-        SettingError: no such file, not such a mapping, or an unknown setting.
-    """
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
-        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    return _axes_of(content, str(path))
-
-
 def build_cells(
     flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = ()
 ) -> list[Cell]:
@@ -91,7 +52,7 @@ def build_cells(
     Raises:
         SettingError: an unknown setting or value, or settings that contradict each other.
     """
-    over = {**(file or {}), **_parsed(flags, "the command line")}
+    over = {**(file or {}), **parse_axes(flags, "the command line")}
     cells: dict[str, Cell] = {}
     bases: list[tuple[str | None, Axes]] = [(name, load_preset(name)) for name in presets]
     for preset, base in bases or [(None, {})]:
@@ -115,28 +76,3 @@ def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
         if not point.get(name) and any(axes_.get(name, ())):
             point = {key: value for key, value in point.items() if key not in governed}
     return point
-
-
-def _presets() -> Any:
-    return files("panscan.bench") / "presets"
-
-
-def _axes_of(content: Any, where: str) -> Axes:
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise SettingError(f"{where}: expected lines of 'setting: value' or 'setting: [values]'")
-    return _parsed({key: value if isinstance(value, list) else [value] for key, value in content.items()}, where)
-
-
-def _parsed(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
-    found: Axes = {}
-    for spelling, values in given.items():
-        try:
-            name = axis_name(spelling)
-            if name in found:
-                raise SettingError(f"{name} is set twice")
-            if not values:
-                raise SettingError(f"{name} has no value")
-            found[name] = [parse_value(name, value) for value in values]
-        except SettingError as error:
-            raise SettingError(f"{where}: {error}") from None
-    return found

@@ -32,7 +32,7 @@ __all__ = [
     "replica_shares",
 ]
 
-STAGES = ("load", "preprocess", "vision", "prefill", "decode")
+STAGES = ("load", "preprocess", "queue", "vision", "prefill", "decode")
 _PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
 LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
 """Fewer samples do not certify a percentile with 99% confidence (MLPerf's early-stopping rule)."""
@@ -77,6 +77,7 @@ class RequestMetrics:
     itl: tuple[float, ...]
     load: float | None
     preprocess: float | None
+    queue: float | None
     vision: float | None
     prefill: float | None
     decode: float | None

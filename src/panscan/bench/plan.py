@@ -13,7 +13,7 @@ from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import SettingError
 from panscan.runners.base import batches
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 __all__ = ["Observer", "Plan", "Visit", "Writer"]
 

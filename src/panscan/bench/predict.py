@@ -9,7 +9,7 @@ from panscan.bench.plan import Plan
 from panscan.bench.workload import plans_of
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 __all__ = ["Prediction", "predict"]
 

@@ -13,7 +13,7 @@ from panscan.bench.records import Run, write_atomically
 from panscan.bench.rows import label
 from panscan.bench.verdict import verdict_of
 from panscan.core import RecordsError, SettingError
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 __all__ = ["preset_text", "write_preset"]
 

@@ -11,7 +11,7 @@ from panscan.bench.records import Run
 from panscan.bench.rows import number_text
 from panscan.bench.tradeoffs import Choice, costs_of, reason_of
 from panscan.core import RecordsError, SettingError
-from panscan.runners.settings import nearest
+from panscan.settings import nearest
 
 __all__ = ["LEAST_QUESTIONS", "WORST_LOSS", "Recommendation", "recommend"]
 

@@ -21,7 +21,7 @@ from panscan.core import PanscanError, PanscanWarning
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
-    from panscan.runners.settings import Settings
+    from panscan.settings import Settings
 
 __all__ = ["main"]
 

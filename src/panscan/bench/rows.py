@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.metrics import CellMetrics, cell_metrics
 from panscan.bench.records import Run
 from panscan.bench.verdict import Verdict, verdict_of
-from panscan.runners.settings import axes
+from panscan.settings import axes
 
 if TYPE_CHECKING:
     from rich.console import Console

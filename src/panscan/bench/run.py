@@ -23,7 +23,7 @@ from panscan.bench.summary import write_summary
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier

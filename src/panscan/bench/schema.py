@@ -134,7 +134,7 @@ def _replicas_problem(replicas: Any) -> str | None:
 def _stamps_problem(stamps: Record) -> str | None:
     if not isinstance(stamps.get("accepted"), _NUMBER):
         return f"stamps need a time 'accepted', got {stamps.get('accepted')!r}"
-    for name in ("loaded", "preprocessed", "vision_start", "vision", "end"):
+    for name in ("loaded", "preprocessed", "scheduled", "vision_start", "vision", "end"):
         if not isinstance(stamps.get(name), (*_NUMBER, type(None))):
             return f"stamps need a time or nothing for {name!r}, got {stamps[name]!r}"
     tokens = stamps.get("tokens")

@@ -12,7 +12,7 @@ from panscan.bench.plan import Observer, Plan, Visit, Writer
 from panscan.bench.quality import scores_of
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier

@@ -24,9 +24,10 @@ from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.observation import Observation, Script
 from panscan.model.reference import float32_model, one_view_at_a_time
-from panscan.runners.observe import Observation, Script, observe
-from panscan.runners.settings import Settings
+from panscan.runners.observe import observe
+from panscan.settings import Settings
 
 __all__ = [
     "Lead",

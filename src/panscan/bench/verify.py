@@ -29,7 +29,7 @@ from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.reference import weights_digest
 from panscan.runners.base import batches
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner

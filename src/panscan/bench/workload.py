@@ -13,7 +13,7 @@ from typing import Any
 from panscan.core import DatasetError, ImageError, InputError, Request, SettingError
 from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
-from panscan.runners.settings import Settings, nearest
+from panscan.settings import Settings, nearest
 
 __all__ = ["DEFAULT_PROMPT", "Document", "Item", "Source", "build_workload", "plans_of", "request_of"]
 

@@ -20,7 +20,7 @@ from panscan.cli.options import (
     utf8,
 )
 from panscan.core import Request, Result, SettingError
-from panscan.runners.settings import axes, settings_from
+from panscan.settings import axes, settings_from
 
 __all__ = ["command"]
 

@@ -14,7 +14,7 @@ import click
 from panscan.cli.options import axis_options, common_options, errors, given_axes, one_preset, out
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
-from panscan.runners.settings import Settings, settings_from
+from panscan.settings import Settings, settings_from
 
 if TYPE_CHECKING:
     from panscan.images.files import Page

@@ -13,7 +13,7 @@ import click
 
 from panscan import __version__
 from panscan.core import PanscanError
-from panscan.runners.settings import nearest
+from panscan.settings import nearest
 
 __all__ = ["main"]
 

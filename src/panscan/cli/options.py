@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from panscan.core import PanscanWarning, SettingError
-from panscan.runners.settings import Axis, axes
+from panscan.settings import Axis, axes
 
 __all__ = [
     "axis_options",
@@ -117,7 +117,7 @@ def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str,
     Raises:
         SettingError: no such preset, or one with several values of a setting.
     """
-    from panscan.bench.grid import load_preset
+    from panscan.presets import load_preset
 
     found = {}
     idle = []

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Plan
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 __all__ = ["SweepProgress"]
 

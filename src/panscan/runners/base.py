@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from panscan.core import Request, Result
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.model.load import Loaded
-    from panscan.runners.observe import Observation, Script
+    from panscan.model.observation import Observation, Script
 
 __all__ = ["Runner", "batches"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from panscan.runners.base import Runner
-from panscan.runners.settings import Settings
+from panscan.settings import Settings
 
 __all__ = ["open_runner"]
 
@@ -15,9 +15,9 @@ def open_runner(settings: Settings) -> Runner:
         ModelError: the checkpoint cannot be had.
         UnsupportedError: this runner cannot run this checkpoint.
     """
+    from panscan.model.loading import load_for
     from panscan.runners.generate import GenerateRunner
     from panscan.runners.generate_batch import GenerateBatchRunner
-    from panscan.runners.loading import load_for
     from panscan.runners.pipeline import PipelineRunner
 
     kinds = {"generate": GenerateRunner, "pipeline": PipelineRunner, "generate_batch": GenerateBatchRunner}

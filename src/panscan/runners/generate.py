@@ -10,15 +10,17 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
+from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
 from panscan.model.load import Loaded
+from panscan.model.loading import load_for
 from panscan.model.machine import release_memory
+from panscan.model.observation import Observation, Script
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
 from panscan.runners.base import batches
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
-from panscan.runners.inputs import Prepared, Read, collate, count_views, prepare, read_images
-from panscan.runners.loading import load_for, unsupported_reason
-from panscan.runners.observe import Observation, Script, observe
-from panscan.runners.settings import Settings, settings_from
+from panscan.runners.loading import unsupported_reason
+from panscan.runners.observe import observe
+from panscan.settings import Settings, settings_from
 
 __all__ = ["GenerateRunner", "finished", "generation_config", "one_sampling"]
 

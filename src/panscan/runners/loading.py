@@ -1,20 +1,13 @@
-"""Settings become a loaded model, or the reason why this machine cannot have it."""
+"""Whether a runner and this machine can do what settings say, found out without loading a model."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import torch
+from panscan.model.loading import machine_reason
+from panscan.settings import Settings
 
-from panscan.core import ModelError, PanscanWarning, UnsupportedError
-from panscan.model.load import Loaded, Placement, load_model, load_random
-from panscan.model.machine import attention_reason, quantization_reason, resolve_device, resolve_dtype
-from panscan.model.quantize import quantization_config
-from panscan.runners.settings import Settings
-
-__all__ = ["load_for", "unsupported_reason"]
-
+__all__ = ["unsupported_reason"]
 
 # What a runner does not offer: setting -> the only value it takes.
 _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
@@ -30,35 +23,8 @@ _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
 
 
 def unsupported_reason(settings: Settings) -> str | None:
-    """Why this machine cannot run these settings, found out without loading a model; None if nothing speaks against."""
+    """Why these settings cannot run here; None if nothing speaks against."""
     for name, only in _RUNNER_LIMITS.get(settings.runner, {}).items():
         if getattr(settings, name) != only:
             return f"runner {settings.runner}: --{name.replace('_', '-')} must stay at {only}"
-    try:
-        device = resolve_device(settings.device)
-    except UnsupportedError as error:
-        return str(error)
-    if settings.tp_plan is not None and not torch.distributed.is_torchelastic_launched():
-        return "--tp-plan needs torchrun: torchrun --nproc-per-node N -m panscan bench ..."
-    dtype = resolve_dtype(settings.dtype, device)
-    return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
-
-
-def load_for(settings: Settings) -> Loaded:
-    """Load the model that settings name, placed and quantised as they say."""
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
-    if dtype == torch.float16:
-        message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
-        warnings.warn(message, PanscanWarning, stacklevel=2)
-    if settings.random_weights:
-        assert settings.model_shape is not None  # Settings holds this
-        return load_random(settings.model_name, settings.model_shape, dtype, device)
-    placement = Placement(
-        device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
-        quantization_config(settings.quantization, dtype),
-    )  # fmt: skip
-    loaded = load_model(settings.model, placement, revision=settings.revision)
-    if settings.quantization == "gptq" and getattr(loaded.model.config, "quantization_config", None) is None:
-        raise ModelError(f"--quantization gptq: --model {settings.model} is not a GPTQ checkpoint")
-    return loaded
+    return machine_reason(settings)

@@ -7,7 +7,6 @@ hidden states at the positions asked for.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,56 +16,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from panscan.core import Request
+from panscan.model.inputs import Prepared, collate, prepare, read_images
 from panscan.model.load import Loaded
-from panscan.runners.inputs import Prepared, collate, prepare, read_images
-from panscan.runners.settings import Settings
+from panscan.model.observation import Observation, Script, image_places
+from panscan.settings import Settings
 
-__all__ = ["IMAGE_POSITIONS", "Observation", "Script", "Watch", "image_places", "observe", "watched_config"]
-
-IMAGE_POSITIONS = 32  # per request
-
-
-@dataclass(slots=True)
-class Script:
-    """What a request is led along.
-
-    Args:
-        tokens: forced one after the other; None for the model's own greedy tokens, up to ``steps``.
-        places: positions in the prompt, without padding, whose distributions are wanted, ascending.
-        steps: tokens at most.
-    """
-
-    tokens: list[int] | None
-    places: list[int]
-    steps: int
-
-
-@dataclass(slots=True)
-class Observation:
-    """What a model computed for one request. Tensors are on the CPU.
-
-    Args:
-        tokens: those it was led along, or chose.
-        places: of the prompt, as in its script.
-        answer: float32 ``[tokens, vocabulary]``: the logits before each token.
-        image: float32 ``[places, vocabulary]``: the logits at the places of the prompt; None where none were asked for.
-        answer_hidden: float32 ``[tokens, hidden]``: final hidden states before each token, if they were asked for.
-        image_hidden: float32 ``[places, hidden]``.
-    """
-
-    tokens: list[int]
-    places: list[int]
-    answer: torch.Tensor
-    image: torch.Tensor | None = None
-    answer_hidden: torch.Tensor | None = None
-    image_hidden: torch.Tensor | None = None
-
-
-def image_places(ids: Sequence[int], soft_id: int | None) -> list[int]:
-    """Some of the positions of image tokens in a prompt: a draw that depends on nothing but their number."""
-    tokens = [place for place, token in enumerate(ids) if token == soft_id]
-    chosen = random.Random(len(tokens)).sample(range(len(tokens)), min(IMAGE_POSITIONS, len(tokens)))
-    return [tokens[index] for index in sorted(chosen)]
+__all__ = ["Watch", "observe", "watched_config"]
 
 
 def watched_config(loaded: Loaded, settings: Settings) -> GenerationConfig:

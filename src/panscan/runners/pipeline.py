@@ -15,13 +15,14 @@ from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.images.views import plan_views
+from panscan.model.inputs import Prepared, Read, read_images
 from panscan.model.load import Loaded
+from panscan.model.observation import Observation, Script
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
 from panscan.runners.generate import GenerateRunner, finished, generation_config
-from panscan.runners.inputs import Prepared, Read, read_images
-from panscan.runners.observe import Observation, Script, Watch, watched_config
-from panscan.runners.settings import Settings
+from panscan.runners.observe import Watch, watched_config
+from panscan.settings import Settings
 
 __all__ = ["PipelineRunner"]
 

@@ -24,12 +24,24 @@ def _axis(
     return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "level": level})
 
 
+_LEAST = {
+    "batch_size": 1,
+    "max_concurrency": 1,
+    "max_num_seqs": 1,
+    "kv_cache_gb": 0,
+    "vision_cache_gb": 0,
+    "vision_batch_size": 1,
+    "prefill_chunk_size": 1,
+    "pad_to_multiple_of": 1,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
 
     runner: str = _axis(
-        "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch"), level="load"
+        "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch", "engine"), level="load"
     )
     model: str = _axis("mini", "checkpoint: a hub id, a directory, or 'mini'", aliases=("model_id",), level="load")
     revision: str | None = _axis(None, "branch, tag or commit of a hub checkpoint", level="load")
@@ -62,9 +74,16 @@ class Settings:
     )  # fmt: skip
     tf32: bool = _axis(False, "let float32 products use TF32")
     batch_size: int = _axis(1, "requests per generate() call")
+    max_concurrency: int | None = _axis(None, "engine: requests in flight at once; none: all of them")
+    max_num_seqs: int = _axis(64, "engine: requests that compute at once")
+    kv_cache_gb: float | None = _axis(None, "engine: size of the KV cache in GB (10^9 bytes); none: from free memory")
+    prefix_caching: bool = _axis(True, "engine: requests that begin alike share what was computed")
+    vision_cache_gb: float = _axis(1.0, "engine: encoded views that are kept, in GB (10^9 bytes)")
+    vision_batch_size: int = _axis(16, "engine: views encoded at once")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
     prefill_chunk_size: int | None = _axis(
-        None, "tokens per prefill pass of generate(); cuts image blocks, in Transformers 5.17 drops images"
+        None,
+        "prompt tokens per pass; generate() cuts image blocks (Transformers 5.17 drops images), the engine never",
     )
     pad_to_multiple_of: int | None = _axis(None, "pad prompts to a multiple of this many tokens")
     preprocess: str = _axis(
@@ -101,9 +120,9 @@ class Settings:
             )
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {self.device!r}")
-        for name, least in (("batch_size", 1), ("prefill_chunk_size", 1), ("pad_to_multiple_of", 1)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not least <= value < float("inf"):
                 raise SettingError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         self._check_contradictions()
         self.pan_and_scan, self.sampling  # noqa: B018 - both check their values

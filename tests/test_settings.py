@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.runners.settings import Settings, axes, parse_value, settings_from
+from panscan.settings import Settings, axes, parse_value, settings_from
 
 
 def test_the_table_covers_every_field_once() -> None:

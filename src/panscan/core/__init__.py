@@ -1,0 +1,53 @@
+"""The shared nouns and the exception tree. Imports nothing else of panscan, and no tensor library.
+
+PanscanError                    exit code 1
+├── SettingError                2   an option, key or value is wrong
+├── InputError                  3   something the user gave could not be used
+│   ├── ImageError                  a document or picture
+│   ├── DatasetError                questions, prompts
+│   ├── ModelError                  a checkpoint: unknown, gated, incomplete
+│   └── RecordsError                a run directory
+└── UnsupportedError            4   fine in itself, but not on this machine
+"""
+
+from __future__ import annotations
+
+from panscan.core.errors import (
+    DatasetError,
+    ImageError,
+    InputError,
+    ModelError,
+    PanscanError,
+    PanscanWarning,
+    RecordsError,
+    SettingError,
+    UnsupportedError,
+)
+from panscan.core.process import cache_directory, from_perf_counter, now
+from panscan.core.request import Message, PanAndScan, Request, Sampling, View
+from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
+
+__all__ = [
+    "DatasetError",
+    "FinishReason",
+    "ImageError",
+    "InputError",
+    "Message",
+    "ModelError",
+    "PanAndScan",
+    "PanscanError",
+    "PanscanWarning",
+    "RecordsError",
+    "Request",
+    "Result",
+    "Sampling",
+    "SettingError",
+    "Stamps",
+    "TokenEvent",
+    "TokenLogprobs",
+    "UnsupportedError",
+    "View",
+    "cache_directory",
+    "from_perf_counter",
+    "now",
+]

@@ -1,0 +1,47 @@
+"""The exception tree; drawn in :mod:`panscan.core`."""
+
+from __future__ import annotations
+
+
+class PanscanError(Exception):
+    """Root of everything panscan raises on purpose. The message is one line that names the knob."""
+
+    exit_code = 1
+
+
+class SettingError(PanscanError):
+    """An option, key or value that panscan does not accept."""
+
+    exit_code = 2
+
+
+class InputError(PanscanError):
+    """Something that the user gave could not be used."""
+
+    exit_code = 3
+
+
+class ImageError(InputError):
+    """A document or picture could not be read."""
+
+
+class DatasetError(InputError):
+    """A file of questions or prompts could not be read."""
+
+
+class ModelError(InputError):
+    """A checkpoint could not be loaded."""
+
+
+class RecordsError(InputError):
+    """A run directory or its records could not be read or written."""
+
+
+class UnsupportedError(PanscanError):
+    """A setting that is fine in itself but that this machine cannot do. In a sweep: a skipped cell."""
+
+    exit_code = 4
+
+
+class PanscanWarning(UserWarning):
+    """Something works, but not as the user may believe."""

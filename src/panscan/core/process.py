@@ -1,0 +1,29 @@
+"""The one time line, and where panscan keeps files."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import platformdirs
+
+_EPOCH = time.time() - time.perf_counter()
+
+
+def now() -> float:
+    """Seconds since the Unix epoch, monotonic within the process, with the resolution of ``perf_counter``.
+
+    Anchored to the wall clock once, so that stamps of several processes of one host can be merged.
+    """
+    return from_perf_counter(time.perf_counter())
+
+
+def from_perf_counter(seconds: float) -> float:
+    """A reading of ``time.perf_counter()`` of this process on the time line of :func:`now`."""
+    return _EPOCH + seconds
+
+
+def cache_directory() -> Path:
+    """Where panscan keeps what it can make again: ``PANSCAN_CACHE``, or the user's cache directory. Not created."""
+    return Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))

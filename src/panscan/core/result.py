@@ -1,0 +1,120 @@
+"""What comes back: time stamps, tokens, results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from panscan.core.errors import PanscanError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""``stop``: an end mark, stop text or stop id; ``length``: ``max_new_tokens`` or the end of the context."""
+
+
+@dataclass(slots=True)
+class Stamps:
+    """Boundaries of a request's life, in seconds of :func:`now`. Metrics are derived from them, never measured twice.
+
+    ``accepted`` -> ``loaded`` (pixels decoded) -> ``preprocessed`` (views and ids on the device) -> ``vision``
+    (image embeddings ready; None without images or where the runner cannot see it) -> ``tokens[0]`` (first token)
+    -> ... -> ``tokens[-1]`` -> ``end``.
+    Stages of a batch are shared by its requests. ``vision_start`` is when the vision tower was entered. ``scheduled``
+    is when an engine began to compute it, having waited for its turn; None where nothing waits.
+    """
+
+    accepted: float
+    loaded: float | None = None
+    preprocessed: float | None = None
+    scheduled: float | None = None
+    vision_start: float | None = None
+    vision: float | None = None
+    tokens: list[float] = field(default_factory=list)
+    end: float | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Accepted to first token, seconds."""
+        return self.tokens[0] - self.accepted if self.tokens else None
+
+    @property
+    def e2e(self) -> float | None:
+        """Accepted to last token, seconds."""
+        return self.tokens[-1] - self.accepted if self.tokens else None
+
+    def stages(self) -> dict[str, float | None]:
+        """Seconds of load, preprocess, queue, vision, prefill and decode; together they are :attr:`e2e`.
+
+        ``queue`` is the wait for the engine's first step, ``vision`` the time in the vision tower and its projector,
+        ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its time
+        is in the next one.
+        """
+        at = self.accepted
+        found: dict[str, float | None] = dict.fromkeys(("load", "preprocess", "queue", "vision", "prefill", "decode"))
+        for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed), ("queue", self.scheduled)):
+            if boundary is not None:
+                found[name], at = boundary - at, boundary
+        if self.vision is not None:
+            found["vision"] = self.vision - (at if self.vision_start is None else self.vision_start)
+        if self.tokens:
+            found["prefill"] = self.tokens[0] - at - (found["vision"] or 0.0)
+            found["decode"] = self.tokens[-1] - self.tokens[0]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one output token: its own natural log-probability, and those of the likeliest ids, the likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One output token of a stream, or its end.
+
+    Args:
+        token_id: None at an end without a token (cancelled, failed).
+        text: what may be shown now; empty while a character, or a text that may become a stop text, is incomplete.
+            The texts of a stream put together are its result's.
+        at: seconds of :func:`now`.
+        logprobs: if the request asked for them.
+        finish_reason: of the last event; None before.
+    """
+
+    token_id: int | None
+    text: str
+    at: float
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a request. Token counts are counts of real ids.
+
+    ``token_ids`` are all that were computed, an end mark or the tokens of a stop text among them. ``cached_tokens`` of
+    the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
+    """
+
+    id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    views: int
+    crops: int
+    image_tokens: int
+    prompt_tokens: int
+    stamps: Stamps
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    error: PanscanError | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stages_ms(self) -> dict[str, float]:
+        """Milliseconds of each stage that was seen (see :meth:`Stamps.stages`)."""
+        return {name: 1e3 * seconds for name, seconds in self.stamps.stages().items() if seconds is not None}

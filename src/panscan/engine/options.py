@@ -1,0 +1,63 @@
+"""What an engine is told once: sizes of its passes and caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from panscan.core import SettingError
+from panscan.settings import Settings
+
+__all__ = ["EngineOptions"]
+
+_CHUNK = 2048  # tokens: a prompt of seven views in one pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine's passes and caches.
+
+    Args:
+        attention: the backend of paged attention.
+        prefill_chunk_size: prompt tokens of one pass, of all requests together; an image block that is longer is taken
+            whole.
+        max_num_seqs: requests that compute at once.
+        kv_cache_gb: 10^9 bytes of keys and values; None: most of the memory that is free.
+        vision_cache_gb: 10^9 bytes of encoded views; no more are held at any time.
+        vision_batch_size: views that go through the vision tower at once.
+        prefix_caching: requests that begin alike share keys and values.
+        preprocess: ``cpu`` or ``device``, as in ``--preprocess``.
+        block_size: tokens of one cache block.
+
+    Raises:
+        SettingError: a size out of its range.
+    """
+
+    attention: str = "sdpa"
+    prefill_chunk_size: int = _CHUNK
+    max_num_seqs: int = 64
+    kv_cache_gb: float | None = None
+    vision_cache_gb: float = 1.0
+    vision_batch_size: int = 16
+    prefix_caching: bool = True
+    preprocess: Literal["cpu", "device"] = "cpu"
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_chunk_size", "max_num_seqs", "vision_batch_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, settings: Settings) -> EngineOptions:
+        """Those that settings name."""
+        return cls(
+            attention=settings.attention,
+            prefill_chunk_size=_CHUNK if settings.prefill_chunk_size is None else settings.prefill_chunk_size,
+            max_num_seqs=settings.max_num_seqs,
+            kv_cache_gb=settings.kv_cache_gb,
+            vision_cache_gb=settings.vision_cache_gb,
+            vision_batch_size=settings.vision_batch_size,
+            prefix_caching=settings.prefix_caching,
+            preprocess="device" if settings.preprocess == "device" else "cpu",
+        )
