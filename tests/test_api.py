@@ -24,23 +24,26 @@ from panscan.images.samples import write_samples
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_readmes_example_runs_as_it_stands(
+def test_the_readmes_examples_run_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [example] = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    offline, streamed = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path, count=1)
     shutil.move("receipt-00.png", "receipt.png")
     names: dict[str, Any] = {}
-    exec(example, names)
+    exec(offline, names)
     result = names["result"]
-    text, counts, stages = capsys.readouterr().out.rstrip("\n").rsplit("\n", 2)
-    assert text == result.text
-    views, image_tokens, prompt_tokens, output_tokens = map(int, counts.split())
-    assert (views, image_tokens) == (4, 4 * 64)
+    answer, counts, stages, stats = capsys.readouterr().out.rstrip("\n").rsplit("\n", 3)
+    assert answer == f"{result.text} {result.finish_reason} None"
+    views, image_tokens, prompt_tokens, cached_tokens, output_tokens = map(int, counts.split())
+    assert (views, image_tokens, cached_tokens) == (4, 4 * 64, 0)
     assert prompt_tokens > image_tokens
-    assert 0 < output_tokens <= 32
-    assert list(ast.literal_eval(stages)) == ["load", "preprocess", "vision", "prefill", "decode"]
+    assert output_tokens == len(result.token_ids) <= 32
+    assert ast.literal_eval(stages) == result.stages_ms
+    assert stats.startswith("Stats(running=0, waiting=0, ")
+    exec(streamed, {"__name__": "__main__"})
+    assert capsys.readouterr().out == result.text
 
 
 def test_importing_the_package_imports_no_torch() -> None:

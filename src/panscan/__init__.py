@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from panscan.core import PanAndScan, PanscanError, Request, Result, Sampling
 
 if TYPE_CHECKING:
+    from panscan.engine.engine import Engine
     from panscan.runners.generate import GenerateRunner
 
-__all__ = ["GenerateRunner", "PanAndScan", "PanscanError", "Request", "Result", "Sampling", "__version__"]
+__all__ = ["Engine", "GenerateRunner", "PanAndScan", "PanscanError", "Request", "Result", "Sampling", "__version__"]
 __version__ = "0.1.0"
 
 # Torch takes seconds to import; `panscan --help` and `import panscan` must not.
-_LAZY = {"GenerateRunner": "panscan.runners.generate"}
+_LAZY = {"Engine": "panscan.engine.engine", "GenerateRunner": "panscan.runners.generate"}
 
 
 def __getattr__(name: str) -> Any:

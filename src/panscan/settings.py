@@ -12,9 +12,40 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from panscan.core import PanAndScan, Sampling, SettingError
 
-__all__ = ["ATTENTION", "Axis", "Settings", "axes", "nearest", "parse_value", "settings_from"]
+__all__ = [
+    "ATTENTION",
+    "ENGINE_AXES",
+    "ENGINE_LIMITS",
+    "Axis",
+    "Settings",
+    "axes",
+    "nearest",
+    "parse_value",
+    "settings_from",
+]
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+ENGINE_AXES = (
+    "max_concurrency",
+    "max_num_seqs",
+    "kv_cache_gb",
+    "prefix_caching",
+    "vision_cache_gb",
+    "vision_batch_size",
+)
+"""Settings of the engine alone."""
+
+ENGINE_LIMITS: dict[str, Any] = {
+    "attention": "sdpa",
+    "cache": "dynamic",
+    "compile": None,
+    "batch_size": 1,
+    "equal_views": False,
+    "pad_to_multiple_of": None,
+    "device_map": None,
+    "tp_plan": None,
+}
+"""Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""
 Level = Literal["load", "call"]
 
 

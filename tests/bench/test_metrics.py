@@ -74,6 +74,7 @@ def test_every_number_of_a_small_run_is_the_one_computed_by_hand() -> None:
         # stages: two requests have all of them, two have only prefill (4 and 1) and decode (0 and 1)
         "mean_load_ms": 50,
         "mean_preprocess_ms": 100,
+        "mean_queue_ms": None,
         "mean_vision_ms": 100,
         "mean_prefill_ms": (0.5 + 0.5 + 4 + 1) / 4 * 1e3,
         "mean_decode_ms": (1 + 0.25 + 0 + 1) / 4 * 1e3,
@@ -93,13 +94,13 @@ def test_every_number_of_a_small_run_is_the_one_computed_by_hand() -> None:
 
 def test_stages_of_one_request() -> None:
     record = request("c", "q", 0.0, [1.0, 1.5])
-    times = {"loaded": 0.1, "preprocessed": 0.3, "vision_start": 0.4, "vision": 0.6}
+    times = {"loaded": 0.1, "preprocessed": 0.3, "scheduled": 0.35, "vision_start": 0.4, "vision": 0.6}
     one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times)})
-    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([0.1, 0.2, 0.2, 0.5, 0.5])
+    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([0.1, 0.2, 0.05, 0.2, 0.45, 0.5])
     # vision_start unknown: from preprocessed; no loaded: its time is in preprocess
     times = {"preprocessed": 0.3, "vision": 0.6}
     one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times)})
-    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([None, 0.3, 0.3, 0.4, 0.5])
+    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([None, 0.3, None, 0.3, 0.4, 0.5])
 
 
 def test_one_token_has_no_tpot_and_no_token_stamps_no_times() -> None:
@@ -186,13 +187,13 @@ def test_percentiles_rise_and_agree_with_numpy(latencies: list[float], size: int
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps=st.lists(st.floats(0, 5), min_size=6, max_size=9), missing=st.sets(st.integers(0, 3)))
+@given(steps=st.lists(st.floats(0, 5), min_size=7, max_size=10), missing=st.sets(st.integers(0, 4)))
 def test_stages_add_up_to_the_whole(steps: list[float], missing: set[int]) -> None:
-    loaded, preprocessed, entered, vision, *tokens = np.cumsum(steps).tolist()
-    times: list[float | None] = [loaded, preprocessed, entered, vision]
+    loaded, preprocessed, scheduled, entered, vision, *tokens = np.cumsum(steps).tolist()
+    times: list[float | None] = [loaded, preprocessed, scheduled, entered, vision]
     for index in missing:
         times[index] = None
-    names = ("loaded", "preprocessed", "vision_start", "vision")
+    names = ("loaded", "preprocessed", "scheduled", "vision_start", "vision")
     record = request("c", "q", 0.0, tokens, stamps=stamps(0.0, tokens, **dict(zip(names, times, strict=True))))
     one = RequestMetrics.from_record(record)
     assert sum(getattr(one, stage) or 0.0 for stage in STAGES) == pytest.approx(one.e2e)

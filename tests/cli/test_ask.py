@@ -56,7 +56,7 @@ def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixtu
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
     assert set(found) == {*names, "ttft_ms", "e2el_ms", "stages_ms"}
-    assert list(found["stages_ms"]) == ["load", "preprocess", "vision", "prefill", "decode"]
+    assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
     assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
     assert 0 < found["ttft_ms"] <= found["e2el_ms"]
 
@@ -166,12 +166,12 @@ def test_a_preset_that_one_answer_cannot_follow_is_refused(
 def test_what_a_preset_says_about_batches_is_left_out_with_a_note(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    preset = {"batch_size": [2, 4], "equal_views": True, "runner": "pipeline", "grid_max_crops": 2}
+    preset = {"batch_size": [2, 4], "equal_views": True, "runner": "generate", "grid_max_crops": 2}
     (folder / "p.yaml").write_text(yaml.safe_dump(preset))
     assert run(["ask", "tall.png", "-p", QUESTION, "--preset", "p.yaml", "--json", *QUICK]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["crops"] == 2
-    assert "--preset p.yaml: left out, as panscan ask takes no batch_size, equal_views, runner\n" in captured.err
+    assert "--preset p.yaml: left out, as panscan ask takes no batch_size, equal_views\n" in captured.err
 
 
 def test_the_answer_goes_to_stdout_and_remarks_to_stderr(

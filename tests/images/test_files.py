@@ -261,7 +261,7 @@ def test_open_image_takes_everything_that_is_an_image(here):
         (".", r"^\.: a directory$"),
         (b"rubbish", "^image bytes: not a PNG"),
         (Image.new("RGB", (0, 3)), "^PIL image: no pixels"),
-        (7, "^an image is a path, URL, page, PIL image or bytes, got int$"),
+        (7, "^image: not a path, URL, page, PIL image, bytes, array or tensor but int$"),
     ],
 )
 def test_open_image_says_what_it_cannot_use(here, image, problem):
@@ -286,5 +286,8 @@ def test_the_images_of_a_request_keep_their_order_and_number(here):
 @pytest.mark.parametrize("bad", ["gone.png", "b.tif#page=3", "*.tif", ".", 7])
 def test_a_request_stops_at_its_first_bad_image(here, bad):
     draw(here / "b.tif", 5, 6)
-    with pytest.raises(ImageError, match="got int" if bad == 7 else f"^{bad.partition('#')[0]}: ".replace("*", r"\*")):
+    with pytest.raises(
+        ImageError,
+        match="^image 2 of 3: .* but int$" if bad == 7 else f"^{bad.partition('#')[0]}: ".replace("*", r"\*"),
+    ):
         expand_images(["b.tif", bad, "also gone.png"])

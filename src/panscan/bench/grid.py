@@ -11,7 +11,7 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.presets import Axes, load_preset, parse_axes
-from panscan.settings import Settings, axes
+from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes
 
 __all__ = ["Cell", "build_cells"]
 
@@ -71,7 +71,13 @@ _GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "devic
 
 
 def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
-    """Where a swept setting is off, those that it governs are left out; where it is off everywhere, they contradict."""
+    """Where a swept setting is off, those that it governs are left out; where it is off everywhere, they contradict.
+
+    The same holds for settings that only the engine has, or all but the engine, where other runners are swept too.
+    """
+    if "engine" in axes_.get("runner", ()) and len(axes_["runner"]) > 1:
+        foreign = ENGINE_LIMITS if point["runner"] == "engine" else ENGINE_AXES
+        point = {key: value for key, value in point.items() if key not in foreign}
     for name, governed in _GOVERNED.items():
         if not point.get(name) and any(axes_.get(name, ())):
             point = {key: value for key, value in point.items() if key not in governed}

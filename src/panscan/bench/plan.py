@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import SettingError
-from panscan.runners.base import batches
+from panscan.runners.base import calls
 from panscan.settings import Settings
 
 __all__ = ["Observer", "Plan", "Visit", "Writer"]
@@ -78,7 +78,7 @@ class Plan:
     def batches(self, settings: Settings) -> list[list[int]]:
         """Indices of items, batch by batch, in a cell."""
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
-        return batches(views, settings.batch_size, equal_views=settings.equal_views)
+        return calls(views, settings)
 
     @cached_property
     def skipped(self) -> dict[str, str]:

@@ -51,8 +51,17 @@ def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None
     todo = plan.batches(settings)
     seconds = None
     if shape is not None:
-        seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in todo)
+        together = [each for call in todo for each in _together(call, settings)]
+        seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in together)
     return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
+
+
+def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:
+    """Requests that decode together: a whole batch, or as many as an engine computes at once."""
+    if settings.runner != "engine":
+        return [call]
+    most = min(settings.max_num_seqs, settings.max_concurrency or len(call))
+    return [call[at : at + most] for at in range(0, len(call), most)]
 
 
 def shape_of(settings: Settings) -> Shape | None:
@@ -73,7 +82,8 @@ def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], token
     device = resolve_device(settings.device)
     ceilings = measure_ceilings(device, resolve_dtype(settings.dtype, device))
     padded = max(tokens)
-    prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + len(tokens) * shape.prefill_flops(padded)
+    lengths = tokens if settings.runner == "engine" else [padded] * len(tokens)
+    prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + sum(map(shape.prefill_flops, lengths))
     width = 4 if settings.dtype == "fp32" else 2
     read = shape.decode_bytes(padded, len(tokens), width) / ceilings.bytes_per_s
     step = max(read, shape.text.layers * _STEP_SECONDS_PER_LAYER)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["measure", "run_sweep"]
 
+_WARM = 4  # requests of an engine's warm-up
+
 
 def run_sweep(
     plan: Plan, writer: Writer, done: set[tuple[str, int | None]], observer: Observer, verifier: Verifier | None = None
@@ -148,7 +150,7 @@ def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obser
     if runner.loaded.device.type != "cpu":
         release_memory()  # the peak is this cell's, not that of a larger one before it
     warm_started = now()
-    for batch in todo if plan.warmup and _compiles(cell.settings) else todo[: plan.warmup]:
+    for batch in _warmup(plan, cell.settings, todo):
         runner.run([requests[index] for index in batch])
     reset_peak_memory()
     observer.ready(cell, repeat)
@@ -167,6 +169,15 @@ def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obser
     if repeat < plan.repeats - 1:
         return [*records, line]
     return [*records, line, _cell_record(cell, repeat, "done", None)]
+
+
+def _warmup(plan: Plan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:
+    """Batches that are run and thrown away. The engine's only batch holds all requests: some of them warm it too."""
+    if plan.warmup and _compiles(settings):
+        return todo
+    if settings.runner == "engine":
+        return [todo[0][:_WARM]] * plan.warmup
+    return todo[: plan.warmup]
 
 
 def _seeded(batch: list[Request], seed: int, repeat: int) -> list[Request]:
@@ -193,6 +204,7 @@ def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item,
         "crops": result.crops,
         "image_tokens": result.image_tokens,
         "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
         "output_tokens": result.output_tokens,
         "finish_reason": result.finish_reason,
         "stamps": asdict(result.stamps),

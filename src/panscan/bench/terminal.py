@@ -22,6 +22,7 @@ from panscan.bench.rows import (
     shown,
     telling,
 )
+from panscan.bench.speedups import speedup_lines
 from panscan.bench.unmeasured import unmeasured
 from panscan.bench.verdict import verdict_lines
 
@@ -52,7 +53,7 @@ def print_summary(run: Run, console: Console) -> None:
         _legend(rows, console)
         for line in verdict_lines(run, [row.cell for row in rows]):
             print_line(console, line)
-        for line in _replicas(run, rows, varying):
+        for line in [*_replicas(run, rows, varying), *speedup_lines(rows)]:
             print_line(console, line)
     else:
         print_line(console, "No cell was measured.")

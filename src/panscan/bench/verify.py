@@ -28,7 +28,7 @@ from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Un
 from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.reference import weights_digest
-from panscan.runners.base import batches
+from panscan.runners.base import calls
 from panscan.settings import Settings
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Verifier:
         requests = self._requests(settings)
         tally = Tally()
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
-        todo = batches(views, settings.batch_size, equal_views=settings.equal_views)
+        todo = calls(views, settings)
         for number, batch in enumerate(todo):
             self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
             scripts = [truth.leads[index].script(settings.max_new_tokens) for index in batch]

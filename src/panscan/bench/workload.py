@@ -15,7 +15,7 @@ from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings, nearest
 
-__all__ = ["DEFAULT_PROMPT", "Document", "Item", "Source", "build_workload", "plans_of", "request_of"]
+__all__ = ["DEFAULT_PROMPT", "Document", "Item", "Source", "build_workload", "dataset_rows", "plans_of", "request_of"]
 
 DEFAULT_PROMPT = "What does this document say?"
 _KEYS = {"image", "question", "answers", "kind", "type", "id"}
@@ -147,18 +147,14 @@ def _documents(pages: Sequence[Page], on_problem: Callable[[InputError], None]) 
 def _prompts(source: Source) -> list[str]:
     if source.prompts is None:
         return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
-    lines = [line for line in _read(Path(source.prompts), "--prompts").split("\n") if line.strip()]
+    lines = [line for line in _read(Path(source.prompts), f"--prompts {source.prompts}").split("\n") if line.strip()]
     if not lines:
         raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
     return lines if source.raw_prompt else [line.strip() for line in lines]
 
 
 def _dataset_items(path: Path, on_problem: Callable[[InputError], None]) -> list[Item]:
-    rows = [
-        _row(line, f"--dataset {path}, line {number}")
-        for number, line in enumerate(_read(path, "--dataset").split("\n"), 1)
-        if line.strip()
-    ]
+    rows = dataset_rows(path, f"--dataset {path}")
     known: dict[str, list[Document]] = {}
     items = []
     for number, row in enumerate(rows):
@@ -175,6 +171,20 @@ def _dataset_items(path: Path, on_problem: Callable[[InputError], None]) -> list
     if not items:
         raise DatasetError(f"--dataset {path}: no usable question is left")
     return items
+
+
+def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines file of ``{image, question}`` and perhaps ``answers``, ``kind``, ``type`` and ``id``.
+
+    Args:
+        path: the file; empty lines in it are skipped.
+        called: what messages call it.
+
+    Raises:
+        DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
+    """
+    lines = _read(path, called).split("\n")
+    return [_row(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
@@ -212,14 +222,14 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _read(path: Path, flag: str) -> str:
+def _read(path: Path, called: str) -> str:
     """A file's text, its line ends made "\\n". (str.splitlines would also cut at signs that a JSON text may hold.)"""
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise DatasetError(f"{flag} {path}: {error.strerror}") from error
+        raise DatasetError(f"{called}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{flag} {path}: not UTF-8 text") from error
+        raise DatasetError(f"{called}: not UTF-8 text") from error
 
 
 def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -15,16 +15,17 @@ from panscan.cli.options import (
     errors,
     given_axes,
     one_preset,
+    read_prompt,
     say_mini,
     show_warnings,
     utf8,
 )
-from panscan.core import Request, Result, SettingError
-from panscan.settings import axes, settings_from
+from panscan.core import Request, Result
+from panscan.settings import ENGINE_LIMITS, axes, settings_from
 
 __all__ = ["command"]
 
-_NOT_HERE = ("runner", "batch_size", "equal_views")
+_NOT_HERE = ("batch_size", "equal_views", "max_concurrency", "max_num_seqs")
 
 EPILOG = """\b
 Examples
@@ -47,16 +48,16 @@ Examples
 def command(**options: Any) -> None:
     """Ask one question about images, all of them in one prompt; every page of a PDF or TIFF is an image."""
     show_warnings(errors())
-    prompt = _prompt(options["prompt"])
+    prompt = read_prompt(options["prompt"])
     settings = _settings(options)
     from panscan.model.runtime import quiet_libraries
-    from panscan.runners.generate import GenerateRunner
+    from panscan.runners.factory import ready_runner
 
     quiet_libraries()
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     with errors().status(Text(f"loading {settings.model_name}")):
-        runner = GenerateRunner.from_settings(settings)
+        runner = ready_runner(settings)
     request = Request(
         prompt=prompt,
         images=options["images"],
@@ -66,29 +67,19 @@ def command(**options: Any) -> None:
         sampling=settings.sampling,
     )
     with errors().status("reading"):
-        [result] = runner.generate([request])
+        [result] = runner.run([request])
     _show(result, as_json=options["as_json"])
 
 
 def _settings(options: dict[str, Any]) -> Any:
+    """What was asked for. Unless a runner was named: the engine, or ``generate()`` where the engine lacks a setting."""
     chosen = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
-    given = given_axes(options, lists=False)
-    return settings_from({**chosen, **{name: values[0] for name, values in given.items()}})
-
-
-def _prompt(text: str | None) -> str:
-    """The question as it is: the turn template trims it, and a raw prompt means its spaces."""
-    if text is None or text == "-":
-        if sys.stdin is None or sys.stdin.isatty():
-            raise SettingError("-p is missing: what is the question?")
-        try:
-            text = sys.stdin.read()
-        except UnicodeDecodeError:
-            raise SettingError("the prompt on standard input is not UTF-8 text") from None
-    if not text.strip():
-        raise SettingError("the prompt is empty")
-    utf8("the prompt", text)
-    return text
+    chosen |= {name: values[0] for name, values in given_axes(options, lists=False).items()}
+    if "runner" in chosen:
+        return settings_from(chosen)
+    settings = settings_from({**chosen, "runner": "engine"})
+    lacks = any(getattr(settings, name) != only for name, only in ENGINE_LIMITS.items())
+    return replace(settings, runner="generate") if lacks else replace(settings, max_num_seqs=1)
 
 
 def _show(result: Result, *, as_json: bool) -> None:

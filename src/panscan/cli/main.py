@@ -20,6 +20,7 @@ __all__ = ["main"]
 # verb -> its help line; each lives in panscan.cli.<verb> and is imported when it is called: --help must be quick.
 VERBS = {
     "ask": "Ask about images or PDF pages, and see where the time went.",
+    "batch": "Ask about many documents, one answer a line; goes on where it was stopped.",
     "bench": "Sweep settings over your documents and measure them.",
     "compare": "Compare runs, cell by cell and request by request.",
     "crops": "Draw the views that pan and scan takes of an image.",
@@ -33,7 +34,7 @@ Exit codes
   0  done
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
-  3  a file, document, model or run directory cannot be used
+  3  a file, document, model or run directory cannot be used; after batch: some documents failed
   4  this machine cannot do it; after bench: some cells were skipped or failed
   5  after compare: a --fail-on condition holds
 130  interrupted; finished work is kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ __all__ = [
     "given_axes",
     "one_preset",
     "out",
+    "read_prompt",
     "say_mini",
     "show_warnings",
     "utf8",
@@ -143,6 +145,26 @@ def utf8(flag: str, text: str | None) -> str | None:
         (text or "").encode()
     except UnicodeEncodeError:
         raise SettingError(f"{flag} is not UTF-8 text: {text!r}") from None
+    return text
+
+
+def read_prompt(text: str | None) -> str:
+    """The value of ``-p``, or standard input where there is none (or ``-``). Kept as it is: the turn template trims it,
+    and a raw prompt means its spaces.
+
+    Raises:
+        SettingError: nobody gave a prompt, it is empty, or it is not UTF-8 text.
+    """
+    if text is None or text == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise SettingError("-p is missing: what is the question?")
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise SettingError("the prompt on standard input is not UTF-8 text") from None
+    if not text.strip():
+        raise SettingError("the prompt is empty")
+    utf8("the prompt", text)
     return text
 
 

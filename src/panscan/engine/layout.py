@@ -37,7 +37,6 @@ class Layout:
     def __init__(self, spans: Sequence[Span] = ()) -> None:
         self.spans = tuple(spans)
         self._starts = [span.start for span in self.spans]
-        self._ends = [span.end for span in self.spans]
 
     @classmethod
     def of(cls, ids: Sequence[int], soft_id: int | None, keys: Sequence[bytes]) -> Layout:

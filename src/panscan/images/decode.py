@@ -21,6 +21,7 @@ __all__ = [
     "count_pages",
     "image_error",
     "page_index",
+    "read_levels",
     "read_page",
     "upright_rgb",
 ]
@@ -121,6 +122,25 @@ def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
             if index:
                 image.seek(index)
             return upright_rgb(image, name)
+
+
+def read_levels(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
+    """An RGB image of an array's levels, which are copied.
+
+    Args:
+        levels: uint8 ``[height, width, 3]``, or ``[height, width]`` for grey.
+        name: what messages call it.
+
+    Raises:
+        ImageError: another dtype or shape; channels in front are not guessed, since an image may be 3 pixels high.
+    """
+    if levels.dtype != np.uint8:
+        raise image_error(name, f"an array must be uint8, levels from 0 to 255, got {levels.dtype}")
+    if levels.ndim not in (2, 3) or (levels.ndim == 3 and levels.shape[2] != 3):
+        shape = f"an array must be [height, width, 3] or [height, width], got {list(levels.shape)}"
+        raise image_error(name, shape + (": move its channels last" if levels.shape[:1] == (3,) else ""))
+    with _reading(name):
+        return upright_rgb(Image.fromarray(levels), name)
 
 
 def page_index(count: int, page: int | None, name: str) -> int:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from panscan.core import ImageError
-from panscan.images.decode import count_pages, image_error, page_index, read_page, upright_rgb
+from panscan.images.decode import count_pages, image_error, page_index, read_levels, read_page, upright_rgb
 from panscan.images.fetch import fetch
 
-__all__ = ["SUFFIXES", "Page", "expand_images", "find_pages", "load_page", "open_image", "page_digest"]
+__all__ = ["SUFFIXES", "Page", "expand_images", "find_files", "find_pages", "load_page", "open_image", "page_digest"]
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"},
@@ -84,23 +86,42 @@ def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     return list(pages.values())
 
 
-def expand_images(images: Sequence[str | Path | Image.Image | Page]) -> list[Page | Image.Image]:
+def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None]) -> list[str]:
+    """Every file that the patterns of :func:`find_pages` stand for, in the same order, each once; none is opened.
+
+    A ``#page=N`` stays behind its file, unless the whole file is there too.
+    """
+    found: dict[tuple[str, int | None], str] = {}
+    for pattern in patterns:
+        given, wanted = _split(str(pattern))
+        for source in _sources(given, on_problem):
+            found.setdefault((_identity(source), wanted), Page(source, wanted).name)
+    return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
+
+
+def expand_images(images: Sequence[Any]) -> list[Page | Image.Image]:
     """The images of one request, in their order and as often as given; a file of several pages becomes all of them.
 
-    Paths are files, not directories or globs. PIL images and pages are passed through as they are.
+    Paths are files, not directories or globs. PIL images and pages are passed through as they are. The bytes of a file
+    are decoded, all of its pages; arrays and tensors become images (see :func:`open_image`).
 
     Raises:
-        ImageError: for the first path or URL that cannot be read, and anything that is no image.
+        ImageError: for the first image that cannot be read, and anything that is no image. What has no path is named
+            by its place: ``image 2 of 3``.
     """
     expanded: list[Page | Image.Image] = []
-    for image in images:
+    for number, image in enumerate(images, start=1):
+        name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
             source, wanted = _split(str(image))
             expanded += _pages(source, wanted, _count(source))
+        elif isinstance(image, bytes):
+            count = count_pages(BytesIO(image), name)
+            expanded += [read_page(BytesIO(image), page + 1, name) for page in range(count)]
         elif isinstance(image, Page | Image.Image):
             expanded.append(image)
         else:
-            raise _no_image(image)
+            expanded.append(_array(image, name))
     return expanded
 
 
@@ -114,10 +135,12 @@ def load_page(page: Page) -> Image.Image:
         return read_page(stream, page.page, page.name)
 
 
-def open_image(image: Page | str | Path | Image.Image | bytes) -> Image.Image:
-    """One image as :func:`load_page` gives it, from a page, path, URL, the bytes of a file, or a PIL image.
+def open_image(image: Any) -> Image.Image:
+    """One image as :func:`load_page` gives it: from a page, path, URL, the bytes of a file, a PIL image or an array.
 
-    A PIL image is not changed: the result is a new one.
+    Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: those of NumPy, tensors in the
+    memory of the CPU, and whatever else has ``__array__``. Channels come last; ``[3, height, width]`` is refused.
+    PIL images and arrays are not changed: the result is a new image.
 
     Raises:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
@@ -130,7 +153,7 @@ def open_image(image: Page | str | Path | Image.Image | bytes) -> Image.Image:
         return read_page(BytesIO(image), None, "image bytes")
     if isinstance(image, Image.Image):
         return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image")
-    raise _no_image(image)
+    return _array(image, "image")
 
 
 def page_digest(page: Page) -> str:
@@ -243,5 +266,12 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _no_image(thing: object) -> ImageError:
-    return ImageError(f"an image is a path, URL, page, PIL image or bytes, got {type(thing).__name__}")
+def _array(thing: Any, name: str) -> Image.Image:
+    if not hasattr(thing, "__array__"):
+        kinds = "path, URL, page, PIL image, bytes, array or tensor"
+        raise image_error(name, f"not a {kinds} but {type(thing).__name__}")
+    try:
+        levels = np.asarray(thing)
+    except (TypeError, RuntimeError, ValueError) as error:  # e.g. a tensor on a GPU
+        raise image_error(name, f"no array can be made of it ({error})") from error
+    return read_levels(levels, name)

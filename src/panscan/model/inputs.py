@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from PIL import Image
 
-from panscan.core import Request
+from panscan.core import Request, View
 from panscan.images.files import expand_images, open_image
-from panscan.images.pixels import image_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import PixelSpec, image_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.load import Loaded, Reader
 from panscan.model.prompt import Prompt
 
-__all__ = ["Prepared", "Read", "collate", "count_views", "prepare", "read_images"]
+__all__ = ["Prepared", "Read", "collate", "count_views", "plan_request", "prepare", "read_images", "view_pixels"]
 
 
 @dataclass(slots=True)
@@ -71,19 +71,29 @@ def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype
         dtype: what pixels become, after normalisation in float32.
         on_device: cut and resize on ``device`` instead of with Pillow on the CPU.
     """
-    request, images = read.request, read.images
-    plans = [plan_views(*image.size, request.pan_and_scan) for image in images]
-    prompt = reader.prompts.write(request, [plan.crops for plan in plans])
-    if not images or reader.pixels is None:
-        return Prepared(request, plans, prompt, None)
-    parts = []
-    for image, plan in zip(images, plans, strict=True):
-        if on_device:
-            pixels = pixels_torch(image_to_device(image, device), plan.views, reader.pixels)
-        else:
-            pixels = pixels_pil(image, plan.views, reader.pixels)
-        parts.append(pixels.to(device=device, dtype=dtype))
-    return Prepared(request, plans, prompt, torch.cat(parts))
+    plans, prompt = plan_request(read, reader)
+    if not read.images or reader.pixels is None:
+        return Prepared(read.request, plans, prompt, None)
+    parts = [
+        view_pixels(image, plan.views, reader.pixels, device, on_device=on_device).to(device=device, dtype=dtype)
+        for image, plan in zip(read.images, plans, strict=True)
+    ]
+    return Prepared(read.request, plans, prompt, torch.cat(parts))
+
+
+def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
+    """The views of each image, and the prompt with their places."""
+    plans = [plan_views(*image.size, read.request.pan_and_scan) for image in read.images]
+    return plans, reader.prompts.write(read.request, [plan.crops for plan in plans])
+
+
+def view_pixels(
+    image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device, *, on_device: bool
+) -> torch.Tensor:
+    """Normalised pixels of views, float32 ``[views, 3, size, size]``; on ``device`` if they are cut there."""
+    if on_device:
+        return pixels_torch(image_to_device(image, device), views, spec)
+    return pixels_pil(image, views, spec)
 
 
 def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int | None) -> dict[str, Any]:

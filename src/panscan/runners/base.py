@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from panscan.model.load import Loaded
     from panscan.model.observation import Observation, Script
 
-__all__ = ["Runner", "batches"]
+__all__ = ["Runner", "batches", "calls"]
 
 
 class Runner(Protocol):
@@ -43,6 +43,17 @@ class Runner(Protocol):
     def close(self) -> None:
         """Give the memory back."""
         ...
+
+
+def calls(views: Sequence[int], settings: Settings) -> list[list[int]]:
+    """Indices of the requests of each ``run`` call: the engine takes all at once, other runners batch by batch.
+
+    Args:
+        views: view count of each request.
+        settings: runner, batch size and so on.
+    """
+    size = len(views) if settings.runner == "engine" else settings.batch_size
+    return batches(views, size, equal_views=settings.equal_views)
 
 
 def batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> list[list[int]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from panscan.core import UnsupportedError
 from panscan.runners.base import Runner
 from panscan.settings import Settings
 
-__all__ = ["open_runner"]
+__all__ = ["open_runner", "ready_runner"]
 
 
 def open_runner(settings: Settings) -> Runner:
@@ -16,9 +17,29 @@ def open_runner(settings: Settings) -> Runner:
         UnsupportedError: this runner cannot run this checkpoint.
     """
     from panscan.model.loading import load_for
+    from panscan.runners.engine import EngineRunner
     from panscan.runners.generate import GenerateRunner
     from panscan.runners.generate_batch import GenerateBatchRunner
     from panscan.runners.pipeline import PipelineRunner
 
-    kinds = {"generate": GenerateRunner, "pipeline": PipelineRunner, "generate_batch": GenerateBatchRunner}
+    kinds: dict[str, type[GenerateRunner]] = {
+        "generate": GenerateRunner,
+        "pipeline": PipelineRunner,
+        "generate_batch": GenerateBatchRunner,
+        "engine": EngineRunner,
+    }
     return kinds[settings.runner](load_for(settings), settings)
+
+
+def ready_runner(settings: Settings) -> Runner:
+    """The runner that settings name, switched to them.
+
+    Raises: as :func:`open_runner`; also UnsupportedError, before anything is loaded, where this machine cannot do it.
+    """
+    from panscan.runners.loading import unsupported_reason
+
+    if (reason := unsupported_reason(settings)) is not None:
+        raise UnsupportedError(reason)
+    runner = open_runner(settings)
+    runner.configure(settings)
+    return runner

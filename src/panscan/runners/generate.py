@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
+from panscan.engine.text import Text
 from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
 from panscan.model.load import Loaded
 from panscan.model.loading import load_for
@@ -35,7 +36,7 @@ def generation_config(
         "do_sample": not sampling.greedy,
         "pad_token_id": own.pad_token_id,
         # An id outside of the vocabulary never comes up; None would bring the checkpoint's own back.
-        "eos_token_id": loaded.model.config.get_text_config().vocab_size if sampling.ignore_eos else own.eos_token_id,
+        "eos_token_id": sorted(_end_ids(sampling, loaded)) or loaded.model.config.get_text_config().vocab_size,
         "suppress_tokens": own.suppress_tokens,
         "prefill_chunk_size": prefill_chunk_size,
     }
@@ -50,12 +51,21 @@ def generation_config(
     return GenerationConfig(**chosen)
 
 
-def one_sampling(batch: Sequence[Request]) -> Sampling:
+def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampling:
     """The sampling settings that a batch shares.
 
+    Args:
+        batch: not empty.
+        runner: what messages call the runner.
+        refused: fields of :class:`Sampling` that the runner does not offer.
+
     Raises:
-        SettingError: they differ; ``generate()`` takes one set.
+        SettingError: they differ (``generate()`` takes one set), or set what the runner does not offer.
     """
+    for request in batch:
+        for name in refused:
+            if getattr(request.sampling, name) not in (None, ()):
+                raise SettingError(f"runner {runner} does not offer {name}: use the runner engine")
     if any(request.sampling != batch[0].sampling for request in batch):
         raise SettingError("generate() takes one set of sampling settings per batch")
     return batch[0].sampling
@@ -103,7 +113,7 @@ class GenerateRunner:
         """Take other settings of the same load: attention, compilation and TF32 are switched on the loaded model."""
         if settings.load_key != self.settings.load_key:
             raise SettingError("other weights need another runner")
-        if (reason := unsupported_reason(settings)) is not None:
+        if (reason := self._unsupported(settings)) is not None:
             raise UnsupportedError(reason)
         if self._attention != settings.attention:
             self._attention = None  # a switch that fails half-way is tried again
@@ -139,7 +149,7 @@ class GenerateRunner:
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """One ``generate()`` call. All requests of a batch share its sampling settings, as ``generate()`` does."""
-        sampling = one_sampling(batch)
+        sampling = one_sampling(batch, "generate", "logprobs")
         stamps = Stamps(accepted=now())
         read = [read_images(request) for request in batch]
         stamps.loaded = now()
@@ -148,6 +158,9 @@ class GenerateRunner:
         clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
         stamps.preprocessed = now()
         tokens = TokenClock(clock)
+        criteria: list[Any] = [tokens]
+        if sampling.stop:
+            criteria.append(_StopTexts(sampling.stop, self.loaded.reader.tokenizer, len(batch)))
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         with timed_vision(self.loaded.model, clock) as vision:
@@ -156,7 +169,7 @@ class GenerateRunner:
                 generation_config=generation_config(
                     sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size
                 ),
-                stopping_criteria=StoppingCriteriaList([tokens]),
+                stopping_criteria=StoppingCriteriaList(criteria),
             )
         times = clock.read()
         stamps.end = now()
@@ -175,6 +188,9 @@ class GenerateRunner:
         """Next-token distributions of one batch along given tokens, through this runner's own path."""
         return observe(self.loaded, self.settings, batch, scripts)
 
+    def _unsupported(self, settings: Settings) -> str | None:
+        return unsupported_reason(settings)
+
     def _prepare(self, read: Read) -> Prepared:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"
         return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
@@ -188,20 +204,47 @@ class GenerateRunner:
         return set((getattr(self.loaded.model, "hf_device_map", None) or {"": self.loaded.device}).values())
 
 
+class _StopTexts:
+    """A stopping criterion: rows whose answer holds a stop text are done.
+
+    As an engine finds them. Transformers' own ``stop_strings`` goes through the whole vocabulary first (seconds for
+    Gemma's), and also finds them in the names of special tokens and where a prompt ends and its answer begins.
+    """
+
+    def __init__(self, stop: Sequence[str], tokenizer: Any, rows: int) -> None:
+        self._texts = [Text(tokenizer, stop) for _ in range(rows)]
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        for text, token in zip(self._texts, input_ids[:, -1].tolist(), strict=True):
+            text.push(token)
+        return torch.tensor([text.stopped for text in self._texts], device=input_ids.device)
+
+
+def _end_ids(sampling: Sampling, loaded: Loaded) -> frozenset[int]:
+    """Tokens that end an answer."""
+    return (frozenset() if sampling.ignore_eos else loaded.eos_ids) | frozenset(sampling.stop_token_ids)
+
+
 def finished(item: Prepared, row: list[int], stamps: Stamps, steps: list[float], loaded: Loaded) -> Result:
     """The result of one request of a batch: its row up to its own end, with the times of those steps.
 
     The token that ends an answer was computed as any other, so it counts.
     """
-    stop = None
-    if not item.request.sampling.ignore_eos:
-        stop = next((at + 1 for at, token in enumerate(row) if token in loaded.eos_ids), None)
-    ids = row[:stop]
+    sampling = item.request.sampling
+    text, ends = Text(loaded.reader.tokenizer, sampling.stop), _end_ids(sampling, loaded)
+    ids: list[int] = []
+    stopped = False
+    for token in row:
+        ids.append(token)
+        text.push(token)
+        if stopped := text.stopped or token in ends:
+            break
+    text.finish()
     return Result(
         id=item.request.id,
-        text=loaded.reader.tokenizer.decode(ids, skip_special_tokens=True),
+        text=text.text,
         token_ids=ids,
-        finish_reason="length" if stop is None else "stop",
+        finish_reason="stop" if stopped else "length",
         views=item.views,
         crops=item.crops,
         image_tokens=item.prompt.image_tokens,

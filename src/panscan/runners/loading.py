@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from panscan.engine.limits import unsupported_reason as engine_reason
 from panscan.model.loading import machine_reason
-from panscan.settings import Settings
+from panscan.settings import ENGINE_AXES, Settings, axes
 
 __all__ = ["unsupported_reason"]
 
@@ -24,6 +25,11 @@ _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
 
 def unsupported_reason(settings: Settings) -> str | None:
     """Why these settings cannot run here; None if nothing speaks against."""
+    if settings.runner == "engine":
+        return engine_reason(settings)
+    for name in ENGINE_AXES:
+        if getattr(settings, name) != axes()[name].default:
+            return f"runner {settings.runner}: --{name.replace('_', '-')} is for --runner engine"
     for name, only in _RUNNER_LIMITS.get(settings.runner, {}).items():
         if getattr(settings, name) != only:
             return f"runner {settings.runner}: --{name.replace('_', '-')} must stay at {only}"

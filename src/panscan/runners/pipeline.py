@@ -20,7 +20,7 @@ from panscan.model.load import Loaded
 from panscan.model.observation import Observation, Script
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
-from panscan.runners.generate import GenerateRunner, finished, generation_config
+from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.runners.observe import Watch, watched_config
 from panscan.settings import Settings
 
@@ -79,14 +79,15 @@ class PipelineRunner(GenerateRunner):
         return found
 
     def _one(self, request: Request) -> Result:
+        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs")
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
         clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
         tokens = TokenClock(clock)
-        if request.sampling.seed is not None:
-            torch.manual_seed(request.sampling.seed)
-        config = generation_config(request.sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size)
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        config = generation_config(sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size)
         answer = self._call(read, config, {"stopping_criteria": StoppingCriteriaList([tokens])})
         times = clock.read()
         stamps.end = now()

@@ -156,7 +156,11 @@ def _about_speed() -> list[tuple[str, str]]:
             "requests answered over the wall time of the repeats, warm-up left out; of replicas, over the time in "
             "which all of them worked.",
         ),
-        ("Stages", "load, preprocess, vision, prefill, decode: means over requests that add up to the mean E2E."),
+        (
+            "Stages",
+            "load, preprocess, queue (waiting for an engine), vision, prefill, decode: means over requests that add "
+            "up to the mean E2E.",
+        ),
         (
             "Intervals",
             "95% confidence by a seeded bootstrap that draws whole batches; none below two batches.",

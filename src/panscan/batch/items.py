@@ -1,0 +1,120 @@
+"""What a batch job asks: documents or rows of a dataset, found at once but opened one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from panscan.bench.workload import dataset_rows
+from panscan.core import DatasetError, ImageError, SettingError
+from panscan.images.files import Page, expand_images, find_files
+
+__all__ = ["Item", "Work", "find_work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of answers to be.
+
+    Args:
+        id: its own within the job: the document's name, or the row's id.
+        images: what is opened, in order.
+        named: the same as the user calls it (images of a dataset are relative to its file).
+        question: of a row; None where the job has one prompt.
+        problem: why it cannot be asked.
+    """
+
+    id: str
+    images: tuple[str, ...]
+    named: tuple[str, ...]
+    question: str | None = None
+    problem: ImageError | None = None
+
+
+class Work:
+    """The items of a job in input order, once over. Files are opened to count their pages as the iteration gets there.
+
+    Args:
+        groups: the items of each file or row.
+        count: files or rows.
+        limit: items at most; None: all.
+        has_questions: each item brings its own.
+    """
+
+    def __init__(self, groups: Iterator[list[Item]], count: int, limit: int | None, *, has_questions: bool) -> None:
+        self._groups, self._left, self._limit = groups, count, limit
+        self._opened = 0
+        self.has_questions = has_questions
+
+    @property
+    def expected(self) -> int:
+        """Items in all, as far as is known: a file that has not been opened counts as one."""
+        known = self._opened + self._left
+        return known if self._limit is None else min(known, self._limit)
+
+    def __iter__(self) -> Iterator[Item]:
+        return islice(self._all(), self._limit)
+
+    def _all(self) -> Iterator[Item]:
+        for group in self._groups:
+            self._left -= 1
+            self._opened += len(group)
+            yield from group
+
+
+def find_work(
+    sources: Sequence[str], *, whole_files: bool, limit: int | None, on_problem: Callable[[ImageError], None]
+) -> Work:
+    """The work that a user's sources stand for.
+
+    Args:
+        sources: one dataset (``.jsonl``), or documents: directories, globs, files and URLs.
+        whole_files: all pages of a document are one item. Otherwise each page is.
+        limit: items at most.
+        on_problem: told of each directory or glob without a document.
+
+    Raises:
+        SettingError: a dataset beside something else, or with ``whole_files``.
+        InputError: no document is found, or the dataset cannot be used.
+    """
+    if any(_is_dataset(source) for source in sources):
+        if len(sources) > 1:
+            raise SettingError(f"a dataset stands alone: give {' '.join(sources)} to jobs of their own")
+        if whole_files:
+            raise SettingError("--whole-files does not go with a dataset: each row is one request already")
+        items = _dataset(Path(sources[0]))
+        return Work(([item] for item in items), len(items), limit, has_questions=True)
+    files = find_files(sources, on_problem=on_problem)
+    if not files:
+        raise ImageError(f"no document found in {' '.join(sources)}")
+    return Work((_document(file, whole=whole_files) for file in files), len(files), limit, has_questions=False)
+
+
+def _is_dataset(source: str) -> bool:
+    return "://" not in source and source.lower().endswith(".jsonl")
+
+
+def _document(file: str, *, whole: bool) -> list[Item]:
+    try:
+        names = [page.name for page in expand_images([file]) if isinstance(page, Page)]
+    except ImageError as error:
+        return [Item(file, (file,), (file,), problem=error)]
+    if whole:
+        return [Item(file, tuple(names), tuple(names))]
+    return [Item(name, (name,), (name,)) for name in names]
+
+
+def _dataset(path: Path) -> list[Item]:
+    items: dict[str, Item] = {}
+    for number, row in enumerate(dataset_rows(path, str(path))):
+        item_id = str(row.get("id", f"{number:05d}"))
+        if item_id in items:
+            raise DatasetError(f"{path}: two questions have the id {item_id!r}")
+        named = (row["image"],) if isinstance(row["image"], str) else tuple(row["image"])
+        images = tuple(name if "://" in name else str(path.parent / name) for name in named)
+        items[item_id] = Item(item_id, images, named, row["question"])
+    if not items:
+        raise DatasetError(f"{path}: the file has no question")
+    return list(items.values())

@@ -1,0 +1,49 @@
+"""How many times faster a runner is than the others at the same requests, from one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from panscan.bench.rows import Row
+from panscan.settings import ENGINE_AXES, ENGINE_LIMITS
+
+__all__ = ["speedup_lines"]
+
+_OWN = {"runner", *ENGINE_AXES, *ENGINE_LIMITS}
+"""Settings that only say how a runner goes about the same requests."""
+
+
+def speedup_lines(rows: Sequence[Row]) -> list[str]:
+    """One line for each other runner and each group of cells that ask the same: the engine's fastest cell to its.
+
+    Nothing without cells of the engine and of another runner.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        same = {name: value for name, value in row.settings.items() if name not in _OWN}
+        groups.setdefault(repr(sorted(same.items())), []).append(row)
+    return [line for group in groups.values() for line in _lines(group)]
+
+
+def _lines(group: Sequence[Row]) -> Iterator[str]:
+    fastest: dict[str, Row] = {}
+    for row in sorted(group, key=_throughput):
+        fastest[row.settings["runner"]] = row
+    engine = fastest.pop("engine", None)
+    if engine is None:
+        return
+    for runner, row in fastest.items():
+        parts = []
+        for name, metric in (("requests per second", "request_throughput"), ("TPOT", "median_tpot_ms")):
+            ours, theirs = engine.metrics.values[metric], row.metrics.values[metric]
+            if ours and theirs:
+                parts.append(f"{ours / theirs:.2f}x the {name}")
+        size = row.settings.get("batch_size")
+        batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
+        if parts:
+            words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
+            yield f"engine to {runner}{batch}: {', '.join(parts)}; {words}."
+
+
+def _throughput(row: Row) -> float:
+    return row.metrics.values["request_throughput"] or 0.0

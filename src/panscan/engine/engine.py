@@ -1,0 +1,247 @@
+"""The engine: continuous batching for Gemma 3 with pan and scan, on a model that Transformers loaded."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count, islice
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from panscan.core import Request, Result, SettingError, Stamps, TokenEvent, UnsupportedError, now
+from panscan.engine.job import Job, Watched
+from panscan.engine.limits import unsupported_reason
+from panscan.engine.loop import Loop
+from panscan.engine.options import EngineOptions
+from panscan.engine.stats import Stats
+from panscan.engine.stream import Stream
+from panscan.engine.worker import Worker
+from panscan.model.load import Loaded
+from panscan.model.loading import load_for
+from panscan.model.observation import Observation, Script
+from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.presets import load_preset
+from panscan.settings import Settings, settings_from
+
+__all__ = ["Engine"]
+
+_AHEAD = 8  # requests that are decoded while others compute
+
+
+class Engine:
+    """Gemma 3 with continuous batching: requests join and leave at any step, and share what they have in common.
+
+    Example:
+        >>> with Engine.from_pretrained("mini") as engine:
+        ...     results = engine.generate([engine.request("What is the total?", ["receipt.png"])])
+        >>> results[0].text, results[0].views, results[0].finish_reason
+    """
+
+    def __init__(self, loaded: Loaded, options: EngineOptions | None = None, settings: Settings | None = None) -> None:
+        self.loaded = loaded
+        self.settings = Settings() if settings is None else settings
+        self.options = EngineOptions.of(self.settings) if options is None else options
+        self._loop = Loop(loaded, self.options)
+        self._worker = Worker(self._loop, _AHEAD)
+        self._numbers = count()
+        self._streams: dict[str, Job] = {}
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    @classmethod
+    def from_pretrained(cls, model: str = "mini", *, preset: str | None = None, **settings: Any) -> Engine:
+        """Load a checkpoint: ``mini``, a directory or a hub id.
+
+        Args:
+            model: what to load.
+            preset: a preset's name, or a YAML file; single settings win over it.
+            settings: as on the command line: ``dtype``, ``device``, ``quantization``, ``max_num_seqs``,
+                ``kv_cache_gb``, ``pan_and_scan_max_num_crops``, ``max_new_tokens``, ...
+
+        Raises:
+            ModelError: the checkpoint cannot be had.
+            SettingError: an unknown setting or value, or a preset with several values of one.
+            UnsupportedError: this machine cannot do what the settings say.
+        """
+        chosen: dict[str, Any] = {}
+        for name, values in load_preset(preset).items() if preset is not None else ():
+            if len(values) > 1:
+                raise SettingError(f"preset {preset}: one {name} is wanted, not {len(values)}")
+            chosen[name] = values[0]
+        return cls.from_settings(settings_from({**chosen, "model": model, **settings}))
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Engine:
+        """Load what settings name.
+
+        Raises: as :meth:`from_pretrained`.
+        """
+        settings = replace(settings, runner="engine")
+        if (reason := unsupported_reason(settings)) is not None:
+            raise UnsupportedError(reason)
+        loaded = load_for(settings)
+        apply_attention(loaded.model, settings.attention)
+        apply_tf32(settings.tf32)
+        return cls(loaded, settings=settings)
+
+    def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
+        """A request with this engine's pan-and-scan and sampling settings."""
+        fields.setdefault("pan_and_scan", self.settings.pan_and_scan)
+        fields.setdefault("sampling", self.settings.sampling)
+        return Request(prompt=prompt, images=images, **fields)
+
+    def generate(self, requests: Iterable[Request], *, progress: bool | None = None) -> list[Result]:
+        """Answer requests; results in their order.
+
+        A request that fails has its ``error`` in its result, with ``finish_reason`` "error"; the others go on.
+
+        Args:
+            requests: any number.
+            progress: show a bar on standard error; None: if that is a terminal.
+        """
+        todo = list(requests)
+        results: dict[int, Result] = {}
+        with _bar(len(todo), shown=progress) as advance:
+            for index, result in self.stream_results(todo):
+                results[index] = result
+                advance()
+        return [results[index] for index in range(len(todo))]
+
+    def stream_results(
+        self, requests: Iterable[Request], *, max_concurrency: int | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Answer requests; (place, result) as they finish.
+
+        Requests are drawn from the iterable as others finish, so it may be longer than memory. Leaving the iterator
+        before its end cancels what is in flight.
+
+        Args:
+            requests: any number.
+            max_concurrency: requests in flight at most; None: enough to keep the engine busy.
+        """
+        most = max_concurrency or self.options.max_num_seqs + _AHEAD
+        finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
+        flying: dict[int, Job] = {}
+        source = enumerate(requests)
+        try:
+            while True:
+                for index, request in islice(source, most - len(flying)):
+                    flying[index] = self._accept(request, _ignore, partial(_put, finished, index))
+                if not flying:
+                    return
+                index, result = finished.get()
+                del flying[index]
+                yield index, result
+        finally:
+            for job in flying.values():
+                self._worker.cancel(job)
+
+    def submit(self, request: Request) -> Stream:
+        """Answer one request; its tokens come by ``async for event in stream``. To be called where asyncio runs.
+
+        Raises:
+            SettingError: another request in flight has the same id.
+        """
+        name = request.id or f"request-{next(self._numbers)}"
+        if name in self._streams:
+            raise SettingError(f"a request with id {name!r} is in flight already")
+        stream = Stream(name, lambda: self.cancel(name))
+
+        def on_end(result: Result) -> None:
+            self._streams.pop(name, None)
+            stream.on_end(result)
+
+        self._streams[name] = self._job(request, stream.on_event, on_end)
+        self._worker.accept(self._streams[name])
+        return stream
+
+    def cancel(self, id: str) -> None:
+        """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
+        if (job := self._streams.get(id)) is not None:
+            self._worker.cancel(job)
+
+    def observe(self, requests: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """Next-token distributions along given tokens, all requests at once: what the verdict compares.
+
+        Raises:
+            PanscanError: of the first request that failed.
+        """
+        finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
+        watched = [Watched(script) for script in scripts]
+        for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):
+            self._accept(request, _ignore, partial(_put, finished, index), watch)
+        results = dict(finished.get() for _ in watched)
+        for index in range(len(watched)):
+            if (error := results[index].error) is not None:
+                raise error
+        logits = self._loop.decoder.logits
+        return self._worker.ask(
+            lambda: [watch.observation(results[index].token_ids, logits) for index, watch in enumerate(watched)]
+        )
+
+    def stats(self) -> Stats:
+        """What the engine holds now, and has done so far."""
+        return self._worker.ask(self._loop.stats)
+
+    def reset_caches(self) -> None:
+        """Forget the prefixes and encoded views that no running request uses."""
+        self._worker.ask(self._loop.reset_caches)
+
+    def close(self) -> None:
+        """Cancel what is in flight and end the engine's thread. Its memory goes with the last reference to it."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _accept(
+        self,
+        request: Request,
+        on_event: Callable[[TokenEvent], None],
+        on_end: Callable[[Result], None],
+        watched: Watched | None = None,
+    ) -> Job:
+        job = self._job(request, on_event, on_end, watched)
+        self._worker.accept(job)
+        return job
+
+    def _job(
+        self,
+        request: Request,
+        on_event: Callable[[TokenEvent], None],
+        on_end: Callable[[Result], None],
+        watched: Watched | None = None,
+    ) -> Job:
+        seed = request.sampling.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        return Job(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+
+
+def _ignore(_event: TokenEvent) -> None:
+    """Whoever waits for results does not look at tokens."""
+
+
+def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:
+    finished.put((index, result))
+
+
+@contextmanager
+def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error, if it is to be shown; gives what moves it on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not (console.is_terminal if shown is None else shown)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,155 @@
+"""One request from being accepted to its result, and what it leaves on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from PIL import Image
+
+from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
+from panscan.engine.sampling import Chosen
+from panscan.engine.sequence import Sequence
+from panscan.engine.text import Text
+from panscan.model.observation import Observation, Script
+
+__all__ = ["Job", "Sight", "Watched"]
+
+
+@dataclass(slots=True)
+class Sight:
+    """One view of a job: its image (RGB) and place in it, and its pixels ``[3, size, size]`` while they wait."""
+
+    image: Image.Image
+    view: View
+    pixels: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Watched:
+    """What a led job has shown so far (see :class:`panscan.model.observation.Script`)."""
+
+    script: Script
+    answer: list[torch.Tensor] = field(default_factory=list)
+    places: list[torch.Tensor] = field(default_factory=list)
+
+    def next(self, count: int) -> int | None:
+        """The token to lead along after ``count``; None for the model's own."""
+        return None if self.script.tokens is None else self.script.tokens[count]
+
+    def observation(self, tokens: list[int], logits: Callable[[torch.Tensor], torch.Tensor]) -> Observation:
+        """All that was seen; ``logits`` makes those of final hidden states."""
+        found = Observation(tokens, self.script.places, torch.stack(self.answer))
+        if self.script.places:
+            hidden = torch.cat(self.places)
+            found.image, found.image_hidden = logits(hidden).cpu(), hidden.float().cpu()
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request in the engine.
+
+    Args:
+        number: of its arrival.
+        request: as it came.
+        stamps: filled as it goes.
+        on_event: called with each event, from the engine's thread.
+        on_end: called with the result behind the last event, from the engine's thread.
+        seed: of its random stream.
+        watched: of a job that is led.
+        sights: its views by key, once it is prepared.
+        sequence: its tokens and blocks, once it is prepared.
+        text: of its answer.
+    """
+
+    number: int
+    request: Request
+    stamps: Stamps
+    on_event: Callable[[TokenEvent], None]
+    on_end: Callable[[Result], None]
+    seed: int
+    watched: Watched | None = None
+    sights: Mapping[bytes, Sight] = field(default_factory=dict)
+    views: int = 0
+    crops: int = 0
+    image_tokens: int = 0
+    sequence: Sequence | None = None
+    text: Text | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Output tokens at most."""
+        if self.watched is None:
+            return self.request.sampling.max_new_tokens
+        script = self.watched.script
+        return script.steps if script.tokens is None else min(script.steps, len(script.tokens))
+
+    def saw(self, start: float, end: float) -> None:
+        """Its views were encoded from ``start`` to ``end``, seconds of :func:`panscan.core.now`.
+
+        A prompt in several chunks is seen in parts: the start moves up, so that the stage is the sum of them.
+        """
+        before = 0.0
+        if self.stamps.vision is not None and self.stamps.vision_start is not None:
+            before = self.stamps.vision - self.stamps.vision_start
+        self.stamps.vision_start, self.stamps.vision = start - before, end
+
+    def take(self, chosen: Chosen, at: float, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
+        """Its next token, chosen at ``at``. Gives why the answer ends, if it does.
+
+        Args:
+            chosen: the token.
+            at: seconds of :func:`panscan.core.now`.
+            eos_ids: the checkpoint's end marks.
+            full: whether there is room for no other token.
+        """
+        assert self.text is not None  # it is prepared
+        self.stamps.tokens.append(at)
+        if chosen.logprobs is not None:
+            self.logprobs.append(chosen.logprobs)
+        piece = self.text.push(chosen.token)
+        reason = self._reason(chosen.token, eos_ids, full=full)
+        if reason is not None:
+            piece += self.text.finish()
+        self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason))
+        return reason
+
+    def end(self, reason: FinishReason, error: PanscanError | None = None) -> None:
+        """Tell its result. An end without a token is an event of its own."""
+        self.ended = True
+        self.stamps.end = now()
+        self.sights = {}  # its images can go
+        if reason in ("cancelled", "error"):
+            rest = "" if self.text is None else self.text.finish()
+            self.on_event(TokenEvent(None, rest, self.stamps.end, finish_reason=reason))
+        self.on_end(self._result(reason, error))
+
+    def _reason(self, token: int, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
+        assert self.text is not None  # it is prepared
+        sampling = self.request.sampling
+        led = self.watched is not None and self.watched.script.tokens is not None
+        marks = () if sampling.ignore_eos or led else eos_ids
+        if token in marks or self.text.stopped or (not led and token in sampling.stop_token_ids):
+            return "stop"
+        return "length" if full else None
+
+    def _result(self, reason: FinishReason, error: PanscanError | None) -> Result:
+        sequence = self.sequence
+        return Result(
+            id=self.request.id,
+            text="" if self.text is None else self.text.text,
+            token_ids=[] if sequence is None else sequence.outputs,
+            finish_reason=reason,
+            views=self.views,
+            crops=self.crops,
+            image_tokens=self.image_tokens,
+            prompt_tokens=0 if sequence is None else sequence.prompt_tokens,
+            stamps=self.stamps,
+            cached_tokens=0 if sequence is None else sequence.cached or 0,
+            logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
+            error=error,
+        )

@@ -1,0 +1,242 @@
+"""The loop: schedule, run, postprocess. Everything here happens in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from panscan.core import FinishReason, PanscanError, Sampling, SettingError, UnsupportedError, now
+from panscan.engine.attention import choose_backend
+from panscan.engine.executor import Executor, Pass
+from panscan.engine.job import Job
+from panscan.engine.kv_blocks import KVBlocks
+from panscan.engine.kv_memory import KVCache, choose_blocks
+from panscan.engine.options import EngineOptions
+from panscan.engine.prepare import Preparer
+from panscan.engine.sampling import Chosen, Row, Sampler
+from panscan.engine.scheduler import Scheduler
+from panscan.engine.sequence import Sequence as Tokens
+from panscan.engine.sequence import Step
+from panscan.engine.stats import Stats
+from panscan.engine.vision import VisionCache, VisionEncoder
+from panscan.model.decoder import Decoder
+from panscan.model.load import Loaded
+from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Prepared jobs in, events out; one :meth:`step` is one pass through the model.
+
+    Raises:
+        UnsupportedError: the memory does not hold the KV cache.
+        SettingError: an unknown attention backend, or a cache size that holds nothing.
+    """
+
+    def __init__(self, loaded: Loaded, options: EngineOptions) -> None:
+        self.loaded, self.options = loaded, options
+        self.decoder = Decoder(loaded.model)
+        counts = choose_blocks(self.decoder, options)
+        self.blocks = KVBlocks(
+            block_size=options.block_size,
+            global_blocks=counts[0],
+            local_blocks=counts[1],
+            window=self.decoder.window,
+            prefix_caching=options.prefix_caching,
+        )
+        self.vision = VisionCache(round(options.vision_cache_gb * 1e9))
+        self._encoder = VisionEncoder(self.decoder, self.vision, options.vision_batch_size)
+        self._scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=options.max_num_seqs,
+            prefill_chunk_size=options.prefill_chunk_size,
+            max_views=max(1, self._views_held),
+        )
+        cache = KVCache(self.decoder, counts, options.block_size)
+        self._executor = Executor(self.decoder, cache, choose_backend(options.attention), options.block_size)
+        self._sampler = Sampler(loaded.model.generation_config.suppress_tokens or [], loaded.device)
+        self.preparer = Preparer(loaded, options, self.vision.holds)
+        self._jobs: dict[Tokens, Job] = {}
+        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    def step(self) -> bool:
+        """One pass; False if there is nothing to do. Whatever fails in it ends the requests that it came with."""
+        step = self._scheduler.schedule()
+        if step is None:
+            return False
+        try:
+            self._see(step)
+            done = self._executor.run(step, self.vision.features, self._places(step))
+            chosen = self._choose(step, done)
+        except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
+            self._fail(step, error)
+            return True
+        finally:
+            self._encoder.release()
+        self._count(step, len(chosen))
+        self._scheduler.advance(step, {tokens: each.token for tokens, each in chosen.items()})
+        self._hand_out(chosen)
+        return True
+
+    def add(self, job: Job) -> None:
+        """Take a prepared job; one that can never run is told so at once."""
+        sequence = job.sequence
+        assert sequence is not None  # it is prepared
+        sequence.limit = min(sequence.limit, self.decoder.max_positions)
+        if (refusal := self._refusal(job, sequence)) is not None:
+            job.end("error", refusal)
+        else:
+            self._jobs[sequence] = job
+            self._scheduler.add(sequence)
+
+    def end(self, job: Job, reason: FinishReason, error: PanscanError | None = None) -> None:
+        """End a job now, with the tokens it has, wherever it stands."""
+        if job.sequence is not None and self._jobs.pop(job.sequence, None) is not None:
+            self._cached_tokens += job.sequence.cached or 0
+            self._scheduler.remove(job.sequence)
+        job.end(reason, error)
+
+    def reset_caches(self) -> None:
+        """Forget every prefix and view that nobody uses."""
+        self.blocks.reset()
+        self.vision.clear()
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Jobs that compute or wait for their turn."""
+        return list(self._jobs.values())
+
+    @property
+    def waiting(self) -> int:
+        """Prepared jobs that wait for their turn."""
+        return len(self._scheduler.waiting)
+
+    def stats(self) -> Stats:
+        """Figures of this moment."""
+        (used, count), (local_used, local_count) = self.blocks.usage()
+        return Stats(
+            running=len(self._scheduler.running),
+            waiting=self.waiting,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            preemptions=self._scheduler.preemptions,
+            views_encoded=self._encoder.encoded,
+            views_reused=self._encoder.reused,
+            vision_cache_bytes=self.vision.bytes,
+            kv_blocks_used=(used, local_used),
+            kv_blocks=(count, local_count),
+            block_size=self.options.block_size,
+        )
+
+    @property
+    def _views_held(self) -> int:
+        """Encoded views that the vision cache has room for."""
+        return self.vision.max_bytes // self.decoder.view_bytes if self.decoder.view_bytes else 0
+
+    def _refusal(self, job: Job, sequence: Tokens) -> SettingError | None:
+        """Why a job can never run here."""
+        what = f"the prompt has {sequence.prompt_tokens} tokens ({job.views} views)"
+        if sequence.prompt_tokens >= self.decoder.max_positions:
+            return SettingError(f"{what}; the model's context ends at {self.decoder.max_positions}")
+        if job.sights and not self._views_held:
+            return SettingError(
+                f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view"
+                f" ({self.decoder.view_bytes / 1e9:.3g} GB)"
+            )
+        chunk = max(self.options.prefill_chunk_size, sequence.layout.longest)
+        if not self.blocks.fits(sequence.limit, chunk):
+            return SettingError(
+                f"{what} and asks for {sequence.limit - sequence.prompt_tokens} more; the KV cache holds"
+                f" {self.blocks.longest(chunk)} tokens of one request: raise --kv-cache-gb, or lower --max-new-tokens"
+            )
+        return None
+
+    def _see(self, step: Step) -> None:
+        """Have the features of every view whose block this step computes."""
+        wanted, seeing = [], []
+        for chunk in step.chunks:
+            job = self._jobs[chunk.sequence]
+            job.stamps.scheduled = job.stamps.scheduled or now()
+            if spans := chunk.sequence.layout.within(chunk.start, chunk.end):
+                seeing.append(job)
+                wanted += [(span.key, job.sights[span.key]) for span in spans]
+        if not wanted:
+            return
+        started = now()
+        encoded = self._encoder.encode([(key, partial(self.preparer.see, sight)) for key, sight in wanted])
+        for _, sight in wanted:
+            sight.pixels = None
+        if encoded:
+            synchronize(self.loaded.device)
+            for job in seeing:
+                job.saw(started, now())
+
+    def _places(self, step: Step) -> dict[Tokens, Sequence[int]]:
+        """Positions of this step whose hidden states somebody wants."""
+        found = {}
+        for chunk in step.chunks:
+            watched = self._jobs[chunk.sequence].watched
+            if watched is not None:
+                found[chunk.sequence] = [at for at in watched.script.places if chunk.start <= at < chunk.end]
+        return {tokens: places for tokens, places in found.items() if places}
+
+    def _choose(self, step: Step, done: Pass) -> dict[Tokens, Chosen]:
+        """The next token of each sequence whose distribution this step gave."""
+        for tokens, hidden in done.hidden.items():
+            watched = self._jobs[tokens].watched
+            if watched is not None:
+                watched.places.append(hidden)
+        sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        if not sampled:
+            return {}
+        chosen = self._sampler.choose(done.logits, [self._row(tokens) for tokens in sampled])
+        for index, tokens in enumerate(sampled):
+            watched = self._jobs[tokens].watched
+            if watched is not None:
+                watched.answer.append(done.logits[index].float().cpu())
+                forced = watched.next(len(tokens.ids) - tokens.prompt_tokens)
+                chosen[index] = chosen[index] if forced is None else Chosen(forced, None)
+        return dict(zip(sampled, chosen, strict=True))
+
+    def _row(self, tokens: Tokens) -> Row:
+        job = self._jobs[tokens]
+        sampling = job.request.sampling if job.watched is None else Sampling()
+        return Row(sampling, job.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
+
+    def _hand_out(self, chosen: Mapping[Tokens, Chosen]) -> None:
+        """Tell jobs their new tokens, and end those whose token was the last."""
+        at = now()
+        for tokens, each in chosen.items():
+            job = self._jobs[tokens]
+            full = len(tokens.ids) >= tokens.limit
+            if (reason := job.take(each, at, self.loaded.eos_ids, full=full)) is not None:
+                self.end(job, reason)
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        """End the requests that came into this step with more than one token, or all if there are none.
+
+        Those that decode have lost nothing: their next step computes the same positions again.
+        """
+        if is_out_of_memory(error):
+            release_memory()
+        came = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
+        for tokens in came or [chunk.sequence for chunk in step.chunks]:
+            self.end(self._jobs[tokens], "error", _explained(error))
+
+    def _count(self, step: Step, chosen: int) -> None:
+        self._steps += 1
+        self._output_tokens += chosen
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step.chunks if not chunk.sequence.decodes)
+
+
+def _explained(error: Exception) -> PanscanError:
+    if isinstance(error, PanscanError):
+        return error
+    text = " ".join(str(error).split())[:300]
+    if is_out_of_memory(error):
+        mend = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
+        return UnsupportedError(f"out of memory in the engine's pass: {mend} ({text})")
+    return PanscanError(f"the engine's pass failed: {type(error).__name__}: {text}")

@@ -1,0 +1,78 @@
+"""A request becomes a prepared job: images decoded, views planned, prompt written, pixels of unknown views computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from panscan.core import now
+from panscan.engine.job import Job, Sight
+from panscan.engine.layout import Layout
+from panscan.engine.options import EngineOptions
+from panscan.engine.sequence import Sequence
+from panscan.engine.text import Text
+from panscan.engine.vision import image_digest, view_key
+from panscan.images.pixels import PixelSpec
+from panscan.model.inputs import plan_request, read_images, view_pixels
+from panscan.model.load import Loaded
+
+__all__ = ["Preparer"]
+
+
+class Preparer:
+    """Prepares jobs, several at once if several threads call it. Knows nothing of the passes.
+
+    Args:
+        loaded: the model whose reader writes prompts.
+        options: where pixels are computed.
+        known: whether a view's features are at hand, so that its pixels need not be computed now.
+    """
+
+    def __init__(self, loaded: Loaded, options: EngineOptions, known: Callable[[bytes], bool]) -> None:
+        self._reader, self._device, self._dtype = loaded.reader, loaded.device, loaded.dtype
+        self._on_device = options.preprocess == "device"
+        self._preprocess = options.preprocess
+        self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
+        self._known = known
+
+    def prepare(self, job: Job) -> None:
+        """Fill in all that the job's passes need.
+
+        Raises:
+            ImageError: an image cannot be read.
+            SettingError: images and their places do not match, and the like.
+        """
+        read = read_images(job.request)
+        job.stamps.loaded = now()
+        plans, prompt = plan_request(read, self._reader)
+        keys: list[bytes] = []
+        sights: dict[bytes, Sight] = {}
+        for image, plan in zip(read.images, plans, strict=True):
+            digest = image_digest(image)
+            for view in plan.views:
+                keys.append(view_key(digest, view.box, self._preprocess, self._spec))
+                sights.setdefault(keys[-1], Sight(image, view))
+        for key, sight in sights.items():
+            if not self._known(key):
+                self.see(sight)
+        job.sights, job.views, job.crops = sights, len(keys), sum(plan.crops for plan in plans)
+        job.image_tokens = prompt.image_tokens
+        job.sequence = Sequence(
+            number=job.number,
+            ids=list(prompt.ids),
+            prompt_tokens=len(prompt.ids),
+            layout=Layout.of(prompt.ids, self._reader.prompts.soft_id, keys),
+            limit=len(prompt.ids) + job.max_new_tokens,
+            reuse=job.watched is None or not job.watched.script.places,
+        )
+        job.text = Text(self._reader.tokenizer, job.request.sampling.stop if job.watched is None else ())
+        job.stamps.preprocessed = now()
+
+    def see(self, sight: Sight) -> torch.Tensor:
+        """A view's pixels, ``[3, size, size]``: those that wait, or computed now."""
+        if sight.pixels is None:
+            spec, device = self._spec, self._device
+            pixels = view_pixels(sight.image, [sight.view], spec, device, on_device=self._on_device)[0]
+            sight.pixels = pixels.to(device=device, dtype=self._dtype)
+        return sight.pixels

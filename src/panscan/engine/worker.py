@@ -1,0 +1,144 @@
+"""The engine's thread: takes requests, has them prepared ahead of need, and turns the loop."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from panscan.core import FinishReason, InputError, PanscanError
+from panscan.engine.job import Job
+from panscan.engine.loop import Loop
+
+__all__ = ["Worker"]
+
+_THREADS = 4  # that decode and resize; Pillow lets go of the interpreter while it does
+Answer = TypeVar("Answer")
+
+
+class Worker:
+    """One thread that owns a loop. Everything reaches it as a message; only its thread touches the loop.
+
+    Args:
+        loop: the loop.
+        ahead: jobs at most that are prepared, or being prepared, and wait for their turn: what bounds the memory of
+            decoded images, however many requests are accepted.
+    """
+
+    def __init__(self, loop: Loop, ahead: int) -> None:
+        self._loop, self._ahead = loop, ahead
+        self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._accepted: deque[Job] = deque()
+        self._preparing: set[Job] = set()
+        self._broken: PanscanError | None = None
+        self._closing = False
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
+        self._thread = threading.Thread(target=self._turn, name="panscan-engine", daemon=True)
+        self._thread.start()
+
+    def accept(self, job: Job) -> None:
+        """Take a job. Its result is told in any case."""
+        self._send(lambda: self._accept(job))
+
+    def cancel(self, job: Job) -> None:
+        """End a job with the tokens it has; nothing happens if it has ended."""
+        self._send(lambda: self._end(job, "cancelled"))
+
+    def ask(self, question: Callable[[], Answer]) -> Answer:
+        """What ``question`` gives, called between two steps."""
+        answer: Future[Answer] = Future()
+
+        def put() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # the asker's to handle, whatever it is; the loop goes on
+                answer.set_exception(error)
+
+        self._send(put)
+        return answer.result()
+
+    def close(self) -> None:
+        """Cancel what is left, and end the thread."""
+        if self._thread.is_alive():
+            self._messages.put(self._close)
+            if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
+                self._thread.join()
+        self._pool.shutdown()
+
+    def _send(self, message: Callable[[], None]) -> None:
+        if not self._thread.is_alive():
+            raise PanscanError("the engine is closed")
+        self._messages.put(message)
+
+    def _turn(self) -> None:
+        with torch.no_grad():
+            while not self._closing:
+                try:
+                    busy = self._broken is None and self._loop.step()
+                except Exception as error:  # a bug in the bookkeeping: nothing that it says can be trusted any more
+                    self._break(error)
+                    busy = False
+                if not busy:
+                    self._messages.get()()
+                while not self._messages.empty():
+                    self._messages.get()()
+                self._prepare_ahead()
+
+    def _accept(self, job: Job) -> None:
+        if self._broken is not None:
+            job.end("error", self._broken)
+        else:
+            self._accepted.append(job)
+
+    def _prepare_ahead(self) -> None:
+        while self._accepted and len(self._preparing) + self._loop.waiting < self._ahead:
+            job = self._accepted.popleft()
+            self._preparing.add(job)
+            self._pool.submit(self._prepare, job)
+
+    def _prepare(self, job: Job) -> None:
+        """In a thread of the pool."""
+        error: PanscanError | None = None
+        try:
+            self._loop.preparer.prepare(job)
+        except PanscanError as known:
+            error = known
+        except Exception as unknown:  # whatever a file makes a decoder raise is its request's failure
+            error = InputError(f"request {job.request.id!r}: {type(unknown).__name__}: {unknown}")
+        self._messages.put(lambda: self._prepared(job, error))
+
+    def _prepared(self, job: Job, error: PanscanError | None) -> None:
+        self._preparing.discard(job)
+        if job.ended:  # cancelled meanwhile
+            return
+        if error is not None:
+            job.end("error", error)
+        else:
+            self._loop.add(job)
+
+    def _end(self, job: Job, reason: FinishReason, error: PanscanError | None = None) -> None:
+        if job.ended:
+            return
+        if job in self._accepted:
+            self._accepted.remove(job)
+        self._loop.end(job, reason, error)
+
+    def _break(self, error: Exception) -> None:
+        self._broken = PanscanError(f"the engine stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        for job in self._left():
+            if not job.ended:
+                job.end("error", self._broken)
+        self._accepted.clear()
+
+    def _close(self) -> None:
+        self._closing = True
+        for job in self._left():
+            self._end(job, "cancelled")
+
+    def _left(self) -> list[Job]:
+        return [*self._loop.jobs, *self._preparing, *self._accepted]

@@ -1,0 +1,128 @@
+"""The parts of a loaded Gemma 3 that an engine calls one by one: embedding, layers, output matrix, vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Gemma3ForCausalLM
+
+from panscan.model.paged_attention import NAME, Attend
+
+__all__ = ["Decoder", "LayerFacts"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What one layer's keys and values are: kind (``local``: sliding window), heads, type and place."""
+
+    local: bool
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Decoder:
+    """A loaded ``Gemma3ForConditionalGeneration`` or ``Gemma3ForCausalLM``, its modules untouched.
+
+    ``layers``: facts of each layer, in order. ``window``: positions that a local layer sees, its own included.
+    ``device`` and ``dtype``: of embeddings and encoded views. ``hidden_size``, ``vocab_size``, ``max_positions``: of
+    the text model. ``image_tokens``: of one encoded view, 0 for a model that reads text only.
+
+    Args:
+        loaded_model: in evaluation mode. Its layers may be spread over devices, as accelerate's hooks do it. One
+            token runs through it at once: that tells where each layer computes, on what type and how many heads.
+    """
+
+    def __init__(self, loaded_model: Any) -> None:
+        self._model = loaded_model
+        self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
+        config = self._text.config
+        self._kinds: tuple[str, ...] = tuple(config.layer_types)
+        # Transformers' conditional class leaves the capping out.
+        capped = isinstance(loaded_model, Gemma3ForCausalLM)
+        self._softcap: float | None = config.final_logit_softcapping if capped else None
+        self.window: int = config.sliding_window
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self.image_tokens: int = getattr(loaded_model.config, "mm_tokens_per_image", 0)
+        self.layers, self.device, self.dtype = self._probe()
+
+    @property
+    def view_bytes(self) -> int:
+        """Of one encoded view; 0 for a model that reads text only."""
+        return self.image_tokens * self.hidden_size * self.dtype.itemsize
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[1, T, hidden]``, scaled as Gemma scales them, of int64 ids ``[T]``."""
+        hidden: torch.Tensor = self._text.embed_tokens(ids[None])
+        return hidden
+
+    @torch.no_grad()
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, per_layer: Callable[[int], dict[str, Any]]
+    ) -> torch.Tensor:
+        """Final hidden states ``[1, T, hidden]``, normed, of embeddings ``[1, T, hidden]``.
+
+        Args:
+            hidden: rows of any sequences, one after the other; they meet in attention only.
+            positions: int64 ``[T]``, each row's place in its sequence.
+            per_layer: keyword arguments of a layer by its index; ``attend`` must be among them
+                (:data:`panscan.model.paged_attention.Attend`).
+        """
+        rotary = {kind: self._text.rotary_emb(hidden, positions[None], kind) for kind in set(self._kinds)}
+        with self._paged():
+            for index, layer in enumerate(self._text.layers):
+                hidden = layer(hidden, position_embeddings=rotary[self._kinds[index]], **per_layer(index))
+        normed: torch.Tensor = self._text.norm(hidden)
+        return normed
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32 ``[n, vocab_size]``, of final hidden states ``[n, hidden]``, as ``generate()``
+        has them: computed in the model's precision, capped where its class caps them, then upcast."""
+        logits: torch.Tensor = self._model.lm_head(hidden)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits.float()
+
+    @torch.no_grad()
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Encoded views ``[views, image_tokens, hidden]`` of pixels ``[views, 3, size, size]``, in the embedding's type
+        and on its device."""
+        placed = pixels.to(self.device, self.dtype)
+        features: torch.Tensor = self._model.get_image_features(placed, return_dict=True).pooler_output
+        return features.to(self.device, self.dtype)
+
+    def _probe(self) -> tuple[tuple[LayerFacts, ...], torch.device, torch.dtype]:
+        """Facts of the layers, and place and type of an embedding: seen, as they depend on hooks and quantisation."""
+        seen: list[LayerFacts] = []
+
+        def attend(query: torch.Tensor, key: torch.Tensor, _value: torch.Tensor, _scaling: float) -> torch.Tensor:
+            local = self._kinds[len(seen)] == "sliding_attention"
+            seen.append(LayerFacts(local, key.shape[1], key.shape[3], key.dtype, key.device))
+            return torch.zeros_like(query).transpose(1, 2)
+
+        calls: dict[str, Attend] = {"attend": attend}
+        place = self._text.embed_tokens.weight.device
+        ids = torch.zeros(1, dtype=torch.long, device="cpu" if place.type == "meta" else place)  # hooks take it along
+        hidden = self.embed(ids)
+        self.run(hidden, torch.zeros(1, dtype=torch.long, device=hidden.device), lambda _: calls)
+        return tuple(seen), hidden.device, hidden.dtype
+
+    @contextmanager
+    def _paged(self) -> Iterator[None]:
+        """Attention by name while the layers run; the same model serves ``generate()`` between passes."""
+        config = self._text.config
+        before = config._attn_implementation
+        config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation = before

@@ -1,0 +1,80 @@
+"""Runner ``engine``: panscan's own engine, all requests of a cell in flight at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from panscan.core import Request, Result
+from panscan.engine.engine import Engine
+from panscan.engine.limits import unsupported_reason
+from panscan.engine.options import EngineOptions
+from panscan.model.load import Loaded
+from panscan.model.machine import release_memory
+from panscan.model.observation import Observation, Script
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
+
+__all__ = ["EngineRunner"]
+
+
+class EngineRunner(GenerateRunner):
+    """Gemma 3 through :class:`panscan.engine.engine.Engine`."""
+
+    def __init__(self, loaded: Loaded, settings: Settings) -> None:
+        super().__init__(loaded, settings)
+        self._engine: Engine | None = None
+
+    def run(self, batch: Sequence[Request]) -> list[Result]:
+        """Answer requests with empty caches: what one measurement computed is no help to the next.
+
+        Raises:
+            PanscanError: of the first request that failed, when all have ended.
+        """
+        engine = self._opened()
+        engine.reset_caches()
+        in_flight = self.settings.max_concurrency or len(batch)
+        results = dict(engine.stream_results(batch, max_concurrency=in_flight))
+        return _unfailed([results[index] for index in range(len(batch))])
+
+    def generate(self, requests: Iterable[Request]) -> list[Result]:
+        """Answer requests, all of them in flight at once, in their order.
+
+        Raises:
+            PanscanError: of the first request that failed, when all have ended.
+        """
+        return _unfailed(self._opened().generate(requests, progress=False))
+
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """Next-token distributions along given tokens, through the engine."""
+        return self._opened().observe(batch, scripts)
+
+    def close(self) -> None:
+        """Drop the engine and the model, and give their memory back."""
+        self._drop()
+        super().close()
+
+    def _opened(self) -> Engine:
+        """The engine of the present settings; its cache is allocated on first need, when truths are computed."""
+        options = EngineOptions.of(self.settings)
+        if self._engine is None or self._engine.options != options:
+            self._drop()
+            self._engine = Engine(self.loaded, options, self.settings)
+        return self._engine
+
+    def _drop(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            release_memory()  # before another cache is sized by what is free
+
+    def _unsupported(self, settings: Settings) -> str | None:
+        # The verdict's truth is computed by generate() on this runner's model, with eager attention.
+        return unsupported_reason(replace(settings, attention="sdpa") if settings.attention == "eager" else settings)
+
+
+def _unfailed(results: list[Result]) -> list[Result]:
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results

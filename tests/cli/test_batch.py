@@ -1,0 +1,252 @@
+"""``panscan batch``: the answers of ``generate()``, and the same file whatever stopped the job on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import noise
+
+from panscan import GenerateRunner, Sampling
+from panscan.cli import batch
+from panscan.cli.main import run
+from panscan.images.samples import write_samples
+from panscan.model.mini import mini_directory
+
+QUICK = ["--device", "cpu", "--max-new-tokens", "6"]
+QUESTION = "What is the total?"
+RUN_DEPENDENT = ("cached_tokens", "ttft_ms", "e2el_ms")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a directory of two pictures (one with crops) and a PDF of two pages."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    noise(260, 800).save("docs/a.png")
+    noise(90, 90, 1).save("docs/c.jpg")
+    noise(150, 150, 2).save("docs/b.pdf", save_all=True, append_images=[noise(300, 130, 3)])
+    return tmp_path
+
+
+def asked(*arguments: str, code: int = 0, output: str = "answers.jsonl") -> list[dict[str, Any]]:
+    """The file after ``panscan batch``."""
+    assert run(["batch", *arguments, "-o", output, *QUICK]) == code
+    return lines_of(Path(output))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def unchanging(path: Path) -> list[bytes]:
+    """The lines as they stand in the file, up to what depends on the run."""
+    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def test_every_page_gets_the_answer_of_generate(folder: Path, mini: GenerateRunner) -> None:
+    lines = asked("docs", "-p", QUESTION, "--system", "In French.")
+    names = ["docs/a.png", "docs/b.pdf#page=1", "docs/b.pdf#page=2", "docs/c.jpg"]
+    assert [(line["id"], line["image"]) for line in lines] == [(name, [name]) for name in names]
+    for line in lines:
+        request = mini.request(QUESTION, line["image"], system="In French.", sampling=Sampling(6))
+        [result] = mini.generate([request])
+        fields = ("finish_reason", "views", "crops", "prompt_tokens", "output_tokens", "error")
+        assert line["answer"] == result.text
+        assert {name: line[name] for name in fields} == {name: getattr(result, name) for name in fields}
+        assert 0 < line["ttft_ms"] <= line["e2el_ms"]
+    assert tuple(lines[0])[-3:] == RUN_DEPENDENT
+    assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == QUESTION
+
+
+def test_a_file_can_be_one_request(folder: Path, mini: GenerateRunner) -> None:
+    [line] = asked("docs/b.pdf", "-p", QUESTION, "--whole-files")
+    [result] = mini.generate([mini.request(QUESTION, ["docs/b.pdf"], sampling=Sampling(6))])
+    assert (line["id"], line["image"]) == ("docs/b.pdf", ["docs/b.pdf#page=1", "docs/b.pdf#page=2"])
+    assert (line["answer"], line["views"]) == (result.text, result.views)
+
+
+def test_a_dataset_asks_its_own_questions(
+    folder: Path, mini: GenerateRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"image": "a.png", "question": "Who?", "id": "first"},
+        {"image": ["c.jpg", "a.png"], "question": "Where?", "answers": ["here"]},
+    ]
+    Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = asked("docs/q.jsonl")
+    assert [(line["id"], line["image"], line["question"]) for line in lines] == [
+        ("first", ["a.png"], "Who?"),
+        ("00001", ["c.jpg", "a.png"], "Where?"),
+    ]
+    [result] = mini.generate([mini.request("Where?", ["docs/c.jpg", "docs/a.png"], sampling=Sampling(6))])
+    assert lines[1]["answer"] == result.text
+    capsys.readouterr()
+    assert run(["batch", "docs/q.jsonl", "-p", QUESTION, "-o", "other.jsonl"]) == 2
+    assert "a dataset brings its own questions: leave -p out" in capsys.readouterr().err
+
+
+def started(*arguments: str) -> subprocess.Popen[bytes]:
+    """``panscan batch`` as a process."""
+    line = [sys.executable, "-m", "panscan", "batch", *arguments]
+    return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def stop_after(process: subprocess.Popen[bytes], output: Path, lines: int, sign: signal.Signals) -> None:
+    """A signal as soon as the file has so many lines."""
+    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(timeout=0.01) is None, "the job ended before it could be stopped"
+    process.send_signal(sign)
+
+
+def test_a_killed_job_resumes_to_the_lines_of_an_undisturbed_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(folder / "samples", count=8)
+    shared = ["batch", "samples/questions.jsonl", "--max-num-seqs", "2", "--limit", "16", "--max-new-tokens", "16"]
+    shared += ["--device", "cpu", "-o"]
+    assert run([*shared, "whole.jsonl"]) == 0
+    killed = folder / "killed.jsonl"
+    with started(*shared[1:], "killed.jsonl") as process:
+        stop_after(process, killed, 3, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = killed.read_bytes()
+    assert 3 <= before.count(b"\n") < 16
+    with killed.open("ab") as file:
+        file.write(b'{"id": "tor')
+    capsys.readouterr()
+    assert run([*shared, "killed.jsonl", "--resume"]) == 0
+    assert capsys.readouterr().out == "16 answered: killed.jsonl\n"
+    assert killed.read_bytes().startswith(before)
+    assert unchanging(killed) == unchanging(folder / "whole.jsonl")
+    assert len(unchanging(killed)) == 16
+
+
+def test_an_interrupted_job_says_how_to_go_on(folder: Path) -> None:
+    write_samples(folder / "my samples", count=12)
+    line = ["my samples", "-p", QUESTION, "-o", "a.jsonl", "--max-num-seqs", "1", *QUICK]
+    with started(*line, "--force") as process:
+        stop_after(process, folder / "a.jsonl", 1, signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130
+    hint = f"go on with: panscan batch 'my samples' -p '{QUESTION}' -o a.jsonl --max-num-seqs 1"
+    assert f"{hint} --device cpu --max-new-tokens 6 --resume\n" in said.decode()
+    assert 1 <= len(lines_of(folder / "a.jsonl")) < 12
+
+
+def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = asked("docs", "-p", QUESTION, "--limit", "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = Path("answers.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))  # room for a part of a line
+    try:
+        assert asked("docs", "-p", QUESTION, "--resume", code=3) == first
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "answers.jsonl could not be written: File too large" in said
+    assert "go on with: panscan batch docs" in said
+    assert len(asked("docs", "-p", QUESTION, "--resume")) == 4
+
+
+def test_failed_documents_are_lines_too_and_can_be_asked_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy("docs/a.png", "whole.png")
+    cut = Path("whole.png").read_bytes()[:-2000]  # its header is fine: found out when it is decoded
+    Path("docs/a.png").write_bytes(cut)
+    Path("docs/d.png").write_text("not a picture")
+    lines = asked("docs", "-p", QUESTION, code=3)
+    captured = capsys.readouterr()
+    assert [line["id"] for line in lines if line["error"]] == ["docs/a.png", "docs/d.png"]
+    assert [line["id"] for line in lines][-1] == "docs/d.png"
+    assert all((line["error"] is None) == (line["answer"] is not None) for line in lines)
+    for line in lines:
+        assert (f"failed: {line['error']}" in captured.err) == (line["error"] is not None)
+    assert captured.out == "3 answered, 2 failed (ask them again with --resume --retry-failed): answers.jsonl\n"
+    shutil.copy("whole.png", "docs/a.png")
+    assert asked("docs", "-p", QUESTION, "--resume", code=3) == lines
+    again = asked("docs", "-p", QUESTION, "--resume", "--retry-failed", code=3)
+    assert [line["id"] for line in again] == [
+        *(line["id"] for line in lines if not line["error"]),
+        "docs/a.png",
+        "docs/d.png",
+    ]
+    assert [line["id"] for line in again if line["error"]] == ["docs/d.png"]
+
+
+def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = asked("docs/a.png", "-p", QUESTION)
+    before = Path("answers.jsonl").read_bytes()
+    for arguments, reason in (
+        ((QUESTION,), "has answers already: go on with --resume, or start anew with --force"),
+        ((QUESTION, "--resume", "--dtype", "bf16"), "was made with --dtype fp32, not bf16"),
+        (("Who?", "--resume"), "was made with another --prompt"),
+    ):
+        capsys.readouterr()
+        assert run(["batch", "docs", "-o", "answers.jsonl", *QUICK, "-p", *arguments]) == 3
+        assert reason in capsys.readouterr().err
+        assert Path("answers.jsonl").read_bytes() == before
+    more = asked("docs", "-p", QUESTION, "--resume", "--max-num-seqs", "1", "--dtype", "fp32", "--limit", "2")
+    assert [line["id"] for line in more] == ["docs/a.png", "docs/b.pdf#page=1"]
+    assert more[:1] == first
+    assert [line["id"] for line in asked("docs/c.jpg", "-p", QUESTION, "--force")] == ["docs/c.jpg"]
+
+
+def test_answers_can_be_written_as_they_finish(folder: Path) -> None:
+    asked("docs", "-p", QUESTION)
+    asked("docs", "-p", QUESTION, "--order", "finished", "--max-num-seqs", "2", output="finished.jsonl")
+    assert sorted(unchanging(folder / "finished.jsonl")) == sorted(unchanging(folder / "answers.jsonl"))
+
+
+def test_a_finished_job_loads_no_model(folder: Path) -> None:
+    shutil.copytree(mini_directory(), "checkpoint")
+    model = ("--model", "./checkpoint")
+    lines = asked("docs/c.jpg", "-p", QUESTION, *model)
+    shutil.rmtree("checkpoint")
+    assert asked("docs/c.jpg", "-p", QUESTION, *model, "--resume") == lines
+    assert run(["batch", "docs", "-p", QUESTION, *model, "-o", "new.jsonl", *QUICK]) == 3
+    asked("docs/c.jpg", "-p", QUESTION, output="new.jsonl")  # what never began need not be forced
+
+
+def test_the_prompt_may_come_from_stdin_and_far_documents_are_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = asked("docs/c.jpg", "docs/b.pdf", "docs/none*", "-p", QUESTION)
+    assert "left out: docs/none*" in capsys.readouterr().err
+    monkeypatch.setattr(batch, "_EVERY", 2)
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    piped = asked("docs/c.jpg", "docs/b.pdf", output="piped.jsonl")
+    assert [line["answer"] for line in piped] == [line["answer"] for line in direct]
+    assert "answering: 2 of 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["docs", "--resume", "--force"], "give one of them"),
+        (["docs", "--retry-failed"], "--retry-failed needs --resume"),
+        (["docs", "--limit", "0"], "--limit"),
+        (["docs", "--batch-size", "2"], "No such option"),
+        (["docs", "--temperature", "-1"], "temperature is out of range"),
+        (["docs", "-p", " "], "the prompt is empty"),
+        ([], "Missing argument"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_is_made(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = [] if "-p" in arguments else ["-p", QUESTION]
+    assert run(["batch", *arguments, *given, "-o", "answers.jsonl"]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(folder.glob("answers*"))

@@ -1,0 +1,44 @@
+"""Models of other kinds than the mini, and the reference's answers, computed once per process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.engine.driving import Reference
+
+from panscan import GenerateRunner
+from panscan.model.mini import mini_directory
+
+
+@pytest.fixture(scope="session")
+def reference(mini: GenerateRunner) -> Reference:
+    return Reference(mini)
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> GenerateRunner:
+    """The mini model with a window of 24 tokens: less than half of an image block."""
+    place = tmp_path_factory.mktemp("narrow") / "mini"
+    shutil.copytree(mini_directory(), place)
+    config = json.loads((place / "config.json").read_text())
+    config["text_config"]["sliding_window"] = 24
+    (place / "config.json").write_text(json.dumps(config))
+    return GenerateRunner.from_pretrained(str(place), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def narrow_reference(narrow: GenerateRunner) -> Reference:
+    return Reference(narrow)
+
+
+@pytest.fixture(scope="session")
+def text_runner(text_checkpoint: Path) -> GenerateRunner:
+    return GenerateRunner.from_pretrained(str(text_checkpoint), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def text_reference(text_runner: GenerateRunner) -> Reference:
+    return Reference(text_runner)

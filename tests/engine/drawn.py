@@ -1,0 +1,55 @@
+"""Sequences drawn for tests of the engine's bookkeeping, and what each of their positions must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+
+from panscan.engine.layout import Layout, Span
+from panscan.engine.sequence import Sequence
+
+SOFT = 9
+IMAGES = {
+    b"a": 3,
+    b"b": 3,
+    b"long": 7,
+}  # tokens of a view's block, as a view's key tells; two of them differ in nothing else
+TEXT = ((1,), (2,), (1, 2, 1), (2, 2, 2, 1, 2))
+_DOCUMENTS = ((b"a", (2, 1, 2, 1)), (b"b", (2, 1, 2, 1)), ((2,), b"long", (1, 1, 2)))
+PIECES = st.builds(  # prompts that often begin alike
+    lambda document, rest: [*document, *rest],
+    st.sampled_from(_DOCUMENTS),
+    st.lists(st.sampled_from(TEXT) | st.sampled_from(sorted(IMAGES)), min_size=1, max_size=3),
+)
+
+
+def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], Layout]:
+    """The ids and the layout of text and views in this order."""
+    ids: list[int] = []
+    spans = []
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            spans.append(Span(len(ids), len(ids) + IMAGES[piece], piece))
+            ids += [SOFT] * IMAGES[piece]
+        else:
+            ids += piece
+    return ids, Layout(spans)
+
+
+def sequence(
+    number: int, pieces: Iterable[bytes | tuple[int, ...]], outputs: int = 1, *, reuse: bool = True
+) -> Sequence:
+    ids, layout = prompt(pieces)
+    return Sequence(number, ids, len(ids), layout, len(ids) + outputs, reuse)
+
+
+def seen_until(layout: Layout, position: int) -> int:
+    """End of the keys that a row sees: its image block's end, or itself."""
+    return next((span.end for span in layout.spans if span.start <= position < span.end), position + 1)
+
+
+def content(of: Sequence, position: int) -> object:
+    """All that the keys and values at a position depend on: the tokens and images up to the last key that it sees."""
+    end = seen_until(of.layout, position)
+    return position, tuple(of.ids[:end]), tuple((span.start, span.key) for span in of.layout.spans if span.start < end)

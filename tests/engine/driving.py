@@ -1,0 +1,123 @@
+"""Requests of every layout with Transformers' own answers to them, and a loop that is driven step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from tests.conftest import noise
+
+from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
+from panscan.core import Stamps, TokenEvent, now
+from panscan.engine.job import Job
+from panscan.engine.loop import Loop
+from panscan.engine.options import EngineOptions
+
+TOKENS = 10
+BOI = "<start_of_image>"
+SHORT = Sampling(max_new_tokens=TOKENS)
+
+
+def pages(*sizes: tuple[int, int], seed: int = 0) -> list[Any]:
+    return [noise(width, height, seed + place) for place, (width, height) in enumerate(sizes)]
+
+
+def crops(most: int) -> PanAndScan:
+    return PanAndScan(min_crop_size=50, max_num_crops=most)
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    """0 to 7 views, several images, text between them, images first and last, short and longer than the window."""
+    long = "The total of line %d is not what it says. "
+    between = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "First?"}, {"type": "image"}]},
+        {"role": "assistant", "content": "A table."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "And"}, {"type": "image"}, {"type": "text", "text": "?"}],
+        },
+    ]
+    wide, tall, square = (700, 100), (100, 800), (90, 90)
+    asked = [
+        Request("Hi"),
+        Request("What is it? " + "".join(long % line for line in range(40))),
+        Request("What is the total?", pages(square), pan_and_scan=crops(4)),
+        Request("What is the total?", pages(wide), pan_and_scan=crops(4)),
+        Request("What is the date?", pages(wide), pan_and_scan=crops(4)),
+        Request("What is the date?", pages(wide), pan_and_scan=crops(2)),
+        Request("What is the date?", pages(wide), pan_and_scan=PanAndScan(enabled=False)),
+        Request("And this?", pages(tall, seed=7), pan_and_scan=crops(6), system="Answer in few words."),
+        Request("Compare.", pages(wide, tall, seed=20), pan_and_scan=crops(2)),
+        Request(messages=between, images=pages(square, tall, square, seed=30), pan_and_scan=crops(2)),
+        Request(f"{BOI}", pages(square, seed=40), raw=True),
+        Request(f"{BOI} between {BOI}", pages(wide, square, seed=41), raw=True, pan_and_scan=crops(3)),
+        Request("A long story: " + long % 7 * 12 + BOI, pages(tall, seed=50), raw=True, pan_and_scan=crops(1)),
+        Request("What is the total? Say it in other words, please.", pages(square), pan_and_scan=crops(4)),
+        Request(f"Read {BOI} and <end_of_turn> aloud."),
+    ]
+    return tuple(replace(request, id=str(place), sampling=SHORT) for place, request in enumerate(asked))
+
+
+class Reference:
+    """What ``generate()`` with eager attention says, each request alone."""
+
+    def __init__(self, runner: GenerateRunner) -> None:
+        self._runner = runner
+        self._known: dict[str, Result] = {}
+
+    def __call__(self, request: Request) -> Result:
+        if request.id not in self._known:
+            before = self._runner.settings
+            self._runner.configure(replace(before, attention="eager"))
+            [self._known[request.id]] = self._runner.run([request])
+            self._runner.configure(before)
+        return self._known[request.id]
+
+
+@dataclass
+class Driven:
+    """A job, and all that it was told."""
+
+    job: Job
+    events: list[TokenEvent] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token_id for event in self.events if event.token_id is not None]
+
+
+class Driver:
+    """A loop without a thread: jobs join and leave between the steps that a test makes."""
+
+    def __init__(self, runner: GenerateRunner, options: EngineOptions) -> None:
+        self.loop = Loop(runner.loaded, options)
+        self._number = 0
+
+    def add(self, request: Request, **fields: Any) -> Driven:
+        events: list[TokenEvent] = []
+        results: list[Result] = []
+        seed = request.sampling.seed or 0
+        stamps = Stamps(accepted=now())
+        job = Job(self._number, request, stamps, events.append, results.append, seed, **fields)
+        self._number += 1
+        self.loop.preparer.prepare(job)
+        self.loop.add(job)
+        return Driven(job, events, results)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        return self.loop.step()
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while not until() and self.step():
+            pass
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Blocks that somebody holds."""
+        return self.loop.stats().kv_blocks_used

@@ -1,0 +1,123 @@
+"""The sdpa backend alone, against the interval rule in float64; any heads, head sizes, precisions and block tables."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panscan.core import SettingError
+from panscan.engine.attention import AttentionRows, choose_backend
+from panscan.engine.layout import Layout, Span
+from panscan.engine.segments import _TEXT_ROWS
+from panscan.engine.sequence import Chunk, Sequence, Step
+
+BLOCKS = 900
+
+
+def sequences(draw: random.Random, block_size: int, window: int) -> list[Chunk]:
+    """Chunks of sequences with image blocks, long and short, in scattered blocks; gone ones of local layers are -1."""
+    free = [draw.sample(range(BLOCKS), BLOCKS) for _ in range(2)]
+    chunks = []
+    for number in range(draw.randint(1, 6)):
+        spans, at = [], draw.randint(0, 9)
+        for _ in range(draw.randint(0, 3)):
+            spans.append(Span(at, at + draw.randint(1, 20), b""))
+            at = spans[-1].end + draw.randint(1, 9)
+        layout, length = Layout(spans), at + draw.randint(1, 40)
+        start = layout.cut_back(draw.randrange(length))
+        end = layout.cut(start, draw.choice([start + 1, draw.randint(start + 1, length)]))
+        held = -(-end // block_size)
+        gone = max(0, start - window + 1) // block_size
+        tables = [free[0].pop() for _ in range(held)], [-1] * gone + [free[1].pop() for _ in range(held - gone)]
+        chunks.append(Chunk(Sequence(number, [0] * length, length, layout, length, tables=tables), start, end))
+    return chunks
+
+
+def interval(chunk: Chunk, at: int, window: int, local: bool) -> tuple[int, int]:
+    ends = [span.end for span in chunk.sequence.layout.spans if span.start <= at < span.end]
+    return (max(0, at - window + 1) if local else 0), ends[0] if ends else at + 1
+
+
+@given(
+    seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]), window=st.sampled_from([1, 5, 16, 50]),
+    local=st.booleans(), heads=st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2)]), size=st.sampled_from([8, 32]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=80)
+def test_every_row_sees_its_interval_of_keys(
+    seed: int, block_size: int, window: int, local: bool, heads: tuple[int, int], size: int, dtype: torch.dtype
+) -> None:
+    draw = random.Random(seed)
+    check(sequences(draw, block_size, window), draw, block_size, window, local, heads, size, dtype)
+
+
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("local", [False, True])
+def test_the_large_heads_of_the_published_models(size: int, local: bool) -> None:
+    draw = random.Random(size)
+    check(sequences(draw, 16, 20), draw, 16, 20, local, (2, 2), size, torch.float32)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_long_text_behind_a_prefix_is_exact_where_it_is_cut(local: bool) -> None:
+    length = 2 * _TEXT_ROWS + 40
+    tables = random.Random(0).sample(range(BLOCKS), -(-length // 4)), random.Random(1).sample(range(BLOCKS), 150)
+    chunk = Chunk(Sequence(0, [0] * length, length, Layout(), length, tables=tables), 30, length)
+    check([chunk], random.Random(0), 4, 100, local, (1, 2), 8, torch.float32)
+
+
+def check(
+    chunks: list[Chunk], draw: random.Random, block_size: int, window: int, local: bool, heads: tuple[int, int],
+    size: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Keys and values in the slots of the tables and NaN elsewhere; the step's own come with the rows."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    kv_heads, group = heads
+    full = [torch.randn(2, chunk.end, kv_heads, size, generator=generator).to(dtype) for chunk in chunks]
+    caches = [torch.full((BLOCKS * block_size, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
+    for chunk, tensors in zip(chunks, full, strict=True):
+        table = chunk.sequence.tables[local]
+        for at in range(max(0, chunk.start - window + 1) if local else 0, chunk.start):
+            for cache, tensor in zip(caches, tensors, strict=True):
+                cache[table[at // block_size] * block_size + at % block_size] = tensor[at]
+    key, value = (
+        torch.cat([tensors[part, chunk.start :] for chunk, tensors in zip(chunks, full, strict=True)]).transpose(0, 1)
+        for part in range(2)
+    )
+    query = torch.randn(1, key.shape[1], kv_heads * group, size, generator=generator).to(dtype).transpose(1, 2)
+    rows = AttentionRows.of(Step(chunks), block_size, window)
+    plan = choose_backend("sdpa").plan(rows, local=local, device=torch.device("cpu"))
+    found = plan.attend(query, key[None], value[None], caches[0], caches[1], 0.3)
+    assert found.shape == (1, query.shape[2], query.shape[1], size)
+    row = 0
+    for chunk, (keys, values) in zip(chunks, full, strict=True):
+        for at in range(chunk.start, chunk.end):
+            low, high = interval(chunk, at, window, local)
+            wide = [part[low:high].double().repeat_interleave(group, 1) for part in (keys, values)]
+            weights = (torch.einsum("hd,khd->hk", query[0, :, row].double(), wide[0]) * 0.3).softmax(-1)
+            expected = torch.einsum("hk,khd->hd", weights, wide[1])
+            close = 1e-5 if dtype == torch.float32 else 3e-2
+            torch.testing.assert_close(found[0, row].double(), expected, rtol=close, atol=close)
+            row += 1
+
+
+def test_keys_and_values_are_written_where_the_tables_say() -> None:
+    chunk = Chunk(Sequence(0, [0] * 6, 6, Layout(), 6, tables=([4, 1], [2, 0])), 3, 6)
+    rows = AttentionRows.of(Step([chunk]), 4, 3)
+    assert rows.slots(local=False) == [19, 4, 5]
+    assert rows.slots(local=True) == [11, 0, 1]
+    caches = [torch.zeros(20, 1, 8) for _ in range(2)]
+    key, value = torch.randn(2, 1, 1, 3, 8)
+    choose_backend("sdpa").plan(rows, local=False, device=torch.device("cpu")).attend(key, key, value, *caches, 1.0)
+    for cache, tensor in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache[[19, 4, 5]], tensor[0].transpose(0, 1))
+        assert int(cache.abs().sum(dim=(1, 2)).count_nonzero()) == 3
+
+
+def test_an_unknown_backend_is_named_with_its_setting() -> None:
+    with pytest.raises(SettingError, match=r"--attention takes sdpa in the engine; got 'spda' \(did you mean 'sdpa'"):
+        choose_backend("spda")

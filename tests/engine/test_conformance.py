@@ -1,0 +1,144 @@
+"""The backbone: whatever joins, leaves, is cut, cached, evicted or preempted, tokens are those of ``generate()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engine.driving import Driver, Reference, requests
+
+from panscan import GenerateRunner
+from panscan.engine.options import EngineOptions
+
+VIEW = 64 * 128 * 4  # bytes of one encoded view of the mini model in float32
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that joins before some step, and leaves after some tokens if it is cancelled."""
+
+    request: int
+    step: int
+    leaves: int | None
+
+
+def arrivals(most: int) -> st.SearchStrategy[list[Arrival]]:
+    return st.lists(
+        st.builds(
+            Arrival,
+            st.integers(0, len(requests()) - 1),
+            st.integers(0, 12),
+            st.none() | st.none() | st.none() | st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=most,
+    )
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "prefill_chunk_size": st.sampled_from([1, 7, 63, 64, 65, 200, 5000]) | st.integers(1, 700),
+        "max_num_seqs": st.integers(1, 32),
+        "block_size": st.sampled_from([1, 3, 16, 32]),
+        "prefix_caching": st.booleans(),
+        "vision_cache_gb": st.sampled_from([VIEW / 1e9 * 1.01, VIEW / 1e9 * 3, 1.0]),
+        "vision_batch_size": st.integers(1, 9),
+        "kv_cache_gb": st.sampled_from([0.0025, 0.004, 0.05]),
+    }
+)
+
+
+def check(runner: GenerateRunner, reference: Reference, options: dict[str, Any], history: list[Arrival]) -> Driver:
+    """Play a history; every job has the reference's tokens, up to where it left."""
+    driver = Driver(runner, EngineOptions(**options))
+    driven = []
+    waiting = sorted(history, key=lambda arrival: arrival.step)
+    step, busy = 0, True
+    while waiting or busy:
+        while waiting and waiting[0].step <= step:
+            arrival = waiting.pop(0)
+            driven.append((arrival, driver.add(requests()[arrival.request])))
+        busy = driver.step()
+        for arrival, each in driven:
+            if arrival.leaves is not None and len(each.tokens) >= arrival.leaves and not each.job.ended:
+                driver.loop.end(each.job, "cancelled")
+        step += 1
+    for arrival, each in driven:
+        due = reference(requests()[arrival.request])
+        [result] = each.results
+        assert result.error is None
+        if result.finish_reason == "cancelled":
+            assert arrival.leaves is not None and len(result.token_ids) >= arrival.leaves
+            assert result.token_ids == due.token_ids[: len(result.token_ids)]
+        else:
+            assert (result.token_ids, result.finish_reason) == (due.token_ids, due.finish_reason)
+            assert (result.text, result.views, result.prompt_tokens) == (due.text, due.views, due.prompt_tokens)
+        assert "".join(event.text for event in each.events) == result.text
+        assert each.tokens == result.token_ids
+    assert driver.used == (0, 0)
+    return driver
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OPTIONS, arrivals(8))
+def test_any_history_has_the_tokens_of_generate(
+    mini: GenerateRunner, reference: Reference, options: dict[str, Any], history: list[Arrival]
+) -> None:
+    check(mini, reference, options, history)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OPTIONS, arrivals(6))
+def test_a_window_smaller_than_an_image_block(
+    narrow: GenerateRunner, narrow_reference: Reference, options: dict[str, Any], history: list[Arrival]
+) -> None:
+    check(narrow, narrow_reference, options, history)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    OPTIONS.map(lambda options: options | {"kv_cache_gb": 0.0013}),
+    st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, 6)), min_size=1, max_size=6),
+)
+def test_a_model_that_reads_text_only(
+    text_runner: GenerateRunner,
+    text_reference: Reference,
+    options: dict[str, Any],
+    history: list[tuple[int, int]],
+) -> None:
+    check(text_runner, text_reference, options, [Arrival(request, step, None) for request, step in history])
+
+
+def test_thirty_two_at_once_with_a_cache_that_holds_two(mini: GenerateRunner, reference: Reference) -> None:
+    """Evictions, hits and views seen before, all of them certain."""
+    options = {"kv_cache_gb": 0.0045, "max_num_seqs": 32, "prefill_chunk_size": 96}
+    history = [Arrival(place % len(requests()), place % 5, None) for place in range(32)]
+    stats = check(mini, reference, options, history).loop.stats()
+    assert stats.cached_tokens > 0 and stats.views_reused > 0
+
+
+def test_preempted_requests_go_on_where_they_were(mini: GenerateRunner, reference: Reference) -> None:
+    """Short prompts that are let in together and do not fit together once they have grown."""
+    options = {"kv_cache_gb": 0.0025, "max_num_seqs": 32, "block_size": 1, "prefix_caching": False}
+    history = [Arrival(request, 0, None) for request in (0, 2, 10, 13, 14) * 3]
+    assert check(mini, reference, options, history).loop.stats().preemptions > 0
+
+
+def test_a_prefix_is_taken_over_and_an_eviction_only_costs_time(mini: GenerateRunner, reference: Reference) -> None:
+    """The same image with another question: all of the prompt up to the question's block comes from the cache."""
+    options = {"kv_cache_gb": 0.05, "block_size": 16}
+    driver = check(mini, reference, options, [Arrival(3, 0, None), Arrival(4, 40, None)])
+    stats = driver.loop.stats()
+    assert stats.cached_tokens > 300 and stats.views_encoded == 5
+
+
+def test_other_crops_of_an_image_share_what_comes_before_them(mini: GenerateRunner, reference: Reference) -> None:
+    """The whole image comes first: its block is shared, the crops' blocks, which are others, are not."""
+    driver = check(
+        mini, reference, {"kv_cache_gb": 0.05, "block_size": 16}, [Arrival(4, 0, None), Arrival(5, 40, None)]
+    )
+    stats = driver.loop.stats()
+    assert 64 < stats.cached_tokens < 2 * 64
+    assert (stats.views_encoded, stats.views_reused) == (5 + 2, 0)

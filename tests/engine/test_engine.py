@@ -1,0 +1,261 @@
+"""The engine as users call it: offline, as a stream, cancelled, and with requests that cannot be answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import noise
+from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, requests
+
+from panscan import GenerateRunner, Request, Result, Sampling
+from panscan.core import ImageError, PanscanError, SettingError, TokenEvent, UnsupportedError
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+
+SMALL: dict[str, Any] = {"kv_cache_gb": 0.02}
+
+
+@pytest.fixture
+def engine(mini: GenerateRunner) -> Iterator[Engine]:
+    with Engine(mini.loaded, EngineOptions(**SMALL)) as opened:
+        yield opened
+        stats = opened.stats()
+        assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, (0, 0))
+
+
+def tokens(results: list[Result]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_results_come_in_order_and_are_those_of_generate(engine: Engine, reference: Reference) -> None:
+    results = engine.generate(requests())
+    due = [reference(request) for request in requests()]
+    assert tokens(results) == tokens(due)
+    for result, expected in zip(results, due, strict=True):
+        for name in ("id", "text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens"):
+            assert getattr(result, name) == getattr(expected, name)
+        stages = result.stamps.stages()
+        assert all(value is None or value >= 0 for value in stages.values())
+        assert sum(value for value in stages.values() if value is not None) == pytest.approx(result.stamps.e2e)
+        assert len(result.stamps.tokens) == result.output_tokens
+
+
+def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"\x89PNG\r\n\x1a\nno")
+    fine = requests()[3]
+    bad = {
+        "no such file": (Request("What?", [tmp_path / "none.png"]), ImageError, "none.png"),
+        "damaged": (Request("What?", [broken]), ImageError, "broken.png"),
+        "placeholders": (Request(f"{BOI} {BOI}", fine.images, raw=True), SettingError, "2 place"),
+        "too long": (Request("word " * 9000, sampling=SHORT), SettingError, "--kv-cache-gb"),
+        "too many images": (Request("What?", [*fine.images] * 90, sampling=SHORT), SettingError, "90 views"),
+        "too long an answer": (Request("Hi", sampling=Sampling(max_new_tokens=30_000)), SettingError, "max-new-tokens"),
+        "context": (Request("word " * 33_000), SettingError, "context ends at 32768"),
+    }
+    asked = [fine, *(replace(request, id=name) for name, (request, _, _) in bad.items()), requests()[1]]
+    results = engine.generate(asked)
+    assert tokens(results)[0] == reference(fine).token_ids
+    assert tokens(results)[-1] == reference(requests()[1]).token_ids
+    for result in results[1:-1]:
+        _, kind, words = bad[result.id]
+        assert isinstance(result.error, kind) and words in str(result.error), result.id
+        assert "\n" not in str(result.error)
+        assert (result.finish_reason, result.token_ids, result.text) == ("error", [], "")
+    assert tokens(engine.generate([fine])) == [reference(fine).token_ids]
+
+
+def test_a_vision_cache_too_small_for_a_view(mini: GenerateRunner, reference: Reference) -> None:
+    with Engine(mini.loaded, EngineOptions(**SMALL, vision_cache_gb=1e-6)) as engine:
+        seen, read = engine.generate([requests()[3], requests()[1]])
+        assert isinstance(seen.error, SettingError) and "--vision-cache-gb" in str(seen.error)
+        assert read.token_ids == reference(requests()[1]).token_ids
+        assert engine.stats().kv_blocks_used == (0, 0)
+
+
+def test_a_pass_that_fails_ends_only_those_that_came_with_it(mini: GenerateRunner, reference: Reference) -> None:
+    """A model that raises at one token: who decodes keeps tokens and cache, and so does whoever comes later."""
+    driver = Driver(mini, EngineOptions(**SMALL))
+    poison = mini.loaded.reader.tokenizer.encode("%", add_special_tokens=False)[-1]
+
+    def check(_module: Any, inputs: tuple[torch.Tensor]) -> None:
+        if (inputs[0] == poison).any():
+            raise ValueError("poison")
+
+    hook = mini.loaded.model.get_input_embeddings().register_forward_pre_hook(check)
+    try:
+        first = driver.add(requests()[3])
+        driver.run(lambda: len(first.tokens) == 3)
+        bad = driver.add(replace(requests()[4], prompt="100%?"))
+        driver.step()
+        later = driver.add(requests()[4])
+        driver.run()
+    finally:
+        hook.remove()
+    assert first.results[0].token_ids == reference(requests()[3]).token_ids
+    assert later.results[0].token_ids == reference(requests()[4]).token_ids
+    [failed] = bad.results
+    assert failed.finish_reason == "error" and "ValueError: poison" in str(failed.error)
+    assert driver.used == (0, 0)
+
+
+def test_requests_are_drawn_as_others_finish(engine: Engine) -> None:
+    drawn, finished = 0, 0
+
+    def source() -> Iterator[Request]:
+        nonlocal drawn
+        for place in range(12):
+            drawn += 1
+            assert drawn - finished <= 3
+            yield requests()[place % 3]
+
+    for _ in engine.stream_results(source(), max_concurrency=3):
+        finished += 1
+    assert finished == 12
+
+
+def test_leaving_early_cancels_what_is_in_flight(engine: Engine, reference: Reference) -> None:
+    long = replace(requests()[3], sampling=Sampling(max_new_tokens=400, ignore_eos=True))
+    results = engine.stream_results([requests()[0], long, long])
+    index, result = next(results)
+    assert (index, result.token_ids) == (0, reference(requests()[0]).token_ids)
+    results.close()  # type: ignore[attr-defined]  # a generator
+    assert tokens(engine.generate([requests()[3]])) == [reference(requests()[3]).token_ids]
+
+
+def test_streams(engine: Engine, reference: Reference) -> None:
+    async def read(request: Request) -> tuple[list[TokenEvent], Result]:
+        stream = engine.submit(request)
+        return [event async for event in stream], await stream.result()
+
+    async def both() -> list[tuple[list[TokenEvent], Result]]:
+        return await asyncio.gather(*map(read, requests()[3:9]))
+
+    for request, (events, result) in zip(requests()[3:9], asyncio.run(both()), strict=True):
+        due = reference(request)
+        assert [event.token_id for event in events] == result.token_ids == due.token_ids
+        assert "".join(event.text for event in events) == result.text == due.text
+        assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events[-1].finish_reason == result.finish_reason == due.finish_reason
+        assert [event.at for event in events] == result.stamps.tokens
+
+
+def test_a_stream_is_cancelled_by_its_id_and_by_leaving_it(engine: Engine) -> None:
+    endless = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True), id="")
+
+    async def cancelled() -> tuple[Result, Result, Result]:
+        named, left, unnamed = (engine.submit(replace(endless, id=name)) for name in ("a", "b", ""))
+        with pytest.raises(SettingError, match="in flight"):
+            engine.submit(replace(endless, id="a"))
+        seen = 0
+        async for event in named:
+            seen += 1
+            if seen == 4:
+                engine.cancel("a")
+            last = event
+        assert last.finish_reason == "cancelled" and last.token_id is None
+        events = aiter(left)
+        await anext(events)
+        await events.aclose()  # type: ignore[attr-defined]  # a generator
+        engine.cancel(unnamed.id)
+        engine.cancel("nobody")
+        return await named.result(), await left.result(), await unnamed.result()
+
+    for result in asyncio.run(cancelled()):
+        assert result.finish_reason == "cancelled" and result.error is None
+        assert result.output_tokens < 500
+
+
+def test_a_closed_engine(mini: GenerateRunner) -> None:
+    engine = Engine(mini.loaded, EngineOptions(**SMALL))
+    endless = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True))
+    results = engine.stream_results([endless, requests()[0]])
+    index, _ = next(results)
+    assert index == 1
+    engine.close()
+    engine.close()
+    assert [result.finish_reason for _, result in results] == ["cancelled"]
+    with pytest.raises(PanscanError, match="closed"):
+        engine.generate([requests()[0]])
+
+
+def test_contents_count_and_not_names(engine: Engine, reference: Reference, tmp_path: Path) -> None:
+    """Another picture under the same path is another picture; the same one under another path is the same."""
+    path, other = tmp_path / "page.png", tmp_path / "copy.png"
+    page = requests()[3].images[0]
+    page.save(path)
+    page.save(other)
+    asked = replace(requests()[3], images=[path])
+    [first] = engine.generate([asked])
+    assert first.token_ids == reference(requests()[3]).token_ids
+    encoded = engine.stats().views_encoded
+    [copy] = engine.generate([replace(asked, images=[other])])
+    assert copy.token_ids == first.token_ids and copy.cached_tokens > 0
+    assert engine.stats().views_encoded == encoded
+    noise(*page.size, seed=99).save(path)
+    [changed] = engine.generate([asked])
+    assert changed.token_ids == reference(replace(asked, id="changed")).token_ids != first.token_ids
+    assert changed.cached_tokens < 64
+
+
+def test_ends_and_log_probabilities(engine: Engine, reference: Reference) -> None:
+    request = requests()[4]
+    due = reference(request)
+    piece = due.text[len(due.text) // 2 :][:3]
+    stop = replace(request, sampling=replace(SHORT, stop=(piece,)))
+    at = replace(request, sampling=replace(SHORT, stop_token_ids=(due.token_ids[5],)))
+    likely = replace(request, sampling=replace(SHORT, logprobs=3))
+    stopped, ended, plain, shown = engine.generate([stop, at, request, likely])
+    assert stopped.finish_reason == "stop" and stopped.text == due.text[: due.text.index(piece)]
+    assert stopped.token_ids == due.token_ids[: stopped.output_tokens]
+    first = due.token_ids.index(due.token_ids[5])
+    assert ended.finish_reason == "stop" and ended.token_ids == due.token_ids[: first + 1]
+    assert plain.token_ids == shown.token_ids == due.token_ids and plain.logprobs is None
+    assert shown.logprobs is not None and len(shown.logprobs) == TOKENS
+    for token, each in zip(shown.token_ids, shown.logprobs, strict=True):
+        assert len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1]
+        assert dict(each.top).get(token, each.logprob) == each.logprob <= 0
+
+
+def test_a_seed_gives_the_same_tokens_whatever_goes_on_around_it(mini: GenerateRunner) -> None:
+    sampling = Sampling(max_new_tokens=TOKENS, temperature=1.5, top_p=0.95, seed=7)
+    asked = [replace(request, sampling=sampling) for request in requests()]
+    with Engine(mini.loaded, EngineOptions(**SMALL, max_num_seqs=1)) as engine:
+        alone = tokens(engine.generate(asked))
+    crowded: dict[str, Any] = {"kv_cache_gb": 0.003, "prefill_chunk_size": 50, "block_size": 1}
+    with Engine(mini.loaded, EngineOptions(**crowded)) as engine:
+        assert tokens(engine.generate(asked)) == alone
+    with Engine(mini.loaded, EngineOptions(**SMALL)) as engine:
+        other = engine.generate([replace(each, sampling=replace(sampling, seed=8)) for each in asked])
+        unseeded = [replace(asked[1], sampling=replace(sampling, seed=None))] * 2
+        first, second = tokens(engine.generate(unseeded))
+    assert tokens(other) != alone and first != second
+
+
+def test_opening_by_name(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("pan_and_scan_max_num_crops: 2\nmax_new_tokens: 3\nkv_cache_gb: 0.01\n")
+    page = noise(700, 100)
+    with Engine.from_pretrained("mini", preset=str(preset), dtype="fp32", device="cpu", min_crop_size=50) as engine:
+        assert engine.settings.runner == "engine"
+        [result] = engine.generate([engine.request("What?", [page])])
+        assert (result.views, result.output_tokens) == (3, 3)
+        [more] = engine.generate([engine.request("What?", [page], pan_and_scan=crops(4))])
+        assert more.views == 5
+    preset.write_text("max_new_tokens: [3, 4]\n")
+    with pytest.raises(SettingError, match="one max_new_tokens"):
+        Engine.from_pretrained(preset=str(preset))
+    with pytest.raises(SettingError, match="max_num_seqs"):
+        Engine.from_pretrained(max_num_seq=3)
+    with pytest.raises(UnsupportedError, match="--cache must stay at dynamic"):
+        Engine.from_pretrained(cache="static")
+    with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
+        Engine.from_pretrained(kv_cache_gb=1e9)
+    with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
+        Engine.from_pretrained(kv_cache_gb=1e-6)

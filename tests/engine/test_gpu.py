@@ -1,0 +1,83 @@
+"""The engine on a GPU: ``generate()``'s tokens in float32, an exact verdict in bf16, repeatable, no memory left."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.bench.test_verify import STEPS
+from tests.bench.test_verify import Bench as VerdictBench
+from tests.engine.driving import Reference, requests
+from tests.engine.test_conformance import OPTIONS, Arrival, arrivals, check
+
+from panscan import GenerateRunner
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+from panscan.runners.engine import EngineRunner
+from panscan.settings import settings_from
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> GenerateRunner:
+    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def gpu_reference(on_gpu: GenerateRunner) -> Reference:
+    return Reference(on_gpu)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OPTIONS, arrivals(8))
+def test_any_history_has_the_tokens_of_generate(
+    on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival]
+) -> None:
+    check(on_gpu, gpu_reference, options, history)
+
+
+def test_every_request_on_the_gpu_as_on_the_cpu(on_gpu: GenerateRunner, reference: Reference) -> None:
+    with Engine(on_gpu.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
+        results = engine.generate(requests())
+    assert [result.token_ids for result in results] == [reference(request).token_ids for request in requests()]
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk_size": 100}, {"preprocess": "device"}], ids=str)
+def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
+    given = {"runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
+    chosen = settings_from(given)
+    runner = EngineRunner.from_settings(chosen)
+    verdict = VerdictBench(tmp_path).verifier().verdict(runner, chosen)
+    assert (verdict["verdict"], verdict["reason"]) == ("exact", None)
+    runner.close()
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([64, 5000]))
+def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int) -> None:
+    """One after the other: what is computed together does not depend on when threads are done."""
+    options = EngineOptions(kv_cache_gb=0.05, prefill_chunk_size=chunk, max_num_seqs=1, prefix_caching=False)
+    seen = []
+    for _ in range(2):
+        with Engine(on_gpu.loaded, options) as engine:
+            results = engine.generate(requests())
+            seen.append([result.token_ids for result in results])
+    assert seen[0] == seen[1]
+
+
+def test_memory_comes_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    runner = EngineRunner.from_settings(settings_from({"runner": "engine", "device": "cuda", "max_new_tokens": 4}))
+    runner.run(requests()[:3])
+    assert torch.cuda.memory_allocated() > before + 10**9  # most of what is free
+    runner.close()
+    del runner
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before

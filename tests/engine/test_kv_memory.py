@@ -1,0 +1,113 @@
+"""How blocks are counted: what is promised of every split, and what a machine's memory allows."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.pages import decoder_of
+
+from panscan.core import UnsupportedError
+from panscan.engine.kv_memory import KVCache, KVShape, choose_blocks, free_bytes, split_blocks
+from panscan.engine.options import EngineOptions
+
+NAME = "a head of its own"  # 4 layers, one of them global; 2 kv heads of size 16 in float32
+
+
+@given(
+    global_bytes=st.integers(0, 1000), local_bytes=st.integers(0, 1000), room=st.integers(0, 10**8),
+    block_size=st.integers(1, 32), seqs=st.integers(1, 50), window=st.integers(1, 1000), chunk=st.integers(1, 1000),
+    longest=st.integers(1, 3000),
+)  # fmt: skip
+def test_a_split_fits_and_leaves_no_room_that_could_be_used(
+    global_bytes: int, local_bytes: int, room: int, block_size: int, seqs: int, window: int, chunk: int, longest: int
+) -> None:
+    shape = KVShape(global_bytes, local_bytes + (global_bytes == 0))
+
+    def cost(blocks: int, local: int) -> int:
+        return block_size * (blocks * shape.global_bytes + local * shape.local_bytes)
+
+    sizes = {"block_size": block_size, "max_num_seqs": seqs, "window": window, "chunk": chunk, "max_tokens": longest}
+    if cost(1, 1) > room:
+        with pytest.raises(UnsupportedError, match=r"--kv-cache-gb: .* hold no block"):
+            split_blocks(shape, bytes=room, **sizes)
+        return
+    blocks, local = split_blocks(shape, bytes=room, **sizes)
+    assert 1 <= local <= blocks
+    assert cost(blocks, local) <= room
+    full = blocks == seqs * -(-longest // block_size)
+    enough = local * block_size >= seqs * (window + 2 * block_size) + chunk
+    assert local == blocks or enough
+    assert full or cost(blocks + 1, local if enough else local + 1) > room
+    assert (local - 1) * block_size < seqs * (window + 2 * block_size) + chunk
+    if enough:  # windows of all sequences, as they lie worst in blocks, and the chunks of a pass
+        assert local >= seqs * (-(-(window - 1) // block_size) + 1) + chunk // block_size
+
+
+def test_memory_is_that_of_the_tensors() -> None:
+    decoder = decoder_of(NAME)
+    cache = KVCache(decoder, (5, 3), 16)
+    shape = KVShape.of(decoder.layers)
+    assert shape == KVShape(2 * 2 * 16 * 4, 3 * 2 * 2 * 16 * 4)
+    assert sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) == 16 * (
+        5 * shape.global_bytes + 3 * shape.local_bytes
+    )
+    assert [len(tensor) // 16 for tensor in cache.k] == [3, 3, 5, 3] == [len(tensor) // 16 for tensor in cache.v]
+    assert not any(tensor.any() for tensor in (*cache.k, *cache.v))
+
+
+def test_asked_for_gigabytes_are_kept_to() -> None:
+    decoder = decoder_of(NAME)
+    shape = KVShape.of(decoder.layers)
+    blocks, local = choose_blocks(decoder, EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64))
+    used = 16 * (blocks * shape.global_bytes + local * shape.local_bytes)
+    assert 10_000_000 - 16 * shape.global_bytes < used <= 10_000_000
+    assert local * 16 < 2 * (30 + 32) + 64 + 4 + 16  # a chunk and an image block that did not fit in
+
+
+def test_layers_of_two_devices_take_no_more_than_those_of_one() -> None:
+    decoder, options = decoder_of(NAME), EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64)
+    spread = copy(decoder)
+    spread.layers = tuple(
+        replace(facts, device=torch.device("meta" if facts.local else "cpu")) for facts in decoder.layers
+    )
+    shape = KVShape.of(decoder.layers)
+    blocks, local = choose_blocks(spread, options)
+    # The device of the global layer alone has room for a quarter of all bytes.
+    assert blocks == 2_500_000 // (16 * shape.global_bytes)
+    assert local == choose_blocks(decoder, options)[1]
+    assert [tensor.device.type for tensor in KVCache(spread, (blocks, local), 16).k] == ["meta", "meta", "cpu", "meta"]
+
+
+def test_without_a_size_a_cpu_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(NAME)
+    shape = KVShape.of(decoder.layers)
+
+    def taken(available: int, **options: Any) -> int:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+        blocks, local = choose_blocks(decoder, EngineOptions(**options))
+        assert blocks <= options.get("max_num_seqs", 64) * decoder.max_positions // 16
+        return 16 * (blocks * shape.global_bytes + local * shape.local_bytes)
+
+    assert 0.44e9 < taken(2 * 10**9, vision_cache_gb=1.35) <= 0.45e9  # 90%, less the views
+    assert taken(10**12, max_num_seqs=10_000) <= 4e9
+    assert taken(10**12, max_num_seqs=1) < 2 * decoder.max_positions * shape.global_bytes
+
+
+def test_more_than_there_is_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 10**9))
+    assert free_bytes(torch.device("cpu")) == 1_800_000_000
+    with pytest.raises(UnsupportedError, match=r"--kv-cache-gb 3: cpu has room for 1\.8 GB"):
+        choose_blocks(decoder_of(NAME), EngineOptions(kv_cache_gb=3))
+    with pytest.raises(UnsupportedError, match="--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes"):
+        choose_blocks(decoder_of(NAME), EngineOptions(kv_cache_gb=1e-6))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    with pytest.raises(UnsupportedError, match="hold no block"):
+        choose_blocks(decoder_of(NAME), EngineOptions(vision_cache_gb=1.0))

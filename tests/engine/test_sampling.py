@@ -1,0 +1,316 @@
+"""Choosing tokens: the scores of Transformers' ``generate()``, the exact distribution, and no luck but the seed's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2_contingency, chisquare
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from panscan import GenerateRunner, Sampling
+from panscan.engine.sampling import Chosen, Row, Sampler, draw, filter_scores
+
+VOCABULARY = 24
+SUPPRESSED = [0, 5, VOCABULARY + 3]
+
+
+def by_transformers(logits: torch.Tensor, row: Row) -> torch.Tensor:
+    """One row's scores, by Transformers' own classes."""
+    chain, how = LogitsProcessorList(), row.sampling
+    if how.repetition_penalty is not None:
+        chain.append(RepetitionPenaltyLogitsProcessor(float(how.repetition_penalty)))
+    chain.append(SuppressTokensLogitsProcessor(SUPPRESSED))
+    if not how.greedy:
+        chain.append(TemperatureLogitsWarper(float(how.temperature)))
+        if how.top_k is not None:
+            chain.append(TopKLogitsWarper(how.top_k))
+        if how.top_p is not None and how.top_p < 1:
+            chain.append(TopPLogitsWarper(how.top_p))
+        if how.min_p is not None:
+            chain.append(MinPLogitsWarper(how.min_p))
+    scores: torch.Tensor = chain(torch.tensor([row.seen]), logits[None])[0]
+    return scores
+
+
+def scores_of(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """The scores of the sampler, greedy rows and others."""
+    scores = Sampler(SUPPRESSED, "cpu").scores(logits, rows)
+    sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
+    if sampled:
+        scores = scores.index_copy(
+            0, torch.tensor(sampled), filter_scores(scores[sampled], [rows[index].sampling for index in sampled])
+        )
+    return scores
+
+
+def levels(seed: int, step: float) -> list[float]:
+    """Logits of one row, in steps: coarse ones have ties, as bfloat16 has."""
+    drawn = np.random.default_rng(seed).normal(0, 3, VOCABULARY)
+    return (np.round(drawn / step) * step).astype(np.float32).tolist()
+
+
+logits_of_a_row = st.builds(levels, st.integers(0, 2**32), st.sampled_from([1e-5, 0.5, 2.0]))
+penalty = st.none() | st.sampled_from([0.7, 1.0, 1.3])
+share = st.floats(0.01, 1) | st.sampled_from([0.25, 0.5, 0.75, 1.0])
+greedy = st.builds(Sampling, repetition_penalty=penalty, logprobs=st.none() | st.integers(0, 4))
+sampled = st.builds(
+    Sampling,
+    temperature=st.floats(0.1, 3) | st.just(1.0),
+    top_k=st.none() | st.integers(1, VOCABULARY + 2),
+    top_p=st.none() | share,
+    min_p=st.none() | share | st.just(0.0),
+    repetition_penalty=penalty,
+    logprobs=st.none() | st.integers(0, 4),
+)
+row = st.builds(
+    Row,
+    greedy | sampled,
+    st.integers(-(2**70), 2**70),
+    st.integers(0, 5000),
+    st.lists(st.integers(0, VOCABULARY + 2), min_size=1, max_size=9),
+)
+batches = st.lists(st.tuples(logits_of_a_row, row), min_size=1, max_size=6)
+
+
+def split(batch: Sequence[tuple[list[float], Row]]) -> tuple[torch.Tensor, list[Row]]:
+    return torch.tensor([values for values, _ in batch]), [each for _, each in batch]
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches)
+def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float], Row]]) -> None:
+    logits, rows = split(batch)
+    before = logits.clone()
+    scores = scores_of(logits, rows)
+    for index, each in enumerate(rows):
+        found, expected = scores[index], by_transformers(logits[index], each)
+        if each.sampling.top_p is not None:  # which of several equal ones it leaves is up to the machine's sort
+            found, expected = found.sort().values, expected.sort().values
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    chosen = Sampler(SUPPRESSED, "cpu").choose(logits, rows)
+    for index, (token, each) in enumerate(zip((item.token for item in chosen), rows, strict=True)):
+        assert scores[index, token] > float("-inf")
+        if each.sampling.greedy:
+            assert token == by_transformers(logits[index], each).argmax()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("values", "top_p", "kept"),
+    [
+        ([0.0, 2.0, 2.0, 2.0, 2.0], 0.4, [1, 2]),  # of equal ones the first
+        ([0.0, 0.0], 0.5, [0]),  # what is left out may be 1 - p
+        ([1.0, 1.0, 0.0], 1e-9, [0]),  # one stays always
+        ([0.0, -200.0], 1.0, [0, 1]),  # 1 leaves out nothing
+    ],
+)
+def test_top_p_at_its_edges(values: list[float], top_p: float, kept: list[int]) -> None:
+    scores = filter_scores(torch.tensor([values]), [Sampling(temperature=1.0, top_p=top_p)])
+    assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == kept
+
+
+CASES = [
+    Sampling(6, repetition_penalty=1.8),
+    Sampling(6, temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.3),
+    Sampling(6, temperature=1.7, top_k=3),
+    Sampling(6, temperature=1.0, top_p=0.3),
+    Sampling(6, temperature=1.0, min_p=0.4),
+]
+
+
+@pytest.mark.parametrize("how", CASES, ids=str)
+def test_scores_are_those_of_generate(mini: GenerateRunner, how: Sampling) -> None:
+    """The order of the steps, too: whole answers of ``generate()`` with its scores before and after."""
+    loaded = mini.loaded
+    prompt = loaded.reader.prompts.write(mini.request("What is the total?"), []).ids
+    suppressed = loaded.model.generation_config.suppress_tokens
+    torch.manual_seed(0)
+    output = loaded.model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=6,
+        do_sample=not how.greedy, temperature=how.temperature or None, top_k=how.top_k or 0, top_p=how.top_p or 1.0,
+        min_p=how.min_p, repetition_penalty=how.repetition_penalty or 1.0,
+        output_scores=True, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    ids = output.sequences[0].tolist()
+    assert suppressed
+    for step, (logits, expected) in enumerate(zip(output.logits, output.scores, strict=True)):
+        each = Row(how, 0, step, ids[: len(prompt) + step])
+        scores = Sampler(suppressed, "cpu").scores(logits.float(), [each])
+        scores = scores if how.greedy else filter_scores(scores, [how])
+        torch.testing.assert_close(scores, expected, rtol=0, atol=0)
+        if how.greedy:
+            assert Sampler(suppressed, "cpu").choose(logits.float(), [each])[0].token == ids[len(prompt) + step]
+
+
+def test_of_equal_scores_greedy_takes_the_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [9.0, 9.0, 1.0, 9.0]])
+    sampler = Sampler([1], "cpu")
+    assert [found.token for found in sampler.choose(logits, [Row(Sampling(), 0, 0)] * 2)] == [2, 0]
+    assert sampler.choose(torch.empty(0, 4), []) == []
+
+
+def tokens(logits: torch.Tensor, how: Sampling, places: Sequence[tuple[int, int]], suppressed: Any = ()) -> list[int]:
+    """One token per (seed, position), all from the same logits ``[vocabulary]``."""
+    rows = [Row(how, seed, position, [1, 2]) for seed, position in places]
+    return [found.token for found in Sampler(suppressed, "cpu").choose(logits.expand(len(rows), -1), rows)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5),
+        Sampling(temperature=2.0, top_k=4),
+        Sampling(temperature=1.0, top_p=0.7),
+        Sampling(temperature=1.5, min_p=0.2, repetition_penalty=1.4),
+        Sampling(temperature=1.3, top_k=8, top_p=0.9, min_p=0.1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("walk", ["seeds", "positions", "both"])
+def test_tokens_follow_the_distribution(how: Sampling, walk: str) -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
+    count = 6_000
+    places = {
+        "seeds": [(seed, 7) for seed in range(count)],
+        "positions": [(7, position) for position in range(count)],
+        "both": [(-seed, position) for seed in range(120) for position in range(count // 120)],
+    }[walk]
+    row = Row(how, 0, 0, [1, 2])
+    scores = filter_scores(Sampler([11], "cpu").scores(logits[None], [row]), [how])
+    expected = scores.double().softmax(-1)[0].numpy()
+    counts = np.bincount(tokens(logits, how, places, [11]), minlength=12)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert kept.sum() > 1
+    assert chisquare(counts[kept], expected[kept] * count).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("other", [(0, 1), (1, 0), (1, -1), (1 << 32, 0), (0, 64), (-1, 0)], ids=str)
+def test_draws_of_neighbours_have_nothing_to_do_with_each_other(other: tuple[int, int]) -> None:
+    table = np.zeros((8, 8))
+    for seed in range(100, 180):
+        for position in range(100, 180):
+            table[draw(seed, position) >> 28, draw(seed + other[0], position + other[1]) >> 28] += 1
+    assert chi2_contingency(table).pvalue > 1e-3
+    assert chisquare(table.sum(0)).pvalue > 1e-3
+
+
+def test_draws_are_the_same_in_every_version() -> None:
+    """A seed is kept in records: what it gave must come again."""
+    assert [draw(seed, at) for seed in (0, 1, -1) for at in (0, 1)] == [
+        1401122455, 1505841538, 790680964, 2026288756, 786498899, 1590866757
+    ]  # fmt: skip
+    assert all(0 <= draw(seed, 3) < 2**31 for seed in range(1000))
+
+
+def test_a_draw_on_the_edge_of_two_ids_is_the_second() -> None:
+    """Of 2^16 equally likely ids each has 2^15 draws."""
+    edges = [(seed, 0) for seed in range(1 << 17) if draw(seed, 0) % (1 << 15) == 0]
+    places = [*edges, *((seed, 1) for seed in range(8))]
+    assert edges
+    found = tokens(torch.zeros(1 << 16), Sampling(temperature=1.0), places)
+    assert found == [draw(*place) >> 15 for place in places]
+
+
+def test_a_larger_draw_gives_no_lower_id() -> None:
+    """The distribution is walked in order of ids, however likely they are."""
+    logits = torch.tensor([0.1, 2.0, -1.0, 3.0, 0.5, 1.0])
+    places = [(seed, 3) for seed in range(400)]
+    found = sorted(
+        zip((draw(*place) for place in places), tokens(logits, Sampling(temperature=1.5), places), strict=True)
+    )
+    ids = [token for _, token in found]
+    assert ids == sorted(ids)
+    assert set(ids) == set(range(6))
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, st.data())
+def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Row]], data: st.DataObject) -> None:
+    sampler = Sampler(SUPPRESSED, "cpu")
+    logits, rows = split(batch)
+    alone = [sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
+    order = data.draw(st.permutations(range(len(rows))))
+    together = sampler.choose(logits[list(order)], [rows[index] for index in order])
+    assert together == [alone[index] for index in order]
+
+
+def test_many_rows_are_filtered_in_parts() -> None:
+    how = Sampling(temperature=1.0, top_p=0.9, logprobs=2)
+    logits = torch.randn(101, 50, generator=torch.Generator().manual_seed(0))
+    rows = [Row(how if index % 5 else Sampling(), index, index) for index in range(101)]
+    sampler = Sampler([], "cpu")
+    assert sampler.choose(logits, rows) == [
+        sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(logits_of_a_row, row, st.integers(0, 20))
+def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: Row, count: int) -> None:
+    each = replace(each, sampling=replace(each.sampling, logprobs=count))
+    logits = torch.tensor([values])
+    [found] = Sampler(SUPPRESSED, "cpu").choose(logits, [each])
+    expected = logits.log_softmax(-1)[0].tolist()
+    assert found.logprobs is not None
+    assert found.logprobs.logprob == expected[found.token]
+    ranked = sorted(range(VOCABULARY), key=lambda token: (-expected[token], token))
+    assert found.logprobs.top == tuple((token, expected[token]) for token in ranked[:count])
+
+
+def test_logprobs_come_only_where_asked_for() -> None:
+    rows = [Row(Sampling(), 0, 0), Row(Sampling(logprobs=0), 0, 0), Row(Sampling(logprobs=20), 0, 0)]
+    plain, own, all_three = Sampler([], "cpu").choose(torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
+    assert plain == Chosen(2, None)
+    assert own.logprobs is not None
+    assert own.logprobs.top == ()
+    assert all_three.logprobs is not None
+    assert [token for token, _ in all_three.logprobs.top] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-300, 1e-6])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.tensor([300.0, -4e4, 300.5, 299.0])
+    assert set(tokens(logits, Sampling(temperature=temperature), [(seed, 0) for seed in range(50)])) == {2}
+
+
+def test_logits_that_are_no_numbers_give_an_id_of_the_vocabulary() -> None:
+    logits = torch.full((7,), float("nan"))
+    assert set(tokens(logits, Sampling(temperature=1.0, top_p=0.9), [(seed, 0) for seed in range(20)])) <= set(range(7))
+
+
+def test_a_penalty_needs_what_was_seen() -> None:
+    with pytest.raises(ValueError, match="ids seen so far"):
+        Sampler([], "cpu").choose(torch.zeros(1, 4), [Row(Sampling(repetition_penalty=1.2), 0, 0)])
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_the_same_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(150, 262_208, generator=generator) * 4
+    kinds = [*CASES, Sampling(logprobs=5), Sampling(temperature=1.0, logprobs=20)]
+    rows = [Row(kinds[index % len(kinds)], index, index, list(range(0, 9000, 7))) for index in range(150)]
+    expected = Sampler([0, 262_144], "cpu").choose(logits, rows)
+    found = Sampler([0, 262_144], "cuda").choose(logits.cuda(), rows)
+    assert [each.token for each in found] == [each.token for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.logprobs is None) == (other.logprobs is None)
+        if one.logprobs is not None and other.logprobs is not None:
+            assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
+            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)

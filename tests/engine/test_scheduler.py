@@ -1,0 +1,254 @@
+"""The scheduler and its blocks after any history of requests, with tiny pools, against a record of what every slot of
+every block holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.engine.drawn import IMAGES, PIECES, content, seen_until, sequence
+
+from panscan.engine.kv_blocks import KVBlocks
+from panscan.engine.scheduler import Scheduler
+from panscan.engine.sequence import Chunk, Sequence, Step
+
+LONGEST = max(IMAGES.values())
+
+
+class History(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.integers(1, 4),
+        window=st.none() | st.integers(1, 10),
+        all_local=st.booleans(),
+        chunk=st.integers(1, 20),
+        seats=st.integers(2, 6),
+        views=st.none() | st.integers(1, 2),
+        tokens=st.integers(20, 45),
+        spare=st.just((6, 30)) | st.just((30, 6)) | st.tuples(st.integers(0, 20), st.integers(0, 20)),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def build(
+        self,
+        block_size: int,
+        window: int | None,
+        all_local: bool,
+        chunk: int,
+        seats: int,
+        views: int | None,
+        tokens: int,
+        spare: tuple[int, int],
+        caching: bool,
+    ) -> None:
+        """Pools that hold a sequence of ``tokens`` and a few blocks more."""
+        self.size, self.window, self.chunk, self.seats, self.views = block_size, window, chunk, seats, views
+        self.groups = [0] * (window is None or not all_local) + [1] * (window is not None)
+
+        def blocks(counts: tuple[int, int]) -> KVBlocks:
+            return KVBlocks(
+                block_size=block_size,
+                global_blocks=counts[0] if 0 in self.groups else 0,
+                local_blocks=counts[1],
+                window=window,
+                prefix_caching=caching,
+            )
+
+        needed = blocks((1, 1)).needed(tokens, max(chunk, LONGEST))
+        self.blocks = blocks((needed[0] + spare[0], needed[1] + spare[1]))
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=seats, prefill_chunk_size=chunk, max_views=views)
+        self.ids: dict[Sequence, list[int]] = {}  # of all that are not finished: what their tokens must be
+        self.cached: dict[Sequence, int] = {}
+        self.slots: dict[tuple[int, int, int], object] = {}  # group, block, offset: what was written there last
+        self.preemptions = self.added = 0
+
+    @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
+    def add(self, several: list) -> None:
+        for pieces, outputs, reuse in several:
+            new = sequence(self.added, pieces, outputs, reuse=reuse)
+            if not self.blocks.fits(new.limit, max(self.chunk, new.layout.longest)):
+                with pytest.raises(RuntimeError, match="does not fit"):
+                    self.scheduler.add(new)
+                continue
+            self.added += 1
+            self.scheduler.add(new)
+            self.ids[new] = list(new.ids)
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.remove(data.draw(st.sampled_from(list(self.ids))))
+
+    @rule()
+    def reset(self) -> None:
+        self.blocks.reset()
+
+    @rule(steps=st.integers(1, 8), seed=st.integers(0, 3))
+    def run(self, steps: int, seed: int) -> None:
+        for _ in range(steps):
+            self.step(seed)
+            self.holds()
+
+    @rule()
+    def run_while_one_is_cancelled(self) -> None:
+        self.step(seed=0, cancel=True)
+
+    def step(self, seed: int, cancel: bool = False) -> None:
+        random = Random(seed)
+        before = self.scheduler.running
+        step = self.scheduler.schedule()
+        if step is None:
+            assert not self.ids
+            return
+        self.check_rules(step, before)
+        self.check_chunks(step)
+        self.write_and_read(step)
+        if cancel:  # while the pass runs
+            self.remove(random.choice(step.chunks).sequence)
+        tokens = {chunk.sequence: random.choice((1, 2)) for chunk in step.chunks if chunk.samples}
+        self.scheduler.advance(step, tokens)
+        for chunk in step.chunks:
+            self.advanced(chunk, tokens.get(chunk.sequence))
+
+    def teardown(self) -> None:
+        """All that is left ends: in every step its oldest sequence computes a token at least."""
+        for _ in range(sum(each.limit for each in getattr(self, "ids", ()))):
+            self.step(seed=0)
+            self.holds()
+        if hasattr(self, "ids"):
+            assert not self.ids and self.scheduler.schedule() is None
+            assert [used for used, _ in self.blocks.usage()] == [0, 0]
+
+    def remove(self, one: Sequence) -> None:
+        self.scheduler.remove(one)
+        del self.ids[one]
+        assert one.tables == ([], [])
+
+    def advanced(self, chunk: Chunk, token: int | None) -> None:
+        one = chunk.sequence
+        if one not in self.ids:
+            return
+        self.ids[one] += [] if token is None else [token]
+        assert one.computed == chunk.end
+        if len(one.ids) == one.limit:
+            self.remove(one)
+
+    def check_rules(self, step: Step, before: tuple[Sequence, ...]) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        admitted = [each for each in running if each not in before]
+        self.preemptions += len(step.preempted)
+        assert self.scheduler.preemptions == self.preemptions
+        assert {*before} - {*running} == {*step.preempted} <= {*waiting}
+        assert not (admitted and step.preempted), "room that one lost goes to nobody new"
+        assert step.chunks and min(self.ids, key=lambda each: each.number) in [c.sequence for c in step.chunks]
+        for each in step.preempted:
+            assert (each.computed, each.registered, each.tables) == (0, 0, ([], []))
+            assert each.ids == self.ids[each]
+        for each in admitted:
+            assert each.cached == self.cached.setdefault(each, each.computed)
+            assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
+
+    def check_chunks(self, step: Step) -> None:
+        """Each running sequence has the chunk that plain search gives it, oldest first, within the budgets."""
+        tokens, views, prefilled = self.chunk, self.views, False
+        decodes, prefills = [], []
+        for each in self.scheduler.running:
+            start = each.computed
+            if start == len(each.ids) - 1 >= each.prompt_tokens:
+                decodes.append((each, start, len(each.ids)))
+                continue
+            inside = {at for span in each.layout.spans for at in range(span.start + 1, span.end)}
+            ends = [at for at in range(start + 1, len(each.ids) + 1) if at not in inside]
+            fitting = [at for at in ends if at - start <= tokens] or ([] if prefilled else ends[:1])
+            count = {at: sum(start <= span.start < at for span in each.layout.spans) for at in fitting}
+            fitting = [at for at in fitting if views is None or count[at] <= views]
+            if fitting:
+                prefills.append((each, start, fitting[-1]))
+                tokens, prefilled = max(0, tokens - (fitting[-1] - start)), True
+                views = None if views is None else views - count[fitting[-1]]
+        assert [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks] == decodes + prefills
+        assert step.tokens == sum(end - start for _, start, end in decodes + prefills)
+
+    def write_and_read(self, step: Step) -> None:
+        """What a pass does: all writes, then all reads, which must find what each row's interval of keys needs."""
+        for group in self.groups:
+            holders = Counter(block for each in self.scheduler.running for block in each.tables[group])
+            for chunk in step.chunks:
+                for position in range(chunk.start, chunk.end):
+                    block = chunk.sequence.tables[group][position // self.size]
+                    assert block >= 0 and holders[block] == 1, "written while shared"
+                    self.slots[group, block, position % self.size] = content(chunk.sequence, position)
+            for chunk in step.chunks:
+                self.read(chunk, group)
+
+    def read(self, chunk: Chunk, group: int) -> None:
+        one = chunk.sequence
+        keys: set[int] = set()
+        for position in range(chunk.start, chunk.end):
+            low = 0 if group == 0 else max(0, position - self.window + 1)
+            keys |= set(range(low, seen_until(one.layout, position)))
+        for position in keys:
+            block = one.tables[group][position // self.size]
+            assert block >= 0, f"position {position} is not held"
+            assert self.slots[group, block, position % self.size] == content(one, position)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "ids"):
+            return
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        order = [each.number for each in (*running, *waiting)]
+        assert order == sorted(each.number for each in self.ids), "one is lost, or overtook another"
+        assert len(running) <= self.seats
+        assert all(each.tables == ([], []) and each.computed == 0 for each in waiting)
+        assert all(each.ids == self.ids[each] for each in self.ids)
+        for group in (0, 1):
+            tables = [[block for block in each.tables[group] if block != -1] for each in running]
+            assert all(len(set(table)) == len(table) for table in tables), "held twice by one table"
+            used, count = self.blocks.usage()[group]
+            assert used == len({block for table in tables for block in table}) <= count
+            assert self.blocks.pools[group].available == count - used
+        for each in running:
+            for group in self.groups:
+                low = each.computed - self.window + 1 if group else 0
+                kept = [block != -1 for block in each.tables[group]]
+                assert kept == [(index + 1) * self.size > low for index in range(len(kept))]
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=st.lists(PIECES, min_size=2, max_size=5),
+    chunk=st.integers(1, 16),
+    size=st.integers(1, 4),
+    window=st.none() | st.integers(1, 10),
+    spare=st.integers(0, 30),
+)
+def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
+    prompts: list, chunk: int, size: int, window: int | None, spare: int
+) -> None:
+    """Outputs that end in the block after the prompt's last are known at admission."""
+    sequences = [sequence(number, pieces, outputs=size) for number, pieces in enumerate(prompts)]
+    whole = KVBlocks(block_size=size, global_blocks=1, local_blocks=1, window=window, prefix_caching=False)
+    needed = [whole.needed(each.limit, max(chunk, LONGEST)) for each in sequences]
+    blocks = KVBlocks(
+        block_size=size,
+        global_blocks=max(count for count, _ in needed) + spare,
+        local_blocks=max(count for _, count in needed) + spare,
+        window=window,
+        prefix_caching=window is None,
+    )
+    scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=chunk)
+    for each in sequences:
+        scheduler.add(each)
+    while step := scheduler.schedule():
+        scheduler.advance(step, {each.sequence: 1 for each in step.chunks if each.samples})
+        for each in scheduler.running:
+            if len(each.ids) == each.limit:
+                scheduler.remove(each)
+    assert scheduler.preemptions == 0

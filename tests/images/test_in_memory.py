@@ -1,0 +1,111 @@
+"""Images of a request that are no paths: bytes of files, arrays, tensors. The same picture, whatever it comes in."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+from panscan.core import ImageError
+from panscan.images.files import expand_images, open_image
+
+Levels = np.ndarray[Any, np.dtype[np.uint8]]
+sides = st.integers(1, 9)
+colours = st.tuples(sides, sides, st.just(3))
+levels = (colours | st.tuples(sides, sides)).flatmap(lambda shape: arrays.arrays(np.uint8, shape))
+
+
+def opened(images: list[Any]) -> list[Levels]:
+    """As a request's images are read."""
+    found = [open_image(image) for image in expand_images(images)]
+    assert all(image.mode == "RGB" for image in found)
+    return [np.asarray(image) for image in found]
+
+
+def stored(image: Image.Image, form: str, *more: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **({"save_all": True, "append_images": more} if more else {}))
+    return stream.getvalue()
+
+
+@given(levels, st.booleans())
+def test_a_picture_is_the_same_in_every_form(values: Levels, turned: bool) -> None:
+    """Views that lie otherwise in memory, too."""
+    values = values[::-1, ::2] if turned else values
+    picture = Image.fromarray(values)
+    expected = np.asarray(picture.convert("RGB"))
+    forms = [picture, stored(picture, "PNG"), values, torch.from_numpy(values.copy())]
+    for found in opened(forms):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.asarray(open_image(values)), expected)
+
+
+def test_an_image_of_an_array_is_a_copy() -> None:
+    values = np.full((4, 5, 3), 7, np.uint8)
+    [image] = expand_images([values])
+    values[:] = 9
+    assert set(np.asarray(image).ravel().tolist()) == {7}
+
+
+@pytest.mark.parametrize("form", ["TIFF", "PDF"])
+def test_bytes_of_many_pages_are_all_of_them(tmp_path: Path, form: str) -> None:
+    greys = [Image.new("L", (side, side), side) for side in (30, 40, 50)]
+    content = stored(greys[0], form, *greys[1:])
+    path = tmp_path / f"pages.{form.lower()}"
+    path.write_bytes(content)
+    found = opened([content, greys[1]])
+    assert len(found) == 4
+    for one, other in zip(found, [*opened([path]), np.asarray(greys[1].convert("RGB"))], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bytes_are_turned_as_their_exif_says() -> None:
+    picture = Image.new("RGB", (2, 5))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stream = io.BytesIO()
+    picture.save(stream, "PNG", exif=exif)
+    assert opened([stream.getvalue()])[0].shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (b"rubbish", "not a PNG, "),
+        (b"", "empty file"),
+        (lambda: stored(Image.new("L", (90, 90)), "PNG")[:-30], "truncated or corrupt"),
+        (np.zeros((4, 5, 3)), "an array must be uint8, levels from 0 to 255, got float64$"),
+        (np.zeros((4, 5), bool), "an array must be uint8, .*, got bool$"),
+        (torch.zeros(4, 5, 3), "an array must be uint8, .*, got float32$"),
+        (torch.zeros(3, 4, 5, dtype=torch.uint8), r"\[height, width\], got \[3, 4, 5\]: move its channels last$"),
+        (np.zeros((4, 5, 4), np.uint8), r"an array must be \[height, width, 3\] or .*, got \[4, 5, 4\]$"),
+        (np.zeros((1, 4, 5, 3), np.uint8), r"got \[1, 4, 5, 3\]$"),
+        (np.zeros((5,), np.uint8), r"got \[5\]$"),
+        (np.zeros((0, 5, 3), np.uint8), "no pixels: its size is 5x0$"),
+        (torch.zeros(4, 5, 3, dtype=torch.uint8, device="meta"), "no array can be made of it .*Tensor.cpu"),
+        ([[[1, 2, 3]]], "not a path, .* but list$"),
+    ],
+)
+def test_what_cannot_be_used_is_named_by_its_place(bad: Any, problem: str) -> None:
+    bad = bad() if callable(bad) else bad
+    with pytest.raises(ImageError, match=f"^image 2 of 3: .*{problem}") as caught:
+        expand_images([np.zeros((3, 3, 3), np.uint8), bad, b"also bad"])
+    assert "\n" not in str(caught.value)
+
+
+def test_arrays_are_read_without_torch() -> None:
+    code = (
+        "import sys, numpy; from panscan.images.files import expand_images;"
+        "expand_images([numpy.zeros((4, 5, 3), numpy.uint8)]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,158 @@
+"""Runner ``engine``: in a sweep beside ``generate``, with verdicts through its own passes; what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.bench.test_measure import Lines, Watcher
+from tests.conftest import noise
+
+from panscan import GenerateRunner, PanAndScan, Request
+from panscan.bench.grid import build_cells
+from panscan.bench.plan import Plan
+from panscan.bench.sweep import run_sweep
+from panscan.bench.verify import Verifier
+from panscan.bench.workload import Source, build_workload
+from panscan.core import ImageError, UnsupportedError
+from panscan.model.inputs import prepare, read_images
+from panscan.model.observation import Script, image_places
+from panscan.runners.engine import EngineRunner
+from panscan.runners.factory import open_runner, ready_runner
+from panscan.runners.loading import unsupported_reason
+from panscan.runners.observe import observe
+from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
+
+STEPS = 6
+SMALL = {"runner": "engine", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS, "kv_cache_gb": 0.02}
+
+
+def batch() -> list[Request]:
+    settings = settings_from(SMALL)
+    fields = {"pan_and_scan": PanAndScan(max_num_crops=2), "sampling": settings.sampling}
+    return [
+        Request(prompt="What is it?", images=[noise(300, 900)], id="a", **fields),
+        Request(prompt="And this, the second one?", images=[noise(200, 200, 1)], id="b", **fields),
+        Request(prompt="No picture at all.", id="c", **fields),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [1, 70, None])
+def test_observations_are_those_of_eager_attention(mini: GenerateRunner, chunk: int | None) -> None:
+    """Logits before each forced token, and at places of images, through chunks: those of ``generate()``, eager."""
+    loaded = mini.loaded
+    prompts = [
+        prepare(read_images(each), loaded.reader, loaded.device, loaded.dtype, on_device=False).prompt
+        for each in batch()
+    ]
+    scripts = [
+        Script([5 + place, 9, 30, 7, 11, 200], image_places(prompt.ids, loaded.reader.prompts.soft_id), STEPS - place)
+        for place, prompt in enumerate(prompts)
+    ]
+    engine = EngineRunner(loaded, settings_from({**SMALL, "prefill_chunk_size": chunk}))
+    before = mini.settings
+    try:
+        mini.configure(replace(before, attention="eager"))
+        due = [
+            observe(loaded, mini.settings, [each], [script])[0] for each, script in zip(batch(), scripts, strict=True)
+        ]
+        seen = engine.observe(batch(), scripts)
+        again = engine.observe(batch(), [Script(None, [], STEPS)] * 3)
+    finally:
+        mini.configure(before)
+        engine._drop()
+    for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
+        assert ours.tokens == theirs.tokens == scripts[place].tokens[: STEPS - place]  # type: ignore[index]
+        torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
+        if theirs.image is None:
+            assert ours.image is None
+        else:
+            torch.testing.assert_close(ours.image, theirs.image, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours.image_hidden, theirs.image_hidden, rtol=1e-4, atol=1e-4)
+    for own, result in zip(again, mini.generate(batch()), strict=True):
+        assert own.tokens == result.token_ids
+
+
+def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
+    """Both are exact; the engine has one cell however many batch sizes there are, with all requests in one call."""
+    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
+        noise(*size, seed).save(tmp_path / f"doc{seed}.png")
+    flags = {
+        "runner": ["generate", "engine"], "batch_size": ["1", "3"], "max_num_seqs": ["2"], "dtype": ["fp32"],
+        "device": ["cpu"], "max_new_tokens": ["6"], "kv_cache_gb": ["0.02"],
+    }  # fmt: skip
+    cells = build_cells(flags)
+    assert [(cell.settings.runner, cell.settings.batch_size, cell.settings.max_num_seqs) for cell in cells] == [
+        ("generate", 1, Settings().max_num_seqs),
+        ("generate", 3, Settings().max_num_seqs),
+        ("engine", 1, 2),
+    ]
+    source = Source(images=(str(tmp_path / "*.png"),), prompt="What is it?")
+    items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
+    plan = Plan(cells, items, source, include_content=True)
+    lines = Lines()
+    run_sweep(plan, lines, set(), Watcher(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None))
+    verdicts = {line["cell"]: line for line in lines.records if line["type"] == "verdict"}
+    assert [verdicts[cell.id]["verdict"] for cell in cells] == ["exact"] * 3
+    assert all(verdict["equal_tokens"] for verdict in verdicts.values())
+    answers: dict[str, list[str]] = {cell.id: [] for cell in cells}
+    for line in lines.records:
+        if line["type"] == "request":
+            answers[line["cell"]].append(line["content"]["answer"])
+            assert (line["stamps"]["scheduled"] is not None) == (line["cell"] == cells[2].id)
+            assert line["cell"] != cells[2].id or line["batch"] == 0
+    assert answers[cells[0].id] == answers[cells[1].id] == answers[cells[2].id]
+
+
+def test_each_call_begins_with_empty_caches(mini: GenerateRunner) -> None:
+    runner = EngineRunner(mini.loaded, settings_from(SMALL))
+    first, second = runner.run(batch()), runner.run(batch())
+    assert runner._engine is not None and runner._engine.generate(batch())[0].cached_tokens > 0
+    runner._drop()
+    assert [each.token_ids for each in first] == [each.token_ids for each in second]
+    assert [each.cached_tokens for each in [*first, *second]] == [0] * 6
+
+
+def test_a_request_that_fails_is_raised(mini: GenerateRunner, tmp_path: Path) -> None:
+    runner = EngineRunner(mini.loaded, settings_from(SMALL))
+    with pytest.raises(ImageError, match="none"):
+        runner.run([*batch(), Request(prompt="What?", images=[tmp_path / "none.png"])])
+    assert len(runner.run(batch())) == 3
+    runner._drop()
+
+
+def test_what_only_one_of_them_has_is_refused() -> None:
+    other = {"attention": "eager", "cache": "static", "compile": "default", "batch_size": 2, "equal_views": True}
+    other |= {"pad_to_multiple_of": 8, "device_map": "auto", "tp_plan": "auto"}
+    assert other.keys() == ENGINE_LIMITS.keys()
+    for name, value in other.items():
+        reason = unsupported_reason(replace(settings_from(SMALL), device="auto", **{name: value}))
+        assert reason is not None and f"--{name.replace('_', '-')} must stay at" in reason
+    changed = {"max_concurrency": 3, "max_num_seqs": 3, "kv_cache_gb": 0.5, "prefix_caching": False}
+    changed |= {"vision_cache_gb": 0.5, "vision_batch_size": 3}
+    assert changed.keys() == set(ENGINE_AXES) and changed.keys() <= axes().keys()
+    for name, value in changed.items():
+        reason = unsupported_reason(replace(Settings(device="cpu"), **{name: value}))
+        assert reason is not None and f"--{name.replace('_', '-')} is for --runner engine" in reason
+    with pytest.raises(UnsupportedError, match="--cache"):
+        ready_runner(settings_from({**SMALL, "cache": "static"}))
+
+
+def test_the_engine_is_made_anew_for_other_sizes_only(mini: GenerateRunner) -> None:
+    """A cell's settings reach the engine; requests' settings need no other engine."""
+    settings = settings_from(SMALL)
+    runner = open_runner(settings)
+    assert isinstance(runner, EngineRunner)
+    runner.configure(settings)
+    runner.run(batch())
+    first = runner._engine
+    runner.configure(replace(settings, max_new_tokens=3, pan_and_scan_max_num_crops=1))
+    runner.run(batch())
+    assert runner._engine is first
+    runner.configure(replace(settings, prefill_chunk_size=64))
+    runner.run(batch())
+    assert runner._engine is not first and runner._engine is not None
+    assert runner._engine.options.prefill_chunk_size == 64
+    runner.close()
