@@ -42,7 +42,6 @@ ENGINE_LIMITS: dict[str, Any] = {
     "batch_size": 1,
     "equal_views": False,
     "pad_to_multiple_of": None,
-    "device_map": None,
     "tp_plan": None,
 }
 """Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""

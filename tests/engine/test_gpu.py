@@ -76,7 +76,7 @@ def test_memory_comes_back() -> None:
     before = torch.cuda.memory_allocated()
     runner = EngineRunner.from_settings(settings_from({"runner": "engine", "device": "cuda", "max_new_tokens": 4}))
     runner.run(requests()[:3])
-    assert torch.cuda.memory_allocated() > before + 10**9  # most of what is free
+    assert torch.cuda.memory_allocated() > before + 10**8
     runner.close()
     del runner
     gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, sequence
 
@@ -16,6 +16,7 @@ from panscan.engine.sequence import Sequence
 SIZES = st.integers(1, 5)
 WINDOWS = st.none() | st.integers(1, 12)
 POOL = st.integers(4, 24)
+TEXT = (2, 2, 2, 1, 2)
 USERS = st.lists(st.tuples(PIECES, st.integers(1, 12), st.booleans()), max_size=5)  # prompt, chunk, stays
 
 
@@ -56,16 +57,20 @@ def overlapped(low: int, high: int, size: int) -> range:
     return range(low // size, -(-high // size)) if low < high else range(0)
 
 
+def most_local(computed: int, tokens: int, chunk: int, size: int, window: int | None) -> int:
+    """Blocks that a chunk and the window before it overlap, at most, from ``computed`` on."""
+    if window is None:
+        return 0
+    chunks = ((max(0, start - window + 1), min(start + chunk, tokens)) for start in range(computed, tokens))
+    return max(len(overlapped(low, high, size)) for low, high in chunks)
+
+
 @given(st.integers(1, 40), st.integers(1, 12), SIZES, WINDOWS)
 def test_needed_is_the_most_that_any_chunk_and_the_window_before_it_overlap(
     tokens: int, chunk: int, size: int, window: int | None
 ) -> None:
     blocks = blocks_of(size, window, (99, 99))
-    local = 0
-    for start in range(tokens):
-        low = max(0, start - (window or 1) + 1)
-        local = max(local, len(overlapped(low, min(start + chunk, tokens), size)))
-    assert blocks.needed(tokens, chunk) == (-(-tokens // size), 0 if window is None else local)
+    assert blocks.needed(tokens, chunk) == (-(-tokens // size), most_local(0, tokens, chunk, size, window))
 
 
 @given(PIECES, st.integers(1, 12), SIZES, WINDOWS)
@@ -129,6 +134,7 @@ def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
 
 @settings(max_examples=200, deadline=None)
 @given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, st.tuples(POOL, POOL))
+@example([([TEXT], 8, True)], [TEXT, b"long", b"long"], 7, 1, 4, (40, 20))  # what it shares leaves its window
 def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_they_may_claim(
     users: list, pieces: list, chunk: int, size: int, window: int | None, counts: tuple[int, int]
 ) -> None:
@@ -171,9 +177,9 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, 
     goal = len(one.ids) + size
     while one.computed < len(one.ids):
         held = [used for used, _ in blocks.usage()]
-        every, claim = blocks.needed(goal, chunk), blocks.claim(one, chunk)
-        assert claim[0] == every[0] - held[0]
-        assert claim[1] <= every[1] - held[1]
+        claim = blocks.claim(one, chunk)
+        assert claim[0] == -(-goal // size) - held[0]
+        assert claim[1] == max(0, most_local(one.computed, goal, chunk, size, window) - held[1])
         end = one.layout.cut(one.computed, min(one.computed + chunk, len(one.ids)))
         blocks.extend(one, end)
         taken = [used - old for (used, _), old in zip(blocks.usage(), held, strict=True)]

@@ -56,7 +56,7 @@ class History(RuleBasedStateMachine):
                 prefix_caching=caching,
             )
 
-        needed = blocks((1, 1)).needed(tokens, max(chunk, LONGEST))
+        needed = blocks((1, 1)).needed(tokens, chunk)
         self.blocks = blocks((needed[0] + spare[0], needed[1] + spare[1]))
         self.scheduler = Scheduler(self.blocks, max_num_seqs=seats, prefill_chunk_size=chunk, max_views=views)
         self.ids: dict[Sequence, list[int]] = {}  # of all that are not finished: what their tokens must be
@@ -149,6 +149,8 @@ class History(RuleBasedStateMachine):
         for each in admitted:
             assert each.cached == self.cached.setdefault(each, each.computed)
             assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
+            older = [chunk for chunk in step.chunks if chunk.sequence.number < each.number]
+            assert sum(chunk.end - chunk.start for chunk in older if not chunk.sequence.decodes) < self.chunk
 
     def check_chunks(self, step: Step) -> None:
         """Each running sequence has the chunk that plain search gives it, oldest first, within the budgets."""

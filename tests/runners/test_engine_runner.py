@@ -125,10 +125,10 @@ def test_a_request_that_fails_is_raised(mini: GenerateRunner, tmp_path: Path) ->
 
 def test_what_only_one_of_them_has_is_refused() -> None:
     other = {"attention": "eager", "cache": "static", "compile": "default", "batch_size": 2, "equal_views": True}
-    other |= {"pad_to_multiple_of": 8, "device_map": "auto", "tp_plan": "auto"}
+    other |= {"pad_to_multiple_of": 8, "tp_plan": "auto"}
     assert other.keys() == ENGINE_LIMITS.keys()
     for name, value in other.items():
-        reason = unsupported_reason(replace(settings_from(SMALL), device="auto", **{name: value}))
+        reason = unsupported_reason(replace(settings_from(SMALL), **{name: value}))
         assert reason is not None and f"--{name.replace('_', '-')} must stay at" in reason
     changed = {"max_concurrency": 3, "max_num_seqs": 3, "kv_cache_gb": 0.5, "prefix_caching": False}
     changed |= {"vision_cache_gb": 0.5, "vision_batch_size": 3}

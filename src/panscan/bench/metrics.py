@@ -67,7 +67,8 @@ class RequestMetrics:
 
     The stages add up to ``e2e``. ``queue`` is the wait for an engine's first step, ``vision`` the time in the vision
     tower, ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its
-    time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e, prefill or decode.
+    time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e,
+    prefill or decode.
     """
 
     output_tokens: int

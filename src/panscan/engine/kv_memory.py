@@ -57,14 +57,19 @@ def choose_blocks(decoder: Decoder, options: EngineOptions) -> tuple[int, int]:
                 raise UnsupportedError(
                     f"--kv-cache-gb {options.kv_cache_gb:g}: {device} has room for {room / part / 1e9:.3g} GB"
                 )
-        counts.append(
-            split_blocks(
-                shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-                window=decoder.window, chunk=options.prefill_chunk_size + decoder.image_tokens,
-                max_tokens=decoder.max_positions,
-            )
+        blocks = split_blocks(
+            shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+            window=decoder.window, chunk=options.prefill_chunk_size + decoder.image_tokens,
+            max_tokens=decoder.max_positions,
         )  # fmt: skip
-    return min(count[0] for count in counts), min(count[1] for count in counts)
+        counts.append((shape, blocks))
+    return _least(counts, 0), _least(counts, 1)
+
+
+def _least(counts: Sequence[tuple[KVShape, tuple[int, int]]], kind: int) -> int:
+    """The least number of blocks of a kind on the devices that have such layers; 0 if none has."""
+    sizes = ((shape.global_bytes, shape.local_bytes)[kind] for shape, _ in counts)
+    return min((blocks[kind] for size, (_, blocks) in zip(sizes, counts, strict=True) if size), default=0)
 
 
 def split_blocks(
@@ -72,9 +77,10 @@ def split_blocks(
 ) -> tuple[int, int]:
     """Blocks of global and of local layers that ``bytes`` hold.
 
-    Local layers need no more than every sequence's window, which begins and ends inside blocks, and the chunks of one
-    pass: max_num_seqs x (window + 2 x block size) + chunk tokens, and never more than global ones have. Those get the
-    rest, at most what ``max_num_seqs`` sequences of ``max_tokens`` fill.
+    Local layers need every sequence's window, which begins and ends inside blocks, and the chunks of one pass:
+    max_num_seqs x (window + 2 x block size) + chunk tokens. What they get beyond that, up to half of the memory, keeps
+    windows of requests that are gone, without which a prefix cannot be taken over. They never get more tokens than
+    global layers. Those get the rest, at most what ``max_num_seqs`` sequences of ``max_tokens`` fill.
 
     Raises:
         UnsupportedError: not one block of each.
@@ -82,6 +88,8 @@ def split_blocks(
     global_block, local_block = shape.global_bytes * block_size, shape.local_bytes * block_size
     most = max_num_seqs * -(-max_tokens // block_size)
     needed = min(most, -(-(max_num_seqs * (window + 2 * block_size) + chunk) // block_size))
+    if local_block:
+        needed = max(needed, min(most, max(bytes, 0) // (2 if global_block else 1) // local_block))
     equal = max(bytes, 0) // (global_block + local_block)
     if equal < 1:
         raise UnsupportedError(
@@ -100,7 +108,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class KVCache:
-    """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``, zeros.
+    """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``.
 
     Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind.
 
@@ -111,9 +119,9 @@ class KVCache:
     """
 
     def __init__(self, decoder: Decoder, blocks: tuple[int, int], block_size: int) -> None:
-        def zeros(layer: LayerFacts) -> torch.Tensor:
+        def rows(layer: LayerFacts) -> torch.Tensor:
             shape = blocks[layer.local] * block_size, layer.kv_heads, layer.head_size
-            return torch.zeros(shape, dtype=layer.dtype, device=layer.device)
+            return torch.empty(shape, dtype=layer.dtype, device=layer.device)  # a CPU gives pages as they are written
 
-        self.k = [zeros(layer) for layer in decoder.layers]
-        self.v = [zeros(layer) for layer in decoder.layers]
+        self.k = [rows(layer) for layer in decoder.layers]
+        self.v = [rows(layer) for layer in decoder.layers]

@@ -42,7 +42,7 @@ class Loop:
             block_size=options.block_size,
             global_blocks=counts[0],
             local_blocks=counts[1],
-            window=self.decoder.window,
+            window=self.decoder.window if counts[1] else None,
             prefix_caching=options.prefix_caching,
         )
         self.vision = VisionCache(round(options.vision_cache_gb * 1e9))
