@@ -132,7 +132,7 @@ def test_a_request_has_the_jobs_settings() -> None:
 
 OTHER = {
     "model": "google/gemma-3-4b-it", "revision": "main", "dtype": "bf16", "quantization": "torchao-int8",
-    "device": "cpu", "preprocess": "device", "sampling_seed": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1,
+    "device": "cpu", "device_map": "auto", "preprocess": "device", "sampling_seed": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1,
     "repetition_penalty": 1.5, "temperature": 0.7, "kv_cache_gb": 1.0, "prefill_chunk_size": 64,
     "max_concurrency": 2, "pan_and_scan_min_ratio_to_activate": 2.0,
 }  # fmt: skip
@@ -149,7 +149,7 @@ def test_only_what_changes_no_answer_may_change_on_the_way(name: str) -> None:
         changed = replace(base, **{name: OTHER[name] if name in OTHER else (not old if old in (0, 1) else old + 1)})
     begun, header = (json.loads(json.dumps(replace(JOB, settings=each).header())) for each in (base, changed))
     assert difference(begun, begun) is None
-    if name in (*ENGINE_AXES, "device", "prefill_chunk_size"):
+    if name in (*ENGINE_AXES, "device", "device_map", "prefill_chunk_size"):
         assert difference(begun, header) is None
     else:
         assert "was made with --" in (difference(begun, header) or "")

@@ -43,7 +43,8 @@ def by_transformers(logits: torch.Tensor, row: Row) -> torch.Tensor:
             chain.append(TopPLogitsWarper(how.top_p))
         if how.min_p is not None:
             chain.append(MinPLogitsWarper(how.min_p))
-    scores: torch.Tensor = chain(torch.tensor([row.seen]), logits[None])[0]
+    known = [token for token in row.seen or () if token < VOCABULARY]  # Transformers 5.17 fails at others
+    scores: torch.Tensor = chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
     return scores
 
 

@@ -254,3 +254,23 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
             if len(each.ids) == each.limit:
                 scheduler.remove(each)
     assert scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize(("local_blocks", "fits"), [(LONGEST, False), (LONGEST + 1, True)])
+def test_an_image_block_longer_than_a_chunk_needs_local_blocks_for_all_of_it(local_blocks: int, fits: bool) -> None:
+    blocks = KVBlocks(block_size=1, global_blocks=20, local_blocks=local_blocks, window=2, prefix_caching=True)
+    scheduler = Scheduler(blocks, max_num_seqs=1, prefill_chunk_size=1)
+    one = sequence(0, [(1,), b"long"])
+    if not fits:
+        with pytest.raises(RuntimeError, match="does not fit"):
+            scheduler.add(one)
+        assert scheduler.schedule() is None
+        return
+    scheduler.add(one)
+    ends = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        ends += [chunk.end for chunk in step.chunks]
+        scheduler.advance(step, {one: 1})
+    assert ends == [1, 1 + LONGEST]

@@ -18,7 +18,7 @@ __all__ = ["Answered", "Engine", "Job", "Tally", "answer", "changed_versions", "
 
 SCHEMA = 1
 
-_ANSWERS_STAY = frozenset({*ENGINE_AXES, "device", "prefill_chunk_size"})
+_ANSWERS_STAY = frozenset({*ENGINE_AXES, "device", "device_map", "max_memory", "prefill_chunk_size"})
 """Settings of place and size: they may change on the way, as after a machine ran out of memory."""
 
 

@@ -28,7 +28,7 @@ def speedup_lines(rows: Sequence[Row]) -> list[str]:
 def _lines(group: Sequence[Row]) -> Iterator[str]:
     fastest: dict[str, Row] = {}
     for row in sorted(group, key=_throughput):
-        fastest[row.settings["runner"]] = row
+        fastest[row.settings.get("runner", "generate")] = row
     engine = fastest.pop("engine", None)
     if engine is None:
         return

@@ -32,7 +32,7 @@ from panscan.settings import ENGINE_LIMITS, axes, settings_from
 
 __all__ = ["command"]
 
-_NOT_HERE = ("runner", *ENGINE_LIMITS, "max_memory")
+_NOT_HERE = ("runner", *ENGINE_LIMITS)
 _REASONS = 50  # failed documents that are listed; the file has them all
 _PERIOD_S = 300.0  # over which the time left is estimated: on a CPU a document may take a minute
 _EVERY = 100  # documents between two lines of progress where no bar can be drawn
