@@ -132,8 +132,8 @@ def test_a_request_has_the_jobs_settings() -> None:
 
 OTHER = {
     "model": "google/gemma-3-4b-it", "revision": "main", "dtype": "bf16", "quantization": "torchao-int8",
-    "device": "cpu", "device_map": "auto", "preprocess": "device", "sampling_seed": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1,
-    "repetition_penalty": 1.5, "temperature": 0.7, "kv_cache_gb": 1.0, "prefill_chunk_size": 64,
+    "device": "cpu", "device_map": "auto", "preprocess": "device", "sampling_seed": 1, "top_k": 5, "top_p": 0.5,
+    "min_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.7, "kv_cache_gb": 1.0, "prefill_chunk_size": 64,
     "max_concurrency": 2, "pan_and_scan_min_ratio_to_activate": 2.0,
 }  # fmt: skip
 
