@@ -114,6 +114,29 @@ def shares(run: Run, cell: Row) -> str:
     return ", ".join(number(each.request_throughput, 2) for each in replica_shares(run, cell.cell)) or "-"
 
 
+def engine_on_cpu() -> str:
+    """The engine's throughput over that of other ways to ask the same, round by round."""
+    record = json.loads((RECORDS / "engine-on-cpu.json").read_text())
+    seconds, facts = record["seconds"], record["environment"]
+    rows = []
+    for ours, theirs, target in (
+        ("engine, one by one", "generate, one by one", "1"),
+        ("engine, 16 in flight", "generate, one by one", "2"),
+        ("engine, 16 in flight", "generate, batches of 4", ""),
+        ("engine, 16 in flight", "generate, batches of 16", ""),
+    ):
+        ratios = [there / here for here, there in zip(seconds[ours], seconds[theirs], strict=True)]
+        spread = f"{number(min(ratios), 2)}-{number(max(ratios), 2)}"
+        rows.append([ours, theirs, f"{number(statistics.median(ratios), 2)}x ({spread})", target])
+    where = (
+        f"{record['requests']} requests of {record['views']} views, {record['max_new_tokens']} output tokens each, mini"
+        f" model, float32, the same tokens everywhere; median and range of {len(seconds['engine, one by one'])}"
+        f" interleaved rounds; {facts['cpu']}, {facts['cpu_count']} cores, torch {facts['packages']['torch']},"
+        f" transformers {facts['packages']['transformers']}. Command: `python benchmarks/engine_on_cpu.py`"
+    )
+    return table(["", "against", "throughput", "at least"], rows) + "\n\n" + where
+
+
 def harness() -> str:
     """The harness's own speed."""
     overhead = json.loads((RECORDS / "harness-overhead.json").read_text())
@@ -132,6 +155,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-4b": by_settings("h200-4b", "attention", "cache", "preprocess"),
     "h200-4b-chunks": by_settings("h200-4b-chunks", "prefill_chunk_size"),
     "h200-x2": h200_x2,
+    "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
+    "h200-4b-engine": by_settings("h200-4b-engine", "runner", "batch_size"),
+    "engine-on-cpu": engine_on_cpu,
     "harness": harness,
 }
 

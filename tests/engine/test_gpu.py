@@ -70,6 +70,16 @@ def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int) -
     assert seen[0] == seen[1]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_two_gpus(reference: Reference) -> None:
+    given = {"runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
+    runner = EngineRunner.from_settings(settings_from(given))
+    assert len(set(runner.loaded.model.hf_device_map.values())) == 2
+    results = runner.run(requests())
+    runner.close()
+    assert [result.token_ids for result in results] == [reference(request).token_ids for request in requests()]
+
+
 def test_memory_comes_back() -> None:
     gc.collect()
     torch.cuda.empty_cache()

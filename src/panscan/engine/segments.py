@@ -20,6 +20,7 @@ __all__ = ["SegmentsBackend"]
 
 _TEXT_ROWS = 256  # of text at once: a mask of all of a long prompt would be large, and half of its work in vain
 _SHORTEST = 0.75  # of the keys of the longest row in a group of decode rows: more than a quarter of padding is no gain
+_SHORTEST_ON_GPU = 0.25  # where another group's kernel launches cost more than the padding
 
 
 class SegmentsBackend:
@@ -36,7 +37,7 @@ class SegmentsBackend:
         several = [(start, chunk) for start, chunk in placed if chunk.end - chunk.start > 1]
         return SegmentsPlan(
             torch.tensor(rows.slots(local=local), device=device),
-            [_decode(rows, group, local, device) for group in _groups(rows, single, local)],
+            [_decode(rows, group, local, device) for group in _groups(rows, single, local, device)],
             [_prefill(rows, start, chunk, local, device) for start, chunk in several],
         )
 
@@ -141,12 +142,15 @@ def _kernels(device: torch.device) -> AbstractContextManager[None]:
 _Placed = tuple[int, ChunkRows]  # with the number of its first row in the pass
 
 
-def _groups(rows: AttentionRows, single: Sequence[_Placed], local: bool) -> Iterator[list[_Placed]]:
+def _groups(
+    rows: AttentionRows, single: Sequence[_Placed], local: bool, device: torch.device
+) -> Iterator[list[_Placed]]:
     """Rows whose numbers of keys are alike, each group in the order of the pass."""
+    shortest = _SHORTEST if device.type == "cpu" else _SHORTEST_ON_GPU
     lengths = {start: chunk.end - rows.first_key(chunk.start, local=local) for start, chunk in single}
     group: list[_Placed] = []
     for placed in sorted(single, key=lambda placed: -lengths[placed[0]]):
-        if group and lengths[placed[0]] < _SHORTEST * lengths[group[0][0]]:
+        if group and lengths[placed[0]] < shortest * lengths[group[0][0]]:
             yield sorted(group, key=lambda placed: placed[0])
             group = []
         group.append(placed)
