@@ -154,9 +154,10 @@ def write_run(directory: Path, records: Sequence[dict[str, Any]]) -> Run:
     return read_run(directory)
 
 
-def run_of(*records: dict[str, Any]) -> Run:
-    """A run of one cell, without a file."""
-    run = Run(Path("records.jsonl"), header({"c": {}}), {"c": {}})
+def run_of(*records: dict[str, Any], cells: dict[str, dict[str, Any]] | None = None) -> Run:
+    """A run without a file, of one cell unless others are given with their settings."""
+    cells = {"c": {}} if cells is None else cells
+    run = Run(Path("records.jsonl"), header(cells), cells)
     for record in records:
         key = record.get("cell"), record.get("repeat")
         if record["type"] == "repeat":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.metrics import CellMetrics, cell_metrics
 from panscan.bench.records import Run
 from panscan.bench.verdict import Verdict, verdict_of
-from panscan.settings import axes
+from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, axes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +37,7 @@ __all__ = [
 
 _ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 _CROPS = "pan_and_scan_"
+_NOT_THE_ENGINES = tuple(name for name in ENGINE_LIMITS if name != "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,12 @@ def measured_rows(run: Run) -> list[Row]:
 
 
 def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights."""
+    """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights, a
+    batch size for the engine, the engine's settings for other runners."""
     idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(_CROPS))
     if settings.get("random_weights"):
         idle += ("model",)
+    idle += _NOT_THE_ENGINES if settings.get("runner") == "engine" else ENGINE_AXES
     return {name: None if name in idle else value for name, value in settings.items()}
 
 

@@ -146,7 +146,7 @@ class Loop:
                 f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view"
                 f" ({self.decoder.view_bytes / 1e9:.3g} GB)"
             )
-        chunk = max(self.options.prefill_chunk_size, sequence.layout.longest)
+        chunk = self._scheduler.longest_chunk(sequence)
         if not self.blocks.fits(sequence.limit, chunk):
             return SettingError(
                 f"{what} and asks for {sequence.limit - sequence.prompt_tokens} more; the KV cache holds"

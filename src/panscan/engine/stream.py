@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 
 from panscan.core import Result, TokenEvent
 
@@ -52,5 +51,7 @@ class Stream:
         self._call(lambda: self._result.set_result(result))
 
     def _call(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+        try:
             self._asyncio.call_soon_threadsafe(function)
+        except RuntimeError:  # the event loop is closed: nobody listens any more
+            self.cancel()

@@ -68,7 +68,7 @@ class Worker:
             self._messages.put(self._close)
             if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
                 self._thread.join()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False, cancel_futures=True)  # a page that hangs must not hold up the end
 
     def _send(self, message: Callable[[], None]) -> None:
         if not self._thread.is_alive():
@@ -79,6 +79,7 @@ class Worker:
         with torch.no_grad():
             while not self._closing:
                 try:
+                    self._prepare_ahead()
                     busy = self._broken is None and self._loop.step()
                 except Exception as error:  # a bug in the bookkeeping: nothing that it says can be trusted any more
                     self._break(error)
@@ -87,7 +88,6 @@ class Worker:
                     self._messages.get()()
                 while not self._messages.empty():
                     self._messages.get()()
-                self._prepare_ahead()
 
     def _accept(self, job: Job) -> None:
         if self._broken is not None:

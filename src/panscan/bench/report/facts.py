@@ -18,6 +18,7 @@ from panscan.bench.report.charts import Comparison, Front, comparisons, front_of
 from panscan.bench.report.groups import by_request
 from panscan.bench.report.text import Measured, clean, measured
 from panscan.bench.rows import Row, count, distinguishing, label, measured_rows, memory_metric, short, shown, telling
+from panscan.bench.speedups import speedup_lines
 from panscan.bench.unmeasured import Unmeasured, unmeasured
 from panscan.bench.verdict import Verdict
 from panscan.core import RecordsError
@@ -94,6 +95,7 @@ class Facts:
         constant: the others that are worth saying, as text.
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
+        speedups: how many times faster the engine is than other runners.
     """
 
     run_id: str
@@ -109,6 +111,7 @@ class Facts:
     cells: tuple[Cell, ...]
     memory: str
     footnotes: tuple[str, ...]
+    speedups: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
     front: Front | None
     latency: Comparison
@@ -148,6 +151,7 @@ def facts_of(run: Run) -> Facts:
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
+        speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
         front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best),
         latency=by_request(run, rows, numbers, {cell.cell: cell.name for cell in cells}),

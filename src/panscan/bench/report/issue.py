@@ -22,7 +22,7 @@ def render_markdown(facts: Facts) -> str:
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
     parts.append(_plain(facts.constant))
     if facts.cells:
-        parts += [_table(facts), _legend(facts)]
+        parts += [_table(facts), *map(_plain, facts.speedups), _legend(facts)]
     if facts.unmeasured:
         parts.append("Not measured:\n\n" + "\n".join(f"- {_group(group)}" for group in facts.unmeasured))
     parts += [_origin(facts), _code(facts.command)]

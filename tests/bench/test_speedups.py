@@ -1,0 +1,41 @@
+"""The engine against other runners: whose cells are compared, and what is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.bench.synthetic import repeat, request, run_of
+
+from panscan.bench.rows import measured_rows
+from panscan.bench.speedups import speedup_lines
+
+
+def lines(cells: dict[str, tuple[dict[str, Any], float]]) -> list[str]:
+    """Lines of a run in which each cell answered one request of five tokens in its seconds."""
+    records: list[dict[str, Any]] = []
+    for name, (_, seconds) in cells.items():
+        stamps = [seconds * share for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
+        records += [request(name, "q", 0.0, stamps), repeat(name, 0, 0.0, seconds)]
+    return speedup_lines(measured_rows(run_of(*records, cells={name: each for name, (each, _) in cells.items()})))
+
+
+def test_the_fastest_cells_of_the_same_work_are_compared() -> None:
+    work = {"do_pan_and_scan": True, "max_new_tokens": 5}
+    found = lines(
+        {
+            "a": ({**work, "runner": "generate", "batch_size": 1}, 8.0),
+            "b": ({**work, "runner": "generate", "batch_size": 4}, 4.0),
+            "c": ({**work, "runner": "engine", "batch_size": 1, "max_num_seqs": 8}, 2.0),
+            "d": ({**work, "runner": "engine", "batch_size": 1, "max_num_seqs": 2}, 3.0),
+            "e": ({**work, "runner": "generate", "batch_size": 1, "max_new_tokens": 50}, 0.1),
+        }
+    )
+    assert found == [
+        "engine to generate (batch size 4): 2.00x the requests per second, 0.50x the TPOT;"
+        " verdicts unverified and unverified."
+    ]
+
+
+def test_one_runner_alone_says_nothing() -> None:
+    assert lines({"a": ({"runner": "engine"}, 1.0), "b": ({"runner": "engine", "max_num_seqs": 2}, 2.0)}) == []
+    assert lines({"a": ({"runner": "generate"}, 1.0), "b": ({"runner": "pipeline"}, 2.0)}) == []
