@@ -172,6 +172,15 @@ def test_a_stream_is_cancelled_by_its_id_and_by_leaving_it(engine: Engine) -> No
         assert result.output_tokens < 500
 
 
+def test_an_event_loop_that_ends_cancels_its_streams(engine: Engine) -> None:
+    async def leave() -> None:
+        engine.submit(replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True)))
+
+    asyncio.run(leave())
+    engine.generate([requests()[0]])
+    assert engine.stats().output_tokens < 500  # and the fixture sees that nothing is held
+
+
 def test_a_closed_engine(mini: GenerateRunner) -> None:
     engine = Engine(mini.loaded, EngineOptions(**SMALL))
     endless = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True))
