@@ -7,6 +7,7 @@ PanscanError                    exit code 1
 │   ├── DatasetError                questions, prompts
 │   ├── ModelError                  a checkpoint: unknown, gated, incomplete
 │   └── RecordsError                a run directory
+├── EngineError                 1   the engine stopped, or was closed
 └── UnsupportedError            4   fine in itself, but not on this machine
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from panscan.core.errors import (
     DatasetError,
+    EngineError,
     ImageError,
     InputError,
     ModelError,
@@ -29,6 +31,7 @@ from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenL
 
 __all__ = [
     "DatasetError",
+    "EngineError",
     "FinishReason",
     "ImageError",
     "InputError",

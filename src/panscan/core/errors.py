@@ -37,6 +37,10 @@ class RecordsError(InputError):
     """A run directory or its records could not be read or written."""
 
 
+class EngineError(PanscanError):
+    """The engine stopped, or was closed: no request's fault, and no other will be answered."""
+
+
 class UnsupportedError(PanscanError):
     """A setting that is fine in itself but that this machine cannot do. In a sweep: a skipped cell."""
 
