@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_type_hints
 
 from panscan.core import PanAndScan, Sampling, SettingError
+from panscan.core.ranges import Range
+from panscan.core.request import SAMPLING_RANGES
 
 __all__ = [
-    "ATTENTION",
-    "ENGINE_AXES",
-    "ENGINE_LIMITS",
-    "Axis",
-    "Settings",
-    "axes",
-    "nearest",
-    "parse_value",
-    "settings_from",
-]
+    "ATTENTION", "ENGINE_AXES", "ENGINE_LIMITS", "RANGES", "Axis", "Settings", "axes", "axis_name", "foreign_settings",
+    "nearest", "parse_value", "settings_from",
+]  # fmt: skip
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ENGINE_AXES = (
-    "max_concurrency",
-    "max_num_seqs",
-    "kv_cache_gb",
-    "prefix_caching",
-    "vision_cache_gb",
-    "vision_batch_size",
-)
+    "max_concurrency", "max_num_seqs", "kv_cache_gb", "prefix_caching", "vision_cache_gb", "vision_batch_size",
+)  # fmt: skip
 """Settings of the engine alone."""
 
 ENGINE_LIMITS: dict[str, Any] = {
@@ -54,16 +44,16 @@ def _axis(
     return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "level": level})
 
 
-_LEAST = {
-    "batch_size": 1,
-    "max_concurrency": 1,
-    "max_num_seqs": 1,
-    "kv_cache_gb": 0,
-    "vision_cache_gb": 0,
-    "vision_batch_size": 1,
-    "prefill_chunk_size": 1,
-    "pad_to_multiple_of": 1,
+_COUNTS = (
+    "batch_size", "max_concurrency", "max_num_seqs", "vision_batch_size", "prefill_chunk_size", "pad_to_multiple_of",
+)  # fmt: skip
+RANGES = {
+    **dict.fromkeys(_COUNTS, Range(whole=True, least=1)),
+    "kv_cache_gb": Range(above=0, note="leave it out to take most of the free memory"),
+    "vision_cache_gb": Range(above=0, note="it holds the encoded views of a pass"),
+    **{"sampling_seed" if name == "seed" else name: allowed for name, allowed in SAMPLING_RANGES.items()},
 }
+"""What numbers a setting takes, where not all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +129,13 @@ class Settings:
     def __post_init__(self) -> None:
         for axis in axes().values():
             value = getattr(self, axis.name)
-            if axis.choices and value is not None and value not in axis.choices:
+            if value is None and axis.optional:
+                continue
+            if axis.choices and value not in axis.choices:
                 hint = nearest(value, axis.choices)
                 raise SettingError(f"--{axis.flag} takes {', '.join(axis.choices)}; got {value!r}{hint}")
+            if axis.name in RANGES:
+                RANGES[axis.name].check(f"--{axis.flag}", value)
         if self.attention not in ATTENTION and not re.fullmatch(r"[\w.-]+/[\w.@:-]+", self.attention):
             hint = nearest(self.attention, ATTENTION)
             raise SettingError(
@@ -150,10 +144,6 @@ class Settings:
             )
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {self.device!r}")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < float("inf"):
-                raise SettingError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         self._check_contradictions()
         self.pan_and_scan, self.sampling  # noqa: B018 - both check their values
 
@@ -242,6 +232,11 @@ def axes() -> dict[str, Axis]:
 @cache
 def _canonical() -> dict[str, str]:
     return {spelling: axis.name for axis in axes().values() for spelling in (axis.name, *axis.aliases)}
+
+
+def foreign_settings(runner: str) -> Collection[str]:
+    """Settings that a runner does not have: those of the engine alone, or those of all runners but it."""
+    return ENGINE_LIMITS if runner == "engine" else ENGINE_AXES
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -31,8 +31,8 @@ def test_the_fastest_cells_of_the_same_work_are_compared() -> None:
         }
     )
     assert found == [
-        "engine to generate (batch size 4): 2.00x the requests per second, 0.50x the TPOT;"
-        " verdicts unverified and unverified."
+        "engine to generate (batch size 4): 2.00x the requests per second; verdicts unverified and unverified;"
+        " measured once: --repeats tells how far noise moves it."
     ]
 
 

@@ -17,6 +17,8 @@ from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import ImageError, PanscanError, SettingError, TokenEvent, UnsupportedError
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.inputs import plan_request, read_images
+from panscan.model.observation import Script, image_places
 
 SMALL: dict[str, Any] = {"kv_cache_gb": 0.02}
 
@@ -245,6 +247,24 @@ def test_a_seed_gives_the_same_tokens_whatever_goes_on_around_it(mini: GenerateR
         unseeded = [replace(asked[1], sampling=replace(sampling, seed=None))] * 2
         first, second = tokens(engine.generate(unseeded))
     assert tokens(other) != alone and first != second
+
+
+def test_what_is_seen_of_a_preempted_request_is_the_same(mini: GenerateRunner) -> None:
+    """Its prompt is computed twice, and seen once."""
+    loaded = mini.loaded
+    asked = [requests()[place] for place in (2, 10, 13) * 3]
+    prompts = [plan_request(read_images(request), loaded.reader)[1].ids for request in asked]
+    places = [image_places(ids, loaded.reader.prompts.soft_id) for ids in prompts]
+    scripts = [Script([7 + place, *range(20, 59)], each, 40) for place, each in enumerate(places)]
+    with Engine(loaded, EngineOptions(kv_cache_gb=0.0025, block_size=1, max_num_seqs=32)) as engine:
+        seen = engine.observe(asked, scripts)
+        assert engine.stats().preemptions > 0
+    with Engine(loaded, EngineOptions(**SMALL)) as engine:
+        due = engine.observe(asked, scripts)
+        assert engine.stats().preemptions == 0
+    for ours, theirs in zip(seen, due, strict=True):
+        torch.testing.assert_close(ours.image, theirs.image, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
 
 
 def test_opening_by_name(tmp_path: Path) -> None:

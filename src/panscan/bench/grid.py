@@ -11,7 +11,7 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.presets import Axes, load_preset, parse_axes
-from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes
+from panscan.settings import Settings, axes, foreign_settings
 
 __all__ = ["Cell", "build_cells"]
 
@@ -76,7 +76,7 @@ def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
     The same holds for settings that only the engine has, or all but the engine, where other runners are swept too.
     """
     if "engine" in axes_.get("runner", ()) and len(axes_["runner"]) > 1:
-        foreign = ENGINE_LIMITS if point["runner"] == "engine" else ENGINE_AXES
+        foreign = foreign_settings(point["runner"])
         point = {key: value for key, value in point.items() if key not in foreign}
     for name, governed in _GOVERNED.items():
         if not point.get(name) and any(axes_.get(name, ())):

@@ -33,16 +33,15 @@ def _lines(group: Sequence[Row]) -> Iterator[str]:
     if engine is None:
         return
     for runner, row in fastest.items():
-        parts = []
-        for name, metric in (("requests per second", "request_throughput"), ("TPOT", "median_tpot_ms")):
-            ours, theirs = engine.metrics.values[metric], row.metrics.values[metric]
-            if ours and theirs:
-                parts.append(f"{ours / theirs:.2f}x the {name}")
+        ours, theirs = _throughput(engine), _throughput(row)
+        if not ours or not theirs:
+            continue
         size = row.settings.get("batch_size")
         batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
-        if parts:
-            words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
-            yield f"engine to {runner}{batch}: {', '.join(parts)}; {words}."
+        words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
+        alone = "request_throughput" not in engine.metrics.intervals
+        doubt = "; measured once: --repeats tells how far noise moves it" if alone else ""
+        yield f"engine to {runner}{batch}: {ours / theirs:.2f}x the requests per second; {words}{doubt}."
 
 
 def _throughput(row: Row) -> float:

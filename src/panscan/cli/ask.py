@@ -16,12 +16,13 @@ from panscan.cli.options import (
     given_axes,
     one_preset,
     read_prompt,
+    say_left_out,
     say_mini,
     show_warnings,
     utf8,
 )
 from panscan.core import Request, Result
-from panscan.settings import ENGINE_LIMITS, axes, settings_from
+from panscan.settings import ENGINE_LIMITS, Settings, axes, foreign_settings, parse_value, settings_from
 
 __all__ = ["command"]
 
@@ -43,21 +44,13 @@ Examples
 @click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@axis_options(leave_out=_NOT_HERE)
+@axis_options(leave_out=_NOT_HERE, defaults={"runner": "engine; generate where the engine lacks a setting"})
 @common_options
 def command(**options: Any) -> None:
     """Ask one question about images, all of them in one prompt; every page of a PDF or TIFF is an image."""
     show_warnings(errors())
     prompt = read_prompt(options["prompt"])
     settings = _settings(options)
-    from panscan.model.runtime import quiet_libraries
-    from panscan.runners.factory import ready_runner
-
-    quiet_libraries()
-    if settings.model == "mini" and not settings.random_weights and options["model"] is None:
-        say_mini()
-    with errors().status(Text(f"loading {settings.model_name}")):
-        runner = ready_runner(settings)
     request = Request(
         prompt=prompt,
         images=options["images"],
@@ -66,26 +59,57 @@ def command(**options: Any) -> None:
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
     )
+    from panscan.images.files import expand_images
+
+    expand_images(request.images)  # a file that is not there is said before minutes of loading
+    runner = _runner(settings, named=options["model"] is not None)
     with errors().status("reading"):
         [result] = runner.run([request])
-    _show(result, as_json=options["as_json"])
+    _show(result, settings.runner, as_json=options["as_json"])
 
 
-def _settings(options: dict[str, Any]) -> Any:
-    """What was asked for. Unless a runner was named: the engine, or ``generate()`` where the engine lacks a setting."""
-    chosen = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
-    chosen |= {name: values[0] for name, values in given_axes(options, lists=False).items()}
-    if "runner" in chosen:
-        return settings_from(chosen)
-    settings = settings_from({**chosen, "runner": "engine"})
-    lacks = any(getattr(settings, name) != only for name, only in ENGINE_LIMITS.items())
-    return replace(settings, runner="generate") if lacks else replace(settings, max_num_seqs=1)
+def _runner(settings: Settings, *, named: bool) -> Any:
+    from panscan.model.runtime import quiet_libraries
+    from panscan.runners.factory import ready_runner
+
+    quiet_libraries()
+    if settings.model == "mini" and not settings.random_weights and not named:
+        say_mini()
+    with errors().status(Text(f"loading {settings.model_name}")):
+        return ready_runner(settings)
 
 
-def _show(result: Result, *, as_json: bool) -> None:
+def _settings(options: dict[str, Any]) -> Settings:
+    """What was asked for; settings of the preset that the runner does not have are left out, with a note."""
+    preset = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
+    given = {name: parse_value(name, values[0]) for name, values in given_axes(options, lists=False).items()}
+    runner = _runner_for(preset, given)
+    foreign = [
+        name for name in foreign_settings(runner) if preset.get(name, axes()[name].default) != axes()[name].default
+    ]
+    idle = [name for name in foreign if name not in given]
+    if idle:
+        say_left_out(options["preset"], f"runner {runner}", idle)
+    kept = {name: value for name, value in preset.items() if name not in idle}
+    settings = settings_from({**kept, **given, "runner": runner})
+    return replace(settings, max_num_seqs=1) if runner == "engine" else settings
+
+
+def _runner_for(preset: dict[str, Any], given: dict[str, Any]) -> str:
+    """The runner that a flag names, or the preset. ``generate`` in place of an engine that lacks what a flag sets, or
+    what the preset sets and does not name a runner for."""
+    if "runner" in given:
+        return str(given["runner"])
+    named = str(preset.get("runner", "engine"))
+    asked = given if "runner" in preset else {**preset, **given}
+    lacks = any(asked.get(name, only) != only for name, only in ENGINE_LIMITS.items())
+    return "generate" if named == "engine" and lacks else named
+
+
+def _show(result: Result, runner: str, *, as_json: bool) -> None:
     if as_json:
         fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
-        shown = {name: getattr(result, name) for name in fields}
+        shown = {name: getattr(result, name) for name in fields} | {"runner": runner}
         stamps = result.stamps
         seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
@@ -95,4 +119,4 @@ def _show(result: Result, *, as_json: bool) -> None:
     from panscan.cli.tables import print_result
 
     click.echo(result.text)
-    print_result(result, errors())
+    print_result(result, runner, errors())

@@ -30,6 +30,8 @@ _SETTINGS = (
     "revision",
 )
 
+_RELEASED = "the released Gemma 3"
+
 EPILOG = """\b
 Examples
   panscan crops receipt.png
@@ -43,12 +45,13 @@ Examples
 @click.option("-o", "--output", help="A PNG file, or a directory for several  [default: NAME-views.png]")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
-@axis_options(_SETTINGS)
+@axis_options(_SETTINGS, defaults={"model": _RELEASED})
 @common_options
 def command(**options: Any) -> None:
     """Draw the views of each image over it, with their tokens, and print them as a table.
 
-    Tokens are those of the released Gemma 3, or of --model (its words around crops are then counted, not estimated).
+    Tokens are counted as the released Gemma 3 does, its words around crops estimated; with --model as that checkpoint
+    does, nothing estimated (panscan ask without --model runs 'mini', which takes fewer tokens a view).
     """
     from panscan.images.files import find_pages
 
@@ -79,7 +82,8 @@ def _one(page: Page, place: Path, settings: Settings, cost: PromptCost, options:
     if not options["as_json"]:
         from panscan.cli.tables import print_plan
 
-        print_plan(page.name, plan, estimated=cost.estimated, console=out())
+        model = _RELEASED if cost is GEMMA3_COST else settings.model
+        print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
     if not options["as_json"] or options["output"]:
         _save(draw_views(image, plan, caption=page.name, estimated=cost.estimated), place)
         errors().print(f"picture: {place}", soft_wrap=True)

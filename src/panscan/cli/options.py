@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
@@ -23,6 +23,7 @@ __all__ = [
     "one_preset",
     "out",
     "read_prompt",
+    "say_left_out",
     "say_mini",
     "show_warnings",
     "utf8",
@@ -65,24 +66,32 @@ def common_options(command: Command) -> Command:
 
 
 def axis_options(
-    names: Iterable[str] | None = None, *, leave_out: Collection[str] = ()
+    names: Iterable[str] | None = None, *, leave_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
-    """One option per setting, with all its spellings; values stay text (see :func:`given_axes`)."""
+    """One option per setting, with all its spellings; values stay text (see :func:`given_axes`).
+
+    Args:
+        names: of the settings; None: all of them.
+        leave_out: those without an option.
+        defaults: what ``--help`` says of settings for which the verb has a default of its own.
+    """
 
     def add(command: Command) -> Command:
         for name in reversed(list(names if names is not None else axes())):
             if name not in leave_out:
-                command = _option(axes()[name])(command)
+                axis = axes()[name]
+                default = None if axis.default is None else str(axis.default).lower()
+                command = _option(axis, (defaults or {}).get(name, default))(command)
         return command
 
     return add
 
 
-def _option(axis: Axis) -> Callable[[Command], Command]:
+def _option(axis: Axis, default: str | None) -> Callable[[Command], Command]:
     flags = [f"--{axis.flag}", *(f"--{alias.replace('_', '-')}" for alias in axis.aliases)]
     kinds = {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}
     choices = "|".join(axis.choices)
-    shown = "" if axis.default is None else f"  [default: {str(axis.default).lower()}]"
+    shown = "" if default is None else f"  [default: {default}]"
     bare: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if axis.kind is bool else {}
     return click.option(
         *flags,
@@ -119,20 +128,19 @@ def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str,
     Raises:
         SettingError: no such preset, or one with several values of a setting.
     """
-    from panscan.presets import load_preset
+    from panscan.presets import single_preset
 
-    found = {}
-    idle = []
-    for setting, values in load_preset(name).items() if name else ():
-        if setting not in takes:
-            idle.append(setting)
-        elif len(values) > 1:
-            raise SettingError(f"--preset {name}: one {setting} is wanted, not {len(values)}; panscan bench sweeps")
-        else:
-            found[setting] = values[0]
-    if idle:
-        errors().print(f"--preset {name}: left out, as panscan {verb} takes no {', '.join(idle)}", soft_wrap=True)
+    if name is None:
+        return {}
+    found, left_out = single_preset(name, takes)
+    if left_out:
+        say_left_out(name, f"panscan {verb}", left_out)
     return found
+
+
+def say_left_out(preset: str, who: str, settings: Iterable[str]) -> None:
+    """Say which settings of a preset do not count, and for whom."""
+    errors().print(f"--preset {preset}: left out, as {who} takes no {', '.join(settings)}", soft_wrap=True)
 
 
 def utf8(flag: str, text: str | None) -> str | None:
@@ -163,7 +171,7 @@ def read_prompt(text: str | None) -> str:
         except UnicodeDecodeError:
             raise SettingError("the prompt on standard input is not UTF-8 text") from None
     if not text.strip():
-        raise SettingError("the prompt is empty")
+        raise SettingError("the prompt is empty: give a question with -p, or on standard input")
     utf8("the prompt", text)
     return text
 

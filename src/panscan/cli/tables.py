@@ -17,12 +17,12 @@ from panscan.images.views import ViewPlan
 __all__ = ["print_plan", "print_predictions", "print_result"]
 
 
-def print_plan(name: str, plan: ViewPlan, *, estimated: bool, console: Console) -> None:
-    """Views of one image: kind, box, size and tokens."""
+def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, console: Console) -> None:
+    """Views of one image: kind, box, size and tokens as a model counts them."""
     about = "about " if estimated else ""
     console.print(
-        f"{name}: {plan.width} x {plan.height} px, {_count(len(plan.views), 'view')}, {plan.image_tokens} image tokens,"
-        f" {about}{plan.prompt_tokens} prompt tokens",
+        f"{name}: {plan.width} x {plan.height} px, {_count(len(plan.views), 'view')};"
+        f" as {model} counts: {plan.image_tokens} image tokens, {about}{plan.prompt_tokens} prompt tokens",
         soft_wrap=True,
     )
     table = Table()
@@ -64,13 +64,13 @@ def print_predictions(plan: Plan, console: Console) -> None:
         console.print(f"all together about {_duration(sum(known) * plan.repeats)}, a rough figure")
 
 
-def print_result(result: Result, console: Console) -> None:
-    """Where the time of one answer went, and what it read."""
+def print_result(result: Result, runner: str, console: Console) -> None:
+    """Who answered, where the time of one answer went, and what it read."""
     stages = result.stages_ms
     parts = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
     console.print(
-        f"{_count(result.views, 'view')}, {result.image_tokens} image tokens, {result.prompt_tokens} prompt tokens,"
-        f" {result.output_tokens} output tokens ({result.finish_reason})\n"
+        f"runner {runner}: {_count(result.views, 'view')}, {result.image_tokens} image tokens,"
+        f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
         f"{parts} = {sum(stages.values()):.0f} ms",
         style="dim",
         soft_wrap=True,

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from reprlib import repr as short
 from typing import Any, Literal
 
 from panscan.core.errors import SettingError
+from panscan.core.ranges import Range
+
+__all__ = ["SAMPLING_RANGES", "Message", "PanAndScan", "Request", "Sampling", "View"]
+
+SAMPLING_RANGES = {
+    "max_new_tokens": Range(whole=True, least=1),
+    "temperature": Range(least=0, note="0 is greedy"),
+    "top_k": Range(whole=True, least=1),
+    "top_p": Range(above=0, most=1),
+    "min_p": Range(least=0, most=1),
+    "repetition_penalty": Range(above=0),
+    "seed": Range(whole=True, least=-(2**63), most=2**64 - 1),
+    "logprobs": Range(whole=True, least=0, most=20),
+}
+"""Of the numbers in :class:`Sampling`; seeds are those of ``torch.manual_seed``."""
+
+_TOKEN = Range(whole=True, least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +112,16 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": 0 <= self.temperature < float("inf"),
-            "top_k": self.top_k is None or self.top_k >= 1,
-            "top_p": self.top_p is None or 0 < self.top_p <= 1,
-            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
-            "stop": isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
-            "stop_token_ids": isinstance(self.stop_token_ids, tuple)
-            and all(token >= 0 for token in self.stop_token_ids),
-            "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
-        }
-        for name, fine in checks.items():
-            if not fine:
-                raise SettingError(f"{name} is out of range: {getattr(self, name)!r}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in SAMPLING_RANGES and not (value is None and item.default is None):
+                SAMPLING_RANGES[item.name].check(item.name, value)
+        if not isinstance(self.ignore_eos, bool):
+            raise SettingError(f"ignore_eos must be true or false, got {short(self.ignore_eos)}")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise SettingError(f"stop must be a tuple of texts, none of them empty, got {short(self.stop)}")
+        if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
+            raise SettingError(f"stop_token_ids must be a tuple of token ids, got {short(self.stop_token_ids)}")
         if self.greedy and any(v is not None for v in (self.top_k, self.top_p, self.min_p)):
             raise SettingError("top_k, top_p and min_p need a temperature above 0 (temperature 0 is greedy)")
 
@@ -126,9 +140,9 @@ class Request:
 
     Args:
         prompt: the user's text. Special tokens inside it are plain text, unless ``raw``.
-        images: paths, http(s) URLs, PIL images, bytes of files, arrays or tensors (uint8 ``[height, width, 3]``), read
-            in this order, before the text. One path may be a PDF or TIFF page (``file.pdf#page=2``); a file of many
-            pages without ``#page=`` stands for all of them.
+        images: a list of paths, http(s) URLs, PIL images, bytes of files, arrays or tensors (uint8
+            ``[height, width, 3]``), read in this order, before the text; or a single one of these. One path may be a
+            PDF or TIFF page (``file.pdf#page=2``); a file of many pages without ``#page=`` stands for all of them.
         system: a system message.
         messages: a whole conversation instead of ``prompt`` and ``system``; image parts take ``images`` in order.
         raw: ``prompt`` goes to the tokenizer as it is, for base checkpoints: no turn template,
@@ -136,6 +150,9 @@ class Request:
         pan_and_scan: settings of the views. Disabled: each image is one view.
         sampling: how output tokens are chosen.
         id: kept in the result and in records.
+
+    Raises:
+        SettingError: a field of another type, or fields that exclude each other.
     """
 
     prompt: str | None = None
@@ -148,9 +165,39 @@ class Request:
     id: str = ""
 
     def __post_init__(self) -> None:
+        for name, kind, optional in _FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (optional and value is None):
+                raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+        object.__setattr__(self, "images", _listed(self.images))
         if (self.prompt is None) == (self.messages is None):
             raise SettingError("a request takes either prompt or messages")
         if self.messages is not None and (self.system is not None or self.raw):
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
             raise SettingError("a raw prompt has no turns: system does not go with it")
+
+
+_FIELDS = (
+    ("prompt", str, True),
+    ("system", str, True),
+    ("raw", bool, False),
+    ("pan_and_scan", PanAndScan, False),
+    ("sampling", Sampling, False),
+    ("id", str, False),
+)
+"""Fields of a request: name, type, whether None stands for leaving it out."""
+
+
+def _listed(images: Any) -> Sequence[Any]:
+    """A request's images, a single one as a tuple of one. Arrays, tensors and PIL images are known by their protocol.
+
+    Raises:
+        SettingError: neither images nor one image.
+    """
+    file = isinstance(images, str | bytes | bytearray | memoryview | os.PathLike)
+    if file or hasattr(images, "__array__") or hasattr(images, "__array_interface__"):
+        return (images,)
+    if not isinstance(images, Sequence):
+        raise SettingError(f"images must be a list of images, or a single image, got {type(images).__name__}")
+    return images

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from panscan.core import Request, Result, SettingError, Stamps, TokenEvent, UnsupportedError, now
+from panscan.core import EngineError, Request, Result, SettingError, Stamps, TokenEvent, UnsupportedError, now
 from panscan.engine.job import Job, Watched
 from panscan.engine.limits import unsupported_reason
 from panscan.engine.loop import Loop
@@ -121,9 +121,9 @@ class Engine:
 
         Args:
             requests: any number.
-            max_concurrency: requests in flight at most; None: enough to keep the engine busy.
+            max_concurrency: requests in flight at most; None: the engine's setting, or enough to keep it busy.
         """
-        most = max_concurrency or self.options.max_num_seqs + _AHEAD
+        most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         flying: dict[int, Job] = {}
         source = enumerate(requests)
@@ -137,16 +137,19 @@ class Engine:
                 del flying[index]
                 yield index, result
         finally:
-            for job in flying.values():
-                self._worker.cancel(job)
+            with suppress(EngineError):  # closed: they are cancelled already
+                for job in flying.values():
+                    self._worker.cancel(job)
 
     def submit(self, request: Request) -> Stream:
         """Answer one request; its tokens come by ``async for event in stream``. To be called where asyncio runs.
 
         Raises:
             SettingError: another request in flight has the same id.
+            EngineError: the engine is closed.
         """
-        name = request.id or f"request-{next(self._numbers)}"
+        names = (f"request-{next(self._numbers)}" for _ in count())
+        name = request.id or next(name for name in names if name not in self._streams)
         if name in self._streams:
             raise SettingError(f"a request with id {name!r} is in flight already")
         stream = Stream(name, lambda: self.cancel(name))
@@ -155,14 +158,19 @@ class Engine:
             self._streams.pop(name, None)
             stream.on_end(result)
 
-        self._streams[name] = self._job(request, stream.on_event, on_end)
-        self._worker.accept(self._streams[name])
+        job = self._streams[name] = self._job(replace(request, id=name), stream.on_event, on_end)
+        try:
+            self._worker.accept(job)
+        except EngineError:
+            del self._streams[name]
+            raise
         return stream
 
     def cancel(self, id: str) -> None:
         """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
         if (job := self._streams.get(id)) is not None:
-            self._worker.cancel(job)
+            with suppress(EngineError):  # closed: it is cancelled already
+                self._worker.cancel(job)
 
     def observe(self, requests: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
         """Next-token distributions along given tokens, all requests at once: what the verdict compares.

@@ -32,7 +32,7 @@ class Watched:
 
     script: Script
     answer: list[torch.Tensor] = field(default_factory=list)
-    places: list[torch.Tensor] = field(default_factory=list)
+    places: dict[int, torch.Tensor] = field(default_factory=dict)  # a preempted prompt is computed again
 
     def next(self, count: int) -> int | None:
         """The token to lead along after ``count``; None for the model's own."""
@@ -42,7 +42,7 @@ class Watched:
         """All that was seen; ``logits`` makes those of final hidden states."""
         found = Observation(tokens, self.script.places, torch.stack(self.answer))
         if self.script.places:
-            hidden = torch.cat(self.places)
+            hidden = torch.stack([self.places[place] for place in self.script.places])
             found.image, found.image_hidden = logits(hidden).cpu(), hidden.float().cpu()
         return found
 
@@ -108,6 +108,9 @@ class Job:
             full: whether there is room for no other token.
         """
         assert self.text is not None  # it is prepared
+        if not self.stamps.tokens:
+            for sight in self.sights.values():  # also of views that a prefix brought along
+                sight.pixels = None
         self.stamps.tokens.append(at)
         if chosen.logprobs is not None:
             self.logprobs.append(chosen.logprobs)

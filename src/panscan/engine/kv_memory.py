@@ -47,23 +47,36 @@ def choose_blocks(decoder: Decoder, options: EngineOptions) -> tuple[int, int]:
     for device in {layer.device: None for layer in decoder.layers}:
         shape = KVShape.of([layer for layer in decoder.layers if layer.device == device])
         part = (shape.global_bytes + shape.local_bytes) / (whole.global_bytes + whole.local_bytes)
-        room = free_bytes(device)
-        if options.kv_cache_gb is None:
-            room -= round(options.vision_cache_gb * 1e9) if decoder.view_bytes and device == decoder.device else 0
-            wanted = room if device.type == "cuda" else min(room, round(_CPU_BYTES * part))
-        else:
-            wanted = round(options.kv_cache_gb * 1e9 * part)
-            if wanted > room:
-                raise UnsupportedError(
-                    f"--kv-cache-gb {options.kv_cache_gb:g}: {device} has room for {room / part / 1e9:.3g} GB"
-                )
-        blocks = split_blocks(
-            shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-            window=decoder.window, chunk=options.prefill_chunk_size + decoder.image_tokens,
-            max_tokens=decoder.max_positions,
-        )  # fmt: skip
+        wanted = _wanted(decoder, options, device, part)
+        try:
+            blocks = split_blocks(
+                shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+                window=decoder.window, chunk=options.prefill_chunk_size + decoder.image_tokens,
+                max_tokens=decoder.max_positions,
+            )  # fmt: skip
+        except UnsupportedError as error:
+            advice = f"{device} has too little free memory: make some free, or lower --vision-cache-gb"
+            if options.kv_cache_gb is not None:
+                least = options.block_size * (shape.global_bytes + shape.local_bytes) / part / 1e9
+                advice = f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
+            raise UnsupportedError(f"{error}; {advice}") from None
         counts.append((shape, blocks))
     return _least(counts, 0), _least(counts, 1)
+
+
+def _wanted(decoder: Decoder, options: EngineOptions, device: torch.device, part: float) -> int:
+    """Bytes of a device that its share of the cache is to take."""
+    room = free_bytes(device)
+    if options.kv_cache_gb is None:
+        room -= round(options.vision_cache_gb * 1e9) if decoder.view_bytes and device == decoder.device else 0
+        return room if device.type == "cuda" else min(room, round(_CPU_BYTES * part))
+    wanted = round(options.kv_cache_gb * 1e9 * part)
+    if wanted > room:
+        raise UnsupportedError(
+            f"--kv-cache-gb {options.kv_cache_gb:g}: {device} has room for {room / part / 1e9:.3g} GB; lower it,"
+            " or leave it out to take most of what is free"
+        )
+    return wanted
 
 
 def _least(counts: Sequence[tuple[KVShape, tuple[int, int]]], kind: int) -> int:

@@ -92,9 +92,10 @@ class Loop:
 
     def end(self, job: Job, reason: FinishReason, error: PanscanError | None = None) -> None:
         """End a job now, with the tokens it has, wherever it stands."""
-        if job.sequence is not None and self._jobs.pop(job.sequence, None) is not None:
+        if job.sequence is not None and job.sequence in self._jobs:
             self._cached_tokens += job.sequence.cached or 0
             self._scheduler.remove(job.sequence)
+            del self._jobs[job.sequence]
         job.end(reason, error)
 
     def reset_caches(self) -> None:
@@ -185,10 +186,10 @@ class Loop:
 
     def _choose(self, step: Step, done: Pass) -> dict[Tokens, Chosen]:
         """The next token of each sequence whose distribution this step gave."""
-        for tokens, hidden in done.hidden.items():
+        for tokens, places in self._places(step).items():
             watched = self._jobs[tokens].watched
             if watched is not None:
-                watched.places.append(hidden)
+                watched.places |= zip(places, done.hidden[tokens], strict=True)
         sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
         if not sampled:
             return {}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from panscan.core import SettingError
-from panscan.settings import Settings
+from panscan.core.ranges import Range
+from panscan.settings import RANGES, Settings
 
 __all__ = ["EngineOptions"]
 
 _CHUNK = 2048  # tokens: a prompt of seven views in one pass
+_RANGES = {**RANGES, "block_size": Range(whole=True, least=1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,10 @@ class EngineOptions:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("prefill_chunk_size", "max_num_seqs", "vision_batch_size", "block_size"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in _RANGES and not (value is None and item.default is None):
+                _RANGES[item.name].check(item.name, value)
 
     @classmethod
     def of(cls, settings: Settings) -> EngineOptions:

@@ -11,7 +11,8 @@ __all__ = ["Stream"]
 
 
 class Stream:
-    """An asynchronous iterator of a request's events; its last event has a ``finish_reason``.
+    """An asynchronous iterator of a request's events; the last has a ``finish_reason``. Of a request that fails, the
+    iteration ends by raising its error.
 
     Leaving an ``async for`` before its end cancels the request, once the iterator is closed or collected.
 
@@ -26,17 +27,19 @@ class Stream:
         self._asyncio = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._result: asyncio.Future[Result] = self._asyncio.create_future()
+        self._ended = False
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        ended = False
         try:
-            while not ended:
+            while not self._ended:
                 event = await self._events.get()
-                ended = event.finish_reason is not None
+                self._ended = event.finish_reason is not None
                 yield event
         finally:
-            if not ended:
+            if not self._ended:
                 self.cancel()
+        if (error := (await self.result()).error) is not None:
+            raise error
 
     async def result(self) -> Result:
         """What became of the request, once it has ended. A failed request's result has its ``error``."""

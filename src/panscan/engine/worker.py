@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from panscan.core import FinishReason, InputError, PanscanError
+from panscan.core import EngineError, FinishReason, InputError, PanscanError
 from panscan.engine.job import Job
 from panscan.engine.loop import Loop
 
@@ -35,8 +35,9 @@ class Worker:
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._accepted: deque[Job] = deque()
         self._preparing: set[Job] = set()
-        self._broken: PanscanError | None = None
-        self._closing = False
+        self._broken: EngineError | None = None
+        self._lock = threading.Lock()
+        self._closed = self._closing = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
         self._thread = threading.Thread(target=self._turn, name="panscan-engine", daemon=True)
         self._thread.start()
@@ -63,31 +64,32 @@ class Worker:
         return answer.result()
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread."""
-        if self._thread.is_alive():
-            self._messages.put(self._close)
-            if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
-                self._thread.join()
+        """Cancel what is left, and end the thread. Nothing is taken any more."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._messages.put(self._close)
+        if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
+            self._thread.join()
         self._pool.shutdown(wait=False, cancel_futures=True)  # a page that hangs must not hold up the end
 
     def _send(self, message: Callable[[], None]) -> None:
-        if not self._thread.is_alive():
-            raise PanscanError("the engine is closed")
-        self._messages.put(message)
+        with self._lock:  # so that nothing comes behind the last message, and waits for ever
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._messages.put(message)
 
     def _turn(self) -> None:
         with torch.no_grad():
             while not self._closing:
                 try:
                     self._prepare_ahead()
-                    busy = self._broken is None and self._loop.step()
-                except Exception as error:  # a bug in the bookkeeping: nothing that it says can be trusted any more
+                    if self._broken is not None or not self._loop.step():
+                        self._messages.get()()
+                    while not self._messages.empty():
+                        self._messages.get()()
+                except BaseException as error:  # a bug, or a library's panic: whoever waits must hear of it
                     self._break(error)
-                    busy = False
-                if not busy:
-                    self._messages.get()()
-                while not self._messages.empty():
-                    self._messages.get()()
 
     def _accept(self, job: Job) -> None:
         if self._broken is not None:
@@ -105,11 +107,13 @@ class Worker:
         """In a thread of the pool."""
         error: PanscanError | None = None
         try:
-            self._loop.preparer.prepare(job)
+            if not job.ended:
+                self._loop.preparer.prepare(job)
         except PanscanError as known:
             error = known
-        except Exception as unknown:  # whatever a file makes a decoder raise is its request's failure
-            error = InputError(f"request {job.request.id!r}: {type(unknown).__name__}: {unknown}")
+        except BaseException as unknown:  # whatever a file makes a decoder raise, a panic too, is its request's failure
+            text = " ".join(str(unknown).split())[:300]
+            error = InputError(f"request {job.request.id!r}: {type(unknown).__name__}: {text}")
         self._messages.put(lambda: self._prepared(job, error))
 
     def _prepared(self, job: Job, error: PanscanError | None) -> None:
@@ -128,8 +132,9 @@ class Worker:
             self._accepted.remove(job)
         self._loop.end(job, reason, error)
 
-    def _break(self, error: Exception) -> None:
-        self._broken = PanscanError(f"the engine stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    def _break(self, error: BaseException) -> None:
+        """Nothing that the bookkeeping says can be trusted any more: end all jobs, and take no others."""
+        self._broken = EngineError(f"the engine stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         for job in self._left():
             if not job.ended:
                 job.end("error", self._broken)

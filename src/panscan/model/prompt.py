@@ -7,9 +7,10 @@ the user's text are plain text there, not commands.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from reprlib import repr as short
+from typing import Any, TypeGuard
 
 from panscan.core import Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
@@ -29,7 +30,7 @@ def conversation(request: Request) -> list[dict[str, Any]]:
     """The request as chat turns whose content is always a list of ``text`` and ``image`` parts.
 
     Raises:
-        SettingError: if the conversation's image parts and the request's images do not match in number.
+        SettingError: the messages are not turns of a role and a text or parts; it names the turn and the part.
     """
     if request.messages is None:
         user = [{"type": "image"} for _ in request.images] + [{"type": "text", "text": request.prompt}]
@@ -37,15 +38,38 @@ def conversation(request: Request) -> list[dict[str, Any]]:
         if request.system is not None:
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
         return turns
-    return [{"role": turn["role"], "content": list(_parts(turn))} for turn in request.messages]
+    if not _is_list(request.messages) or not request.messages:
+        raise SettingError(f"messages must be a list of turns, not empty, got {short(request.messages)}")
+    return [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
 
 
-def _parts(turn: Message) -> Iterator[dict[str, Any]]:
-    content = turn["content"]
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if part["type"] not in ("text", "image", "image_url"):
-            raise SettingError(f"messages: a part of type {part['type']!r} is not text or image")
-        yield {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+def _turn(turn: Message, where: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        raise SettingError(f"messages: {where} must be {{'role': ..., 'content': ...}}, got {short(turn)}")
+    content = turn.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not _is_list(content):
+        raise SettingError(f"messages: the content of {where} must be a text or a list of parts, got {short(content)}")
+    parts = [_part(part, f"part {number} of {where}") for number, part in enumerate(content, start=1)]
+    return {"role": turn["role"], "content": parts}
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise SettingError(f"messages: {where} must be {{'type': ..., ...}}, got {short(part)}")
+    kind = part.get("type")
+    if kind not in ("text", "image", "image_url"):
+        raise SettingError(f"messages: {where} is of type {short(kind)}, not 'text' or 'image'")
+    if kind != "text":
+        return {"type": "image"}
+    if not isinstance(part.get("text"), str):
+        raise SettingError(f"messages: 'text' of {where} must be a text, got {short(part.get('text'))}")
+    return {"type": "text", "text": part["text"]}
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 class PromptWriter:
@@ -88,12 +112,14 @@ class PromptWriter:
         """Token ids of a request whose images have this many crops each, in order.
 
         Raises:
-            SettingError: if images and their places in the prompt differ in number, or the checkpoint reads no images.
+            SettingError: if images and their places in the prompt differ in number, the checkpoint reads no images, or
+                a text is none (malformed messages, a lone surrogate).
             ModelError: if the checkpoint has no turn template and the prompt is not raw.
         """
         if crops and not self.image_tokens:
             raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
         text, guard = self._raw(request) if request.raw else self._templated(request)
+        _check_unicode(text)
         places = text.count(self.boi)
         if places != len(crops):
             raise SettingError(
@@ -162,6 +188,16 @@ class PromptWriter:
 
 def _texts(turns: Sequence[Mapping[str, Any]]) -> str:
     return "".join(part.get("text", "") for turn in turns for part in turn["content"])
+
+
+def _check_unicode(text: str) -> None:
+    """Tokenizers take UTF-8, which has no half of a surrogate pair (JSON's ``\\ud83d``, a file name's odd byte)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(
+            f"the prompt is not Unicode text: it holds the lone surrogate {text[error.start]!r}"
+        ) from None
 
 
 def _unused_character(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import yaml
 from panscan.core import SettingError
 from panscan.settings import axis_name, nearest, parse_value
 
-__all__ = ["Axes", "load_preset", "parse_axes", "preset_names", "read_grid_file"]
+__all__ = ["Axes", "load_preset", "parse_axes", "preset_names", "read_grid_file", "single_preset"]
 
 Axes = dict[str, list[Any]]
 """Settings by their canonical name, each with its values."""
@@ -36,6 +36,30 @@ def load_preset(name: str) -> Axes:
     raise SettingError(
         f"--preset takes {', '.join(preset_names())} or a YAML file; got {name!r}{nearest(name, preset_names())}"
     )
+
+
+def single_preset(name: str, takes: Collection[str] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a preset for whoever runs once, and the names of those that are left out.
+
+    Args:
+        name: a shipped preset, or a YAML file.
+        takes: settings that are wanted; None: all.
+
+    Raises:
+        SettingError: no such preset, or several values of a wanted setting.
+    """
+    found: dict[str, Any] = {}
+    left_out = []
+    for setting, values in load_preset(name).items():
+        if takes is not None and setting not in takes:
+            left_out.append(setting)
+        elif len(values) > 1:
+            raise SettingError(
+                f"--preset {name}: one {setting} is wanted, not {len(values)}; panscan bench sweeps several"
+            )
+        else:
+            found[setting] = values[0]
+    return found, left_out
 
 
 def read_grid_file(path: Path) -> Axes:

@@ -1,0 +1,223 @@
+"""The engine's thread: what is cancelled, closed or broken while something else goes on. Nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tests.conftest import noise
+from tests.engine.driving import Driver, Reference, requests
+
+from panscan import GenerateRunner, Request, Sampling
+from panscan.core import EngineError, ImageError, TokenEvent
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+
+OPTIONS = EngineOptions(kv_cache_gb=0.02)
+ENDLESS = Sampling(max_new_tokens=1000, ignore_eos=True)
+
+
+class SlowServer(ThreadingHTTPServer):
+    """Serves one page, once it is let."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[str] = []
+        self.let = threading.Event()
+        self.heard = threading.Event()
+        page = io.BytesIO()
+        noise(90, 90).save(page, "PNG")
+        self.page = page.getvalue()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{name}.png"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: SlowServer
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        self.server.heard.set()
+        self.server.let.wait(60)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.page)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[SlowServer]:
+    with SlowServer() as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield serving
+        serving.let.set()
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def engine(mini: GenerateRunner) -> Iterator[Engine]:
+    with Engine(mini.loaded, OPTIONS) as opened:
+        yield opened
+
+
+def hold(engine: Engine) -> tuple[threading.Event, threading.Event]:
+    """Keep the engine's thread busy, as a long pass does; gives what tells that it is, and what lets it go on."""
+    busy, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        go.wait(60)
+
+    engine._worker._send(wait)
+    assert busy.wait(60)
+    return busy, go
+
+
+def test_cancelled_while_it_is_prepared_and_before(engine: Engine, server: SlowServer) -> None:
+    """Neither computes anything, and a page that nobody wants any more is not fetched."""
+    slow = [Request("What?", [server.url(str(place))], sampling=ENDLESS) for place in range(40)]
+
+    async def leave() -> list[str]:
+        streams = [engine.submit(replace(request, id=str(place))) for place, request in enumerate(slow)]
+        await asyncio.to_thread(server.heard.wait, 60)
+        for stream in streams:
+            stream.cancel()
+        return [(await stream.result()).finish_reason for stream in streams]
+
+    assert asyncio.run(leave()) == ["cancelled"] * 40
+    server.let.set()
+    [fine] = engine.generate([requests()[0]])
+    assert fine.error is None
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.output_tokens) == (0, 0, fine.output_tokens)
+    assert len(server.asked) <= 8
+
+
+def test_few_requests_are_prepared_ahead(mini: GenerateRunner) -> None:
+    """However many wait: their images are what memory is bounded by."""
+    with Engine(mini.loaded, replace(OPTIONS, max_num_seqs=1)) as engine:
+        worker, seen = engine._worker, []
+        endless = replace(requests()[0], sampling=Sampling(max_new_tokens=60, ignore_eos=True))
+        for _ in engine.stream_results([endless, *requests()[1:] * 2], max_concurrency=40):
+            seen.append(worker.ask(lambda: len(worker._preparing) + worker._loop.waiting))
+        assert 0 < max(seen) <= 8
+
+
+def test_pixels_go_when_they_are_not_needed_any_more(mini: GenerateRunner) -> None:
+    """Also those of views that a shared prefix brought along."""
+    driver = Driver(mini, replace(OPTIONS, max_num_seqs=1))
+    first, second = driver.add(requests()[3]), driver.add(requests()[4])
+    assert all(sight.pixels is not None for sight in second.job.sights.values())
+    driver.run(lambda: len(second.tokens) == 1)
+    assert second.job.sequence is not None and second.job.sequence.cached
+    assert all(sight.pixels is None for sight in second.job.sights.values())
+    driver.run()
+    assert first.job.sights == second.job.sights == {}
+
+
+def test_closing_beside_requests(engine: Engine) -> None:
+    """What came before is cancelled, what comes after is told so; nothing is left waiting."""
+    _, go = hold(engine)
+    with ThreadPoolExecutor(4) as threads:
+        before = threads.submit(lambda: engine.generate([requests()[3]]))
+        while engine._worker._messages.empty():  # until it stands behind what holds the engine
+            pass
+        closing = threads.submit(engine.close)
+        while not engine._worker._closed:
+            pass
+        for after in (lambda: engine.generate([requests()[3]]), engine.stats, engine.reset_caches):
+            with pytest.raises(EngineError, match="closed"):
+                after()
+        go.set()
+        assert [result.finish_reason for result in before.result(60)] == ["cancelled"]
+        closing.result(60)
+
+
+def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
+    """A bug in the bookkeeping, put there by hand: a block that is given back twice."""
+    results = engine.stream_results([replace(requests()[3], sampling=ENDLESS), requests()[0]])
+    assert next(results)[0] == 1
+
+    def break_it() -> None:
+        [job] = engine._loop.jobs
+        assert job.sequence is not None
+        engine._loop.blocks.pools[0].release(job.sequence.tables[0][0])
+        engine._loop.end(job, "cancelled")
+
+    engine._worker._send(break_it)
+    for _, result in results:
+        assert isinstance(result.error, EngineError) and "released more often" in str(result.error)
+    [later] = engine.generate([requests()[0]])
+    assert isinstance(later.error, EngineError)
+
+
+def test_a_failed_request_ends_its_stream_with_the_reason(engine: Engine) -> None:
+    async def read() -> None:
+        stream = engine.submit(Request("What?", ["none.png"]))
+        events: list[TokenEvent] = []
+        with pytest.raises(ImageError, match="none"):
+            async for event in stream:
+                events.append(event)
+        assert [event.finish_reason for event in events] == ["error"]
+        assert isinstance((await stream.result()).error, ImageError)
+
+    asyncio.run(read())
+
+
+def test_an_ended_stream_is_empty(engine: Engine, reference: Reference) -> None:
+    async def read() -> tuple[list[int | None], list[int | None], str]:
+        stream = engine.submit(replace(requests()[0], id=""))
+        return [event.token_id async for event in stream], [event.token_id async for event in stream], stream.id
+
+    first, second, name = asyncio.run(read())
+    assert (first, second) == (reference(requests()[0]).token_ids, [])
+    assert name.startswith("request-")
+
+
+def test_names_of_streams(engine: Engine) -> None:
+    async def ask() -> list[str]:
+        streams = [engine.submit(replace(requests()[0], id=name)) for name in ("request-1", "", "", "")]
+        results = [await stream.result() for stream in streams]
+        assert [result.id for result in results] == [stream.id for stream in streams]
+        engine.close()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="closed"):
+                engine.submit(replace(requests()[0], id="again"))
+        engine.cancel("again")
+        return [stream.id for stream in streams]
+
+    names = asyncio.run(ask())
+    assert len(set(names)) == 4
+
+
+def test_a_thread_that_outlives_the_program_is_answered() -> None:
+    """Python has shut its pools down by then; the engine says so instead of leaving the thread waiting."""
+    code = """
+import threading
+from panscan import Engine
+engine = Engine.from_pretrained("mini", dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=2)
+started = threading.Event()
+def late():
+    started.set()
+    threading.main_thread().join()
+    print([result.finish_reason for result in engine.generate([engine.request("Hi")])], flush=True)
+threading.Thread(target=late).start()
+started.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() in ("['error']", "['length']"), done.stderr
+    assert "Traceback" not in done.stderr
