@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo test check format bench clean
+.PHONY: install demo test check format clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/panscan bench --preset baseline,balanced --num-samples 12 --max-new-tokens 32 --repeats 2 --output-dir runs
+	@echo "Next: source $(VENV)/bin/activate, then panscan --help"
 
 test: install
 	$(BIN)/python -m pytest -n 2

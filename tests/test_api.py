@@ -8,18 +8,23 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import Field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import noise
 
 import panscan
 from panscan import PanAndScan, Request, Sampling
 from panscan.core import SettingError, now
 from panscan.images.samples import write_samples
+from panscan.model.inputs import read_images
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -66,7 +71,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields_", "message"),
     [
         ({}, "either prompt or messages"),
         ({"prompt": "x", "messages": []}, "either prompt or messages"),
@@ -75,9 +80,38 @@ def test_every_public_name_is_there_and_no_other() -> None:
         ({"prompt": "x", "raw": True, "system": "y"}, "has no turns"),
     ],
 )
-def test_a_request_asks_in_one_way(fields: dict[str, Any], message: str) -> None:
+def test_a_request_asks_in_one_way(fields_: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        Request(**fields)
+        Request(**fields_)
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"prompt": 5}, "prompt must be a str, got int"),
+        ({"prompt": "x", "system": b"y"}, "system must be a str, got bytes"),
+        ({"prompt": "x", "sampling": {"seed": 1}}, "sampling must be a Sampling, got dict"),
+        ({"prompt": "x", "pan_and_scan": True}, "pan_and_scan must be a PanAndScan, got bool"),
+        ({"prompt": "x", "raw": "no"}, "raw must be a bool, got str"),
+        ({"prompt": "x", "id": None}, "id must be a str, got NoneType"),
+        ({"prompt": "x", "images": None}, "images must be a list of images, or a single image, got NoneType"),
+        ({"prompt": "x", "images": {"a.png"}}, "images must be a list .* got set"),
+        ({"prompt": "x", "images": 3}, "images must be a list .* got int"),
+    ],
+)
+def test_a_request_names_the_field_of_another_type(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Request(**given_)
+
+
+def test_a_single_image_is_a_list_of_one(tmp_path: Path) -> None:
+    page = noise(30, 20)
+    path = tmp_path / "page.png"
+    page.save(path)
+    for image in (str(path), path, path.read_bytes(), page, np.asarray(page), torch.tensor(np.asarray(page))):
+        [read] = read_images(Request("x", image)).images
+        assert read.tobytes() == page.tobytes()
+        assert read_images(Request("x", [image, image])).images == [read, read]
 
 
 RANGES: dict[str, tuple[Any, Any]] = {
@@ -100,13 +134,43 @@ def test_sampling_takes_what_is_in_range_and_names_what_is_not(data: st.DataObje
         Sampling(**{**sampled, name: data.draw(outside)})
 
 
+ANYTHING = (
+    st.none() | st.booleans() | st.integers() | st.integers(2**63, 2**1100) | st.floats() | st.text(max_size=3)
+    | st.binary(max_size=3) | st.lists(st.integers() | st.text(max_size=1) | st.floats(), max_size=2).flatmap(
+        lambda items: st.sampled_from([items, tuple(items), dict.fromkeys(items)])
+    )
+)  # fmt: skip
+NUMBERS = {
+    **dict.fromkeys(RANGES, (int, float)),
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "logprobs"), (int,)),
+}
+
+
+@given(ANYTHING, st.sampled_from(fields(Sampling)))
+def test_whatever_a_sampling_is_given_is_of_its_type_or_refused(value: Any, item: Field[Any]) -> None:
+    sampled = {"temperature": 1.0, item.name: value}
+    try:
+        Sampling(**sampled)
+    except SettingError as error:
+        assert str(error).startswith(f"{item.name} ") or (item.name == "temperature" and value == 0)
+        return
+    if item.name in NUMBERS:
+        assert (value is None and item.default is None) or type(value) in NUMBERS[item.name]
+        float(value or 0)  # what the sampler makes of it
+    elif item.name == "ignore_eos":
+        assert type(value) is bool
+    else:
+        assert isinstance(value, tuple)
+        assert {type(part) for part in value} <= {int if item.name == "stop_token_ids" else str}
+
+
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
 def test_greedy_takes_no_filters(name: str) -> None:
-    fields: dict[str, Any] = {name: 1}
+    filters: dict[str, Any] = {name: 1}
     assert Sampling().greedy
     with pytest.raises(SettingError, match="temperature above 0"):
-        Sampling(**fields)
-    assert not Sampling(temperature=0.1, **fields).greedy
+        Sampling(**filters)
+    assert not Sampling(temperature=0.1, **filters).greedy
 
 
 @pytest.mark.parametrize("name", ["enabled", "min_crop_size", "max_num_crops", "min_ratio_to_activate"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from panscan.bench.grid import Cell, build_cells
 from panscan.core import SettingError
-from panscan.presets import load_preset, preset_names, read_grid_file
+from panscan.presets import load_preset, preset_names, read_grid_file, single_preset
 from panscan.settings import Settings
 
 FIELDS = {
@@ -96,6 +96,18 @@ def test_a_missing_file_or_preset_is_said(tmp_path: Path) -> None:
         read_grid_file(tmp_path / "none.yaml")
     with pytest.raises(SettingError, match="did you mean 'balanced'"):
         load_preset("balancd")
+
+
+def test_a_single_preset_is_one_set_of_settings(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(yaml.safe_dump({"grid_max_crops": "2", "batch-size": [2, 4], "runner": "engine"}))
+    name = "pan_and_scan_max_num_crops"
+    assert single_preset(str(path), [name, "runner"]) == ({name: 2, "runner": "engine"}, ["batch_size"])
+    assert single_preset(str(path), []) == ({}, ["batch_size", name, "runner"])
+    for takes in (None, ["batch_size"]):
+        with pytest.raises(SettingError, match="one batch_size is wanted, not 2"):
+            single_preset(str(path), takes)
+    assert single_preset("baseline") == ({"do_pan_and_scan": False}, [])
 
 
 def test_grids_import_no_torch() -> None:

@@ -55,7 +55,8 @@ def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixtu
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
-    assert set(found) == {*names, "ttft_ms", "e2el_ms", "stages_ms"}
+    assert set(found) == {*names, "runner", "ttft_ms", "e2el_ms", "stages_ms"}
+    assert found["runner"] == "engine"
     assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
     assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
     assert 0 < found["ttft_ms"] <= found["e2el_ms"]
@@ -174,6 +175,41 @@ def test_what_a_preset_says_about_batches_is_left_out_with_a_note(
     assert "--preset p.yaml: left out, as panscan ask takes no batch_size, equal_views\n" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "preset", "runner", "left_out"),
+    [
+        ([], {}, "engine", ""),
+        (["--attention", "eager"], {}, "generate", ""),
+        ([], {"attention": "eager"}, "generate", ""),
+        (["--attention", "sdpa"], {"attention": "eager"}, "engine", ""),
+        ([], {"runner": "engine", "attention": "eager", "kv_cache_gb": 0.01}, "engine", "attention"),
+        ([], {"runner": "engine", "attention": "sdpa"}, "engine", ""),
+        (["--attention", "eager"], {"runner": "engine", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
+        (["--runner", "generate"], {"runner": "engine", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
+        ([], {"runner": "generate", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
+    ],
+)
+def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    preset: dict[str, Any],
+    runner: str,
+    left_out: str,
+) -> None:
+    (folder / "p.yaml").write_text(yaml.safe_dump(preset))
+    assert run(["ask", "square.jpg", "-p", QUESTION, "--preset", "p.yaml", *flags, "--json", *QUICK]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["runner"] == runner
+    assert (f"left out, as runner {runner} takes no {left_out}\n" in captured.err) == bool(left_out)
+    assert ("left out" in captured.err) == bool(left_out)
+
+
+def test_the_help_says_which_runner_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ask", "--help"]) == 0
+    assert "[default: engine; generate where the engine lacks a setting]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
     folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner
 ) -> None:
@@ -182,7 +218,7 @@ def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
     result = expected(mini, ["tall.png"])
     assert captured.out == f"{result.text}\n"
     assert captured.err.startswith("no --model given: running the bundled mini Gemma 3")
-    assert f"4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
+    assert f"runner engine: 4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
     assert " ms\n" in captured.err
     assert run(["ask", "tall.png", "-p", QUESTION, "--model", "mini", *QUICK]) == 0
     assert "no --model given" not in capsys.readouterr().err
@@ -191,5 +227,5 @@ def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
 def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
     text = "[bold]a[/x]\tb:c:d " + "long " * 40 + ":100:\r\n"
     result = Result("", text, [1, 2], "stop", 1, 0, 64, 80, Stamps(0.0, tokens=[0.1, 0.2]))
-    ask._show(result, as_json=False)
+    ask._show(result, "engine", as_json=False)
     assert capsys.readouterr().out == f"{text}\n"

@@ -112,6 +112,22 @@ def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, capsys: pytes
     assert [row[-1] for row in table(printed)] == ["64"] * 4
 
 
+@pytest.mark.parametrize(("flags", "model"), [([], "the released Gemma 3"), (["--model", "mini"], "mini")])
+def test_the_heading_says_whose_tokens_are_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], model: str
+) -> None:
+    noise(260, 800).save(folder / "tall.png")
+    assert run(["crops", "tall.png", *flags]) == 0
+    assert f"4 views; as {model} counts: " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_help_says_whose_tokens_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["crops", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[default: the released Gemma 3]" in said
+    assert "[default: mini]" not in said
+
+
 def test_a_text_only_model_has_no_views(
     folder: Path, capsys: pytest.CaptureFixture[str], text_checkpoint: Path
 ) -> None:

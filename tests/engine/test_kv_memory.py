@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.pages import decoder_of
 
-from panscan.core import UnsupportedError
+from panscan.core import SettingError, UnsupportedError
 from panscan.engine.kv_memory import KVCache, KVShape, choose_blocks, free_bytes, split_blocks
 from panscan.engine.options import EngineOptions
 
@@ -44,10 +45,11 @@ def test_a_split_fits_and_leaves_no_room_that_could_be_used(
     assert cost(blocks, local) <= room
     full = blocks == full_count(seqs, longest, block_size)
     needed = local * block_size >= seqs * (window + 2 * block_size) + chunk
-    enough = needed and (local == full_count(seqs, longest, block_size) or cost(0, local + 1) > room // 2)
+    for_windows = room // 2 if global_bytes else room
+    enough = needed and (local == full_count(seqs, longest, block_size) or cost(0, local + 1) > for_windows)
     assert local == blocks or enough
-    assert full or cost(blocks + 1, local if enough else local + 1) > room
-    assert (local - 1) * block_size < seqs * (window + 2 * block_size) + chunk or cost(0, local) <= room // 2
+    assert full or not global_bytes or cost(blocks + 1, local if enough else local + 1) > room
+    assert (local - 1) * block_size < seqs * (window + 2 * block_size) + chunk or cost(0, local) <= for_windows
     if needed:  # windows of all sequences, as they lie worst in blocks, and the chunks of a pass
         assert local >= seqs * (-(-(window - 1) // block_size) + 1) + chunk // block_size
 
@@ -109,10 +111,33 @@ def test_without_a_size_a_cpu_takes_little(monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_than_there_is_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 10**9))
     assert free_bytes(torch.device("cpu")) == 1_800_000_000
-    with pytest.raises(UnsupportedError, match=r"--kv-cache-gb 3: cpu has room for 1\.8 GB"):
+    with pytest.raises(UnsupportedError, match=r"--kv-cache-gb 3: cpu has room for 1\.8 GB; lower it, or leave it out"):
         choose_blocks(decoder_of(NAME), EngineOptions(kv_cache_gb=3))
     with pytest.raises(UnsupportedError, match="--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes"):
         choose_blocks(decoder_of(NAME), EngineOptions(kv_cache_gb=1e-6))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
-    with pytest.raises(UnsupportedError, match="hold no block"):
+    with pytest.raises(UnsupportedError, match=r"hold no block .* or lower --vision-cache-gb"):
         choose_blocks(decoder_of(NAME), EngineOptions(vision_cache_gb=1.0))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 37])
+@pytest.mark.parametrize("spread", [False, True])
+def test_what_a_refusal_says_to_raise_it_to_is_enough(spread: bool, block_size: int) -> None:
+    decoder = copy(decoder_of(NAME))
+    if spread:
+        places = [torch.device("meta" if facts.local else "cpu") for facts in decoder.layers]
+        decoder.layers = tuple(replace(facts, device=at) for facts, at in zip(decoder.layers, places, strict=True))
+    with pytest.raises(UnsupportedError, match=r"raise it to at least .* GB, or leave it out") as caught:
+        choose_blocks(decoder, EngineOptions(kv_cache_gb=1e-9, block_size=block_size))
+    [least] = re.findall("raise it to at least (.*) GB", str(caught.value))
+    assert choose_blocks(decoder, EngineOptions(kv_cache_gb=float(least), block_size=block_size)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [{"kv_cache_gb": 0}, {"vision_cache_gb": 0.0}, {"max_num_seqs": 2.5}, {"block_size": 0}, {"kv_cache_gb": "1"}],
+)
+def test_sizes_out_of_range_are_refused_at_once(given_: dict[str, Any]) -> None:
+    [name] = given_
+    with pytest.raises(SettingError, match=f"^{name} is out of range: it must be a .*number"):
+        EngineOptions(**given_)

@@ -105,6 +105,57 @@ def test_prompts_that_do_not_fit_their_images_are_refused(request_: Request, cro
         WRITER.write(request_, crops)
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "a list of turns, not empty"),
+        ("Who?", "a list of turns"),
+        (5, "a list of turns"),
+        ([None], "turn 1 must be"),
+        ([{}], "turn 1 must be"),
+        ([{"content": "Who?"}], "turn 1 must be"),
+        ([{"role": "user", "content": "Who?"}, {"role": "assistant"}], "the content of turn 2 must be"),
+        ([{"role": "user", "content": None}], "the content of turn 1 must be"),
+        ([{"role": "user", "content": {"type": "text", "text": "Who?"}}], "the content of turn 1 must be"),
+        ([{"role": "user", "content": [None]}], "part 1 of turn 1 must be"),
+        ([{"role": "user", "content": [{"type": "image"}, {"text": "Who?"}]}], "part 2 of turn 1 is of type None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "'text' of part 1 of turn 1 must be a text"),
+    ],
+)
+def test_malformed_messages_name_the_place(messages: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message) as caught:
+        WRITER.write(Request(messages=messages), [])
+    assert "\n" not in str(caught.value)
+
+
+LEAVES = st.none() | st.integers() | st.sampled_from(["user", "assistant", "text", "image", "What?", "\ud83d"])
+KEYS = st.sampled_from(["role", "content", "type", "text"])
+JUNK = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4))
+
+
+@given(JUNK.filter(lambda messages: messages is not None))
+def test_whatever_messages_hold_is_written_or_refused(messages: Any) -> None:
+    try:
+        written = WRITER.write(Request(messages=messages), [])
+    except SettingError:
+        return
+    assert written.ids == theirs(messages, [])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "caf\udce9"},
+        {"prompt": "caf\udce9", "raw": True},
+        {"prompt": "What?", "system": "\ud83d"},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=r"lone surrogate '\\ud"):
+        WRITER.write(Request(**fields), [])
+
+
 def test_a_text_checkpoint_takes_no_images() -> None:
     with pytest.raises(SettingError, match="reads text only"):
         PromptWriter(TOKENIZER, 0).write(Request(prompt="x", images=["a.png"]), [0])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.bench.test_measure import Lines, Watcher
+from tests.bench.test_verify import STEPS as VERDICT_STEPS
+from tests.bench.test_verify import Bench as VerdictBench
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request
@@ -104,6 +106,16 @@ def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
             assert (line["stamps"]["scheduled"] is not None) == (line["cell"] == cells[2].id)
             assert line["cell"] != cells[2].id or line["batch"] == 0
     assert answers[cells[0].id] == answers[cells[1].id] == answers[cells[2].id]
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk_size": 100}, {"max_num_seqs": 2}], ids=str)
+def test_its_verdict_in_bf16_is_exact(tmp_path: Path, changes: dict[str, int]) -> None:
+    settings = settings_from({**SMALL, "dtype": "bf16", "max_new_tokens": VERDICT_STEPS, **changes})
+    runner = EngineRunner.from_settings(settings)
+    verdict = VerdictBench(tmp_path).verifier().verdict(runner, settings)
+    assert (verdict["verdict"], verdict["reason"]) == ("exact", None)
+    assert verdict["image"]["positions"] > 0
+    runner.close()
 
 
 def test_each_call_begins_with_empty_caches(mini: GenerateRunner) -> None:

@@ -1,8 +1,9 @@
-"""The file of answers: one JSON line per document, appended whole, so that ``kill -9`` loses none that was written.
+"""The file of answers: one JSON line per document, appended whole, so that ``kill -9`` loses none that was finished.
 
 ``answers.jsonl`` holds answers and nothing else. How they were made stands beside it, in ``answers.jsonl.run.json``
-(prompt, settings, versions), because a job is only resumed with what it began with. ``answers.jsonl.lock`` keeps a
-second process out.
+(prompt, settings, versions), because a job is only resumed with what it began with. ``answers.jsonl.held`` holds the
+answers that wait: for a slower one before them, or, of documents that are asked again, for the end of the job.
+``answers.jsonl.lock`` keeps a second process out.
 """
 
 from __future__ import annotations
@@ -10,26 +11,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
 
+from panscan.batch.held import Held
+from panscan.batch.lines import Lines, Record, encode, unwritable
 from panscan.bench.records import write_atomically
-from panscan.core import RecordsError, now
+from panscan.core import RecordsError
 
-__all__ = ["AnswerFile", "Mode", "Record"]
+__all__ = ["AnswerFile", "Mode", "refuse_sources"]
 
-Record = dict[str, Any]
 Mode = Literal["new", "resume", "force"]
+Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
-_SYNC_S = 1.0  # a failing machine, unlike a killed process, may lose what is younger than this
+_SIDECARS = (".run.json", ".held", ".lock")
 
 
 class AnswerFile:
     """Appends answers to a file. One process at a time holds it.
+
+    Nothing is made, and nothing thrown away, before the first answer: a job that never begins leaves all as it was.
 
     Args:
         path: the file of answers; its directory is made if need be.
@@ -47,32 +52,22 @@ class AnswerFile:
             read or written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: Mapping[str, Any],
-        mode: Mode,
-        check: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None],
-    ) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+        _refuse_irregular(path)
         self.path = Path(os.path.realpath(path))
-        self.header_path = self.path.with_name(f"{self.path.name}.run.json")
-        self._file: int | None = None
-        self._synced = now()
-        self._lock = FileLock(f"{self.path}.lock", timeout=0, thread_local=False)
+        self.header_path, self._held_path, self._lock_path = _sidecars(self.path)
+        self.begun_with = header
+        self._lines: Lines | None = None
+        self._held: Held | None = None
+        self._made = [place for place in (self._lock_path, *self.path.parents) if not place.exists()]
+        self._lock = FileLock(self._lock_path, timeout=0, thread_local=False)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not self.path.is_file():
-                raise RecordsError(f"-o {path}: not a regular file")
-            self._lock.acquire()
-        except Timeout as error:
-            raise RecordsError(f"{path} is being written by another panscan; give this job its own file") from error
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        try:
-            self.begun_with = self._begin(header, mode, check)
+            self._acquire()
+            if mode != "force" and (_size(self.path) or _size(self._held_path)):
+                self._go_on(header, mode, check)
         except OSError as error:
             self.close()
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
         except BaseException:
             self.close()
             raise
@@ -83,64 +78,73 @@ class AnswerFile:
         Raises:
             RecordsError: a line is not an answer.
         """
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                record = _parse(line)
-                if record is None:
-                    raise RecordsError(f"{self.path}, line {number}: not an answer of panscan batch")
-                yield record
+        return (line.record for line in self._lines or ())
+
+    def held(self) -> Iterator[tuple[Record, str | None]]:
+        """The answers that wait beside the file, each with the id of the failed one that it replaces, if it does."""
+        return iter(self._held or ())
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one answer, as one whole line.
 
         Raises:
-            RecordsError: the disk does not take it; half a line is then cut off again.
+            RecordsError: the disk does not take it.
         """
-        assert self._file is not None  # not closed
-        # A name that is not Unicode holds halves of surrogate pairs: written \udcxx, which is JSON's escape of them.
-        data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-        whole = os.fstat(self._file).st_size + len(data)
-        try:
-            rest = memoryview(data)
-            while rest:  # one turn, unless the disk fills up
-                rest = rest[os.write(self._file, rest) :]
-            if now() - self._synced >= _SYNC_S:
-                self._sync()
-        except BaseException as error:  # Ctrl-C, too: the next line must not join half a line
-            with contextlib.suppress(OSError):
-                if os.fstat(self._file).st_size < whole:
-                    os.ftruncate(self._file, whole - len(data))
-            if isinstance(error, OSError):
-                raise _unwritable(self.path, error) from error
-            raise
+        lines, held = self._begun()
+        lines.append(record)
+        if record["id"] in held:
+            held.drop(record["id"])
 
-    def keep(self, wanted: Callable[[Record], bool]) -> None:
-        """Take the other answers out of the file; whoever looks sees the old file or the new one.
+    def hold(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
+        """Keep an answer until its turn comes (:meth:`write_held`), or, of one asked again, until :meth:`finish`.
+
+        Args:
+            record: the answer.
+            replaces: the id of the failed one whose place it takes.
+
+        Raises:
+            RecordsError: the disk does not take it.
+        """
+        _, held = self._begun()
+        held.add(record, replaces)
+
+    def write_held(self, id: str) -> None:
+        """The turn of a held answer has come.
+
+        Raises:
+            RecordsError: the disk does not take it.
+        """
+        _, held = self._begun()
+        self.write(held.get(id))
+
+    def drop_held(self, id: str) -> None:
+        """A held answer is not wanted any more."""
+        _, held = self._begun()
+        held.drop(id)
+
+    def finish(self) -> None:
+        """The job is done: what was asked again takes the places of the failed answers, all at once.
 
         Raises:
             RecordsError: a line is not an answer, or the disk does not take the new file.
         """
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file, self.path.open("rb") as old:
-                file.writelines(line for record, line in zip(self.records(), old, strict=True) if wanted(record))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-            self._open()
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        lines, held = self._begun()
+        replacing = held.replacing()
+        if not replacing:
+            return
+        lines.rewrite(_replaced(lines, held, replacing))
+        for id in [record["id"] for record, replaces in held if replaces is not None]:
+            held.drop(id)
 
     def close(self) -> None:
         """Put everything on the disk and let go of the file. A closed file is not used again."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # what failed in earnest was raised by the write
-                self._sync()
-            os.close(self._file)
-            self._file = None
+        if self._held is not None:
+            self._held.close()
+        if self._lines is not None:
+            self._lines.close()
+        else:
+            self._forget()
+        self._lines = self._held = None
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -151,26 +155,34 @@ class AnswerFile:
     ) -> None:
         self.close()
 
-    def _begin(
-        self,
-        header: Mapping[str, Any],
-        mode: Mode,
-        check: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None],
-    ) -> Mapping[str, Any]:
-        has_answers = self.path.exists() and self.path.stat().st_size > 0
-        if has_answers and mode == "new":
+    def _acquire(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666))  # FileLock takes some refusals for a lock
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise RecordsError(f"{self.path} is being written by another panscan; give this job its own file") from error
+
+    def _go_on(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+        if mode == "new":
             raise RecordsError(f"{self.path} has answers already: go on with --resume, or start anew with --force")
-        if has_answers and mode == "resume":
-            found = self._header()
-            if (reason := check(found, header)) is not None:
-                raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")
-            self._open()
-            return found
-        # In this order: answers never stand beside the header of others.
-        self.path.unlink(missing_ok=True)
-        write_atomically(self.header_path, json.dumps(header, indent=2).encode() + b"\n")
-        self._open()
-        return header
+        self.begun_with = self._header()
+        if (reason := check(self.begun_with, header)) is not None:
+            raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")
+        self._lines, self._held = Lines(self.path), Held(self._held_path)
+
+    def _begun(self) -> tuple[Lines, Held]:
+        if self._lines is None or self._held is None:
+            # In this order: answers never stand beside the header of others.
+            try:
+                self.path.unlink(missing_ok=True)
+                self._held_path.unlink(missing_ok=True)
+            except OSError as error:
+                raise unwritable(self.path, error) from error
+            write_atomically(self.header_path, json.dumps(self.begun_with, indent=2).encode() + b"\n")
+            self._held = Held(self._held_path)
+            self._lines = Lines(self.path)
+        return self._lines, self._held
 
     def _header(self) -> Mapping[str, Any]:
         try:
@@ -185,39 +197,70 @@ class AnswerFile:
             raise RecordsError(f"{self.header_path} is garbled: --force starts anew")
         return found
 
-    def _open(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        with self.path.open("rb") as file:
-            whole = _whole(file)
-        if whole < os.fstat(self._file).st_size:
-            os.ftruncate(self._file, whole)
-        self._sync()
-
-    def _sync(self) -> None:
-        assert self._file is not None  # not closed
-        os.fsync(self._file)
-        self._synced = now()
+    def _forget(self) -> None:
+        """The job never began: its lock and directories go. The lock of another process was not made here."""
+        for place in self._made:
+            with contextlib.suppress(OSError):  # whoever wrote into them meanwhile keeps them
+                place.unlink() if place == self._lock_path else place.rmdir()
 
 
-def _whole(file: BinaryIO) -> int:
-    """Length of the part that ends with a whole line. A machine that failed may leave a last line of zeros, too."""
-    before = end = 0
-    last = b""
-    for line in file:
-        before, end, last = end, end + len(line), line
-    return end if not last or (last.endswith(b"\n") and _parse(last) is not None) else before
+def refuse_sources(output: Path, sources: Iterable[str]) -> None:
+    """Refuse an output that would overwrite what is asked about.
+
+    Args:
+        output: the file of answers.
+        sources: every file that is read.
+
+    Raises:
+        RecordsError: the output, or a file beside it, is one of them.
+    """
+    real = Path(os.path.realpath(output))
+    # Files, not names: a link of either kind is the same file. What does not exist yet is no source.
+    written = {_identity(path): path for path in (real, *_sidecars(real)) if path.exists()}
+    for source in sources if written else ():
+        if (path := written.get(_identity(source))) is not None:
+            raise RecordsError(f"-o {output} would overwrite {source}, a source of this job ({path.name})")
 
 
-def _parse(line: bytes) -> Record | None:
+def _identity(path: str | Path) -> tuple[int, int] | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        found = os.stat(path)  # noqa: PTH116 - Path.stat takes no string
+    except (OSError, ValueError):  # a URL, or a file that is gone: found out when its turn comes
         return None
-    named = isinstance(record, dict) and isinstance(record.get("id"), str) and isinstance(record.get("image"), list)
-    return record if named else None
+    return found.st_dev, found.st_ino
 
 
-def _unwritable(path: Path, error: OSError) -> RecordsError:
-    return RecordsError(f"{path} could not be written: {error.strerror or error}")
+def _sidecars(path: Path) -> tuple[Path, ...]:
+    return tuple(path.with_name(f"{path.name}{suffix}") for suffix in _SIDECARS)
+
+
+def _refuse_irregular(path: Path) -> None:
+    """Terminals, pipes and devices hold no answers to resume; nor does what standard output is redirected to."""
+    regular = "an output that can be resumed is a regular file of its own"
+    if str(path) == "-" or (path.exists() and not path.is_file()):
+        raise RecordsError(f"-o {path}: {regular}")
+    ours = _identity(path)
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            found = os.fstat(stream)
+            if ours == (found.st_dev, found.st_ino):
+                raise RecordsError(f"-o {path}: standard output goes there, and {regular}")
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise RecordsError(f"-o {path}: {parent} is a file, not a directory")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _replaced(lines: Lines, held: Held, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
+    """The lines, answers that were asked again in the places of failed ones."""
+    left = dict(replacing)
+    there = set()
+    for line in lines:
+        there.add(line.record["id"])
+        ids = left.pop(line.record["id"], None)
+        yield line.raw if ids is None else b"".join(encode(held.get(id)) for id in ids)
+    # Where the failed one has gone, this was done before, and stopped at its very end.
+    yield from (encode(held.get(id)) for ids in left.values() for id in ids if id not in there)

@@ -84,10 +84,11 @@ def _settings(options: dict[str, Any]) -> Settings:
     preset = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
     given = {name: parse_value(name, values[0]) for name, values in given_axes(options, lists=False).items()}
     runner = _runner_for(preset, given)
-    foreign = [
-        name for name in foreign_settings(runner) if preset.get(name, axes()[name].default) != axes()[name].default
+    idle = [
+        name
+        for name in foreign_settings(runner)
+        if name in preset and name not in given and preset[name] != axes()[name].default
     ]
-    idle = [name for name in foreign if name not in given]
     if idle:
         say_left_out(options["preset"], f"runner {runner}", idle)
     kept = {name: value for name, value in preset.items() if name not in idle}
