@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.items import Item
-from panscan.batch.job import Answered, Job, answer, changed_versions, difference, tally
+from panscan.batch.asking import answer
+from panscan.batch.job import Job, changed_versions, difference
+from panscan.batch.left import Answered, tally
 from panscan.core import ImageError, RecordsError, Request, Result, Stamps
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from tests.bench.synthetic import repeat, request, run_of
 
-from panscan.bench.rows import measured_rows
+from panscan.bench.grid import build_cells
+from panscan.bench.rows import distinguishing, meant, measured_rows
 from panscan.bench.speedups import speedup_lines
 
 
@@ -39,3 +41,17 @@ def test_the_fastest_cells_of_the_same_work_are_compared() -> None:
 def test_one_runner_alone_says_nothing() -> None:
     assert lines({"a": ({"runner": "engine"}, 1.0), "b": ({"runner": "engine", "max_num_seqs": 2}, 2.0)}) == []
     assert lines({"a": ({"runner": "generate"}, 1.0), "b": ({"runner": "pipeline"}, 2.0)}) == []
+
+
+def test_what_only_one_runner_has_is_a_column_only_where_it_differs_there() -> None:
+    def swept(**flags: list[str]) -> list[str]:
+        cells = build_cells({"runner": ["generate", "engine"], **flags})
+        return distinguishing([meant(asdict(cell.settings)) for cell in cells])
+
+    assert swept() == ["runner"]
+    assert swept(batch_size=["1", "2"]) == ["runner", "batch_size"]
+    assert swept(kv_cache_gb=["none", "1"], batch_size=["4"]) == ["runner", "kv_cache_gb"]
+    assert swept(max_num_seqs=["8"]) == ["runner"]
+    [engine] = build_cells({"runner": ["engine"]})
+    assert meant(asdict(engine.settings))["batch_size"] is None
+    assert meant(asdict(engine.settings))["attention"] == "sdpa"

@@ -53,15 +53,15 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
-        _refuse_irregular(path)
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path = _sidecars(self.path)
         self.begun_with = header
         self._lines: Lines | None = None
         self._held: Held | None = None
-        self._made = [place for place in (self._lock_path, *self.path.parents) if not place.exists()]
+        self._made: list[Path] = []
         self._lock = FileLock(self._lock_path, timeout=0, thread_local=False)
         try:
+            _refuse_irregular(path)
             self._acquire()
             if mode != "force" and (_size(self.path) or _size(self._held_path)):
                 self._go_on(header, mode, check)
@@ -71,6 +71,11 @@ class AnswerFile:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def begun(self) -> bool:
+        """Whether it holds anything, or did before."""
+        return self._lines is not None
 
     def records(self) -> Iterator[Record]:
         """The answers in the file, one at a time.
@@ -128,22 +133,20 @@ class AnswerFile:
         Raises:
             RecordsError: a line is not an answer, or the disk does not take the new file.
         """
-        lines, held = self._begun()
-        replacing = held.replacing()
-        if not replacing:
+        if self._lines is None or self._held is None or not (replacing := self._held.replacing()):
             return
-        lines.rewrite(_replaced(lines, held, replacing))
-        for id in [record["id"] for record, replaces in held if replaces is not None]:
-            held.drop(id)
+        self._lines.rewrite(_replaced(self._lines, self._held, replacing))
+        for id in [record["id"] for record, replaces in self._held if replaces is not None]:
+            self._held.drop(id)
 
     def close(self) -> None:
         """Put everything on the disk and let go of the file. A closed file is not used again."""
-        if self._held is not None:
-            self._held.close()
         if self._lines is not None:
             self._lines.close()
         else:
             self._forget()
+        if self._held is not None:
+            self._held.close()
         self._lines = self._held = None
         self._lock.release()
 
@@ -156,12 +159,16 @@ class AnswerFile:
         self.close()
 
     def _acquire(self) -> None:
+        made = [place for place in (self._lock_path, *self.path.parents) if not place.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666))  # FileLock takes some refusals for a lock
         try:
             self._lock.acquire()
+            self._made = made
         except Timeout as error:
-            raise RecordsError(f"{self.path} is being written by another panscan; give this job its own file") from error
+            raise RecordsError(
+                f"{self.path} is being written by another panscan; give this job its own file"
+            ) from error
 
     def _go_on(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         if mode == "new":
@@ -169,7 +176,8 @@ class AnswerFile:
         self.begun_with = self._header()
         if (reason := check(self.begun_with, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")
-        self._lines, self._held = Lines(self.path), Held(self._held_path)
+        self._lines = Lines(self.path)
+        self._held = Held(self._held_path)
 
     def _begun(self) -> tuple[Lines, Held]:
         if self._lines is None or self._held is None:
@@ -198,7 +206,7 @@ class AnswerFile:
         return found
 
     def _forget(self) -> None:
-        """The job never began: its lock and directories go. The lock of another process was not made here."""
+        """The job never began: its lock and directories go. Those that were there before stay."""
         for place in self._made:
             with contextlib.suppress(OSError):  # whoever wrote into them meanwhile keeps them
                 place.unlink() if place == self._lock_path else place.rmdir()

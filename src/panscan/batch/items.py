@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +26,7 @@ class Item:
         named: the same as the user calls it (images of a dataset are relative to its file).
         question: of a row; None where the job has one prompt.
         problem: why it cannot be asked.
+        document: the file that it is, or is a page of; None for a row.
     """
 
     id: str
@@ -31,6 +34,7 @@ class Item:
     named: tuple[str, ...]
     question: str | None = None
     problem: ImageError | None = None
+    document: str | None = None
 
 
 class Work:
@@ -40,12 +44,16 @@ class Work:
         groups: the items of each file or row.
         count: files or rows.
         limit: items at most; None: all.
+        files: every file or URL that the job reads.
         has_questions: each item brings its own.
     """
 
-    def __init__(self, groups: Iterator[list[Item]], count: int, limit: int | None, *, has_questions: bool) -> None:
+    def __init__(
+        self, groups: Iterator[list[Item]], count: int, limit: int | None, files: Sequence[str], *, has_questions: bool
+    ) -> None:
         self._groups, self._left, self._limit = groups, count, limit
         self._opened = 0
+        self.files = files
         self.has_questions = has_questions
 
     @property
@@ -73,11 +81,11 @@ def find_work(
         sources: one dataset (``.jsonl``), or documents: directories, globs, files and URLs.
         whole_files: all pages of a document are one item. Otherwise each page is.
         limit: items at most.
-        on_problem: told of each directory or glob without a document.
+        on_problem: told of each subdirectory that cannot be read.
 
     Raises:
         SettingError: a dataset beside something else, or with ``whole_files``.
-        InputError: no document is found, or the dataset cannot be used.
+        InputError: a source stands for no document, is not there or cannot be opened, or the dataset cannot be used.
     """
     if any(_is_dataset(source) for source in sources):
         if len(sources) > 1:
@@ -85,25 +93,41 @@ def find_work(
         if whole_files:
             raise SettingError("--whole-files does not go with a dataset: each row is one request already")
         items = _dataset(Path(sources[0]))
-        return Work(([item] for item in items), len(items), limit, has_questions=True)
-    files = find_files(sources, on_problem=on_problem)
-    if not files:
-        raise ImageError(f"no document found in {' '.join(sources)}")
-    return Work((_document(file, whole=whole_files) for file in files), len(files), limit, has_questions=False)
+        files = [sources[0], *(image for item in items for image in item.images)]
+        return Work(([item] for item in items), len(items), limit, files, has_questions=True)
+    found = [file for source in sources for file in _files(source, on_problem)]
+    files = find_files(found, on_problem=on_problem)  # each once
+    return Work((_document(file, whole=whole_files) for file in files), len(files), limit, files, has_questions=False)
 
 
 def _is_dataset(source: str) -> bool:
     return "://" not in source and source.lower().endswith(".jsonl")
 
 
+def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
+    """The files of one source. A misspelt one is refused now, before a model is loaded for nothing."""
+    problems: list[ImageError] = []
+    files = find_files([source], on_problem=problems.append)
+    if not files:
+        raise problems[0] if problems else ImageError(f"{source}: no document found")
+    if files == [source] and "://" not in source:
+        # What is in a file shows when its turn comes; that it is there and may be read shows now.
+        path = source if os.path.lexists(source) else re.sub("#page=[0-9]+$", "", source)
+        if not (os.path.isfile(path) and os.access(path, os.R_OK)):  # noqa: PTH113 - Path.is_file may raise
+            expand_images([path])
+    for problem in problems:
+        on_problem(problem)
+    return files
+
+
 def _document(file: str, *, whole: bool) -> list[Item]:
     try:
         names = [page.name for page in expand_images([file]) if isinstance(page, Page)]
     except ImageError as error:
-        return [Item(file, (file,), (file,), problem=error)]
+        return [Item(file, (file,), (file,), problem=error, document=file)]
     if whole:
-        return [Item(file, tuple(names), tuple(names))]
-    return [Item(name, (name,), (name,)) for name in names]
+        return [Item(file, tuple(names), tuple(names), document=file)]
+    return [Item(name, (name,), (name,), document=file) for name in names]
 
 
 def _dataset(path: Path) -> list[Item]:

@@ -80,13 +80,18 @@ def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def distinguishing(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The varying settings without those that differ only because pan and scan is off in some cells (None there)."""
+    """The varying settings without those that differ only because they mean nothing in some cells (None there)."""
     return [name for name in varying_names(cells) if not _off_or_the_same(cells, name)]
 
 
 def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
-    on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
-    return name.startswith(_CROPS) and len({shown(cell.get(name)) for cell in on}) == 1
+    if name.startswith(_CROPS):
+        on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
+    elif name in ENGINE_AXES or name in _NOT_THE_ENGINES:
+        on = [cell for cell in cells if (cell.get("runner") == "engine") == (name in ENGINE_AXES)]
+    else:
+        return False
+    return len({shown(cell.get(name)) for cell in on}) == 1
 
 
 def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from panscan.cli.batch_progress import batch_progress
 from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
+    first_process,
     given_axes,
     one_preset,
     out,
@@ -27,15 +28,13 @@ from panscan.cli.options import (
     show_warnings,
     utf8,
 )
-from panscan.core import ImageError, PanscanError, SettingError
+from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError
 from panscan.settings import ENGINE_LIMITS, axes, settings_from
 
 __all__ = ["command"]
 
 _NOT_HERE = ("runner", *ENGINE_LIMITS)
 _REASONS = 50  # failed documents that are listed; the file has them all
-_PERIOD_S = 300.0  # over which the time left is estimated: on a CPU a document may take a minute
-_EVERY = 100  # documents between two lines of progress where no bar can be drawn
 
 EPILOG = """\b
 Examples
@@ -44,10 +43,11 @@ Examples
   panscan batch questions.jsonl -o answers.jsonl --model google/gemma-3-4b-it
   panscan batch scans/ -p "What is the total?" -o answers.jsonl --resume
 
-One JSON object a line, in the order of the documents. Beside it, answers.jsonl.run.json says how it was made (prompt,
-settings, versions): --resume goes on with the same only. What may change on the way are the engine's sizes
-(--max-num-seqs, --kv-cache-gb, ...), --device, --order, --limit and the documents, which are known by their names as
-you type them.
+One JSON object a line, in the order of the documents; what a later --resume adds comes behind, and what it asks again
+takes the place of what had failed. Beside it, answers.jsonl.run.json says how it was made (prompt, settings, versions):
+--resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
+...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
+done, answers.jsonl.held keeps answers that wait for a slower one before them.
 """
 
 
@@ -74,11 +74,12 @@ def command(**options: Any) -> int:
 
     Every page of a PDF or TIFF is a document of its own (see --whole-files). A dataset is JSON Lines of
     {image, question} and perhaps id; its images are relative to its file. A document that fails has its reason in its
-    line, and the others go on. Whatever ends the job, even kill -9, --resume goes on with what is not in the file.
+    line, and the others go on. Whatever ends the job, even kill -9, --resume asks only what was not answered.
     """
-    from panscan.batch.answers import AnswerFile
+    from panscan.batch.answers import AnswerFile, refuse_sources
     from panscan.batch.items import find_work
-    from panscan.batch.job import Answered, changed_versions, difference
+    from panscan.batch.job import changed_versions, difference
+    from panscan.batch.left import Answered
     from panscan.model.runtime import quiet_libraries
 
     show_warnings(errors())
@@ -93,6 +94,7 @@ def command(**options: Any) -> int:
         work = find_work(
             options["sources"], whole_files=options["whole_files"], limit=options["limit"], on_problem=on_problem
         )
+        refuse_sources(options["output"], work.files)
     job = _job(options, dataset=work.has_questions)
     header = job.header()
     with AnswerFile(options["output"], header, mode, difference) as file:
@@ -100,22 +102,44 @@ def command(**options: Any) -> int:
             console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
         with console.status("looking for what is left"):
             answered = Answered(file, retry_failed=options["retry_failed"])
-            left = answered.left(work)
-            first = next(left, None)
-        if first is not None:
-            _answer(job, chain([first], left), file, answered, work, in_order=options["order"] == "input")
-        return _summary(file, options["output"])
+            tasks = answered.left(work)
+            ahead = _to_the_first_question(tasks)
+        piped = job.prompt if options["prompt"] in (None, "-") else None
+        with _resumable(file, piped):
+            _answer(job, ahead, tasks, file, answered, work, in_order=options["order"] == "input")
+            file.finish()
+        return _summary(file, options["output"], idle=all(task.held for task in ahead))
 
 
-def _answer(job: Any, items: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
-    from panscan.batch.job import answer
+def _to_the_first_question(tasks: Iterator[Any]) -> list[Any]:
+    """Tasks up to the first that needs an engine; all, if none does."""
+    ahead = []
+    for task in tasks:
+        ahead.append(task)
+        if task.needs_engine:
+            break
+    return ahead
+
+
+def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
+    from panscan.batch.asking import answer
     from panscan.engine.engine import Engine
 
-    with errors().status(Text(f"loading {job.settings.model_name}")):
-        engine = Engine.from_settings(job.settings)
-    window = 4 * max(job.settings.max_num_seqs, 16) if in_order else None
-    with engine, _resumable(), _progress(errors(), lambda: work.expected - answered.skipped) as on_answer:
-        answer(engine, job, items, file.write, window=window, on_answer=on_answer)
+    with ExitStack() as stack:
+        engine = None
+        if ahead and ahead[-1].needs_engine:
+            with errors().status(Text(f"loading {job.settings.model_name}")):
+                engine = stack.enter_context(Engine.from_settings(job.settings))
+        on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+        answer(
+            engine,
+            job,
+            chain(ahead, tasks),
+            file,
+            window=4 * max(job.settings.max_num_seqs, 16) if in_order else None,
+            proven=answered.any_succeeded,
+            on_answer=on_answer,
+        )
 
 
 def _job(options: dict[str, Any], *, dataset: bool) -> Any:
@@ -153,42 +177,46 @@ def _mode(options: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _resumable() -> Iterator[None]:
-    """A job that is interrupted, or that its engine or its disk ends, says how to go on."""
+def _resumable(file: Any, piped: str | None) -> Iterator[None]:
+    """A job that is interrupted, or that its engine or its disk ends, says how to go on.
+
+    ``piped``: the prompt, if it came from standard input, which cannot be read twice.
+    """
     try:
         yield
-    except (KeyboardInterrupt, PanscanError):
-        given = [word for word in click.get_current_context().obj["arguments"] if word not in ("--force", "--resume")]
-        errors().print(f"go on with: {shlex.join(['panscan', *given, '--resume'])}", soft_wrap=True)
+    except (KeyboardInterrupt, PanscanError) as error:
+        # A setting or a model that is wrong would be as wrong the next time.
+        if first_process() and not isinstance(error, SettingError | ModelError | UnsupportedError):
+            words = _go_on_with(click.get_current_context(), piped, begun=file.begun)
+            # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
+            click.echo(os.fsencode(f"go on with: {shlex.join(['panscan', *words])}"), err=True)
         raise
 
 
-@contextmanager
-def _progress(console: Console, expected: Any) -> Iterator[Any]:
-    """A bar with the time left; gives what moves it on by one answer. Where no bar can be drawn, lines."""
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    answers = failed = 0
-    shown = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown, speed_estimate_period=_PERIOD_S) as bar:
-        task = bar.add_task("answering", total=expected())
-
-        def on_answer(record: dict[str, Any]) -> None:
-            nonlocal answers, failed
-            answers += 1
-            failed += record["error"] is not None
-            text = f"answering ({failed} failed)" if failed else "answering"
-            bar.update(task, advance=1, total=expected(), description=text)
-            if not shown and answers % _EVERY == 0:
-                console.print(f"{text}: {answers} of {expected()}", soft_wrap=True)
-
-        yield on_answer
+def _go_on_with(context: click.Context, piped: str | None, *, begun: bool) -> list[str]:
+    """The words of this command with --resume (if it has begun) and the prompt that came from standard input."""
+    gone = {*(("force", "resume") if begun else ()), *(() if piped is None else ("prompt",))}
+    options = {flag: each for each in context.command.params if isinstance(each, click.Option) for flag in each.opts}
+    rest = list(context.obj["arguments"])
+    kept = []
+    while rest and rest[0] != "--":
+        words = [rest.pop(0)]
+        flag, attached, _ = words[0].partition("=") if words[0].startswith("--") else (words[0][:2], words[0][2:], "")
+        option = options.get(flag.replace("_", "-"))
+        if option is not None and not attached and _takes_next(option):
+            words.append(rest.pop(0))
+        kept += [] if option is not None and option.name in gone else words
+    return [*kept, *(() if piped is None else ("-p", piped)), *(("--resume",) if begun else ()), *rest]
 
 
-def _summary(file: Any, path: Path) -> int:
-    from panscan.batch.job import tally
+def _takes_next(option: click.Option) -> bool:
+    """Whether the next word is the option's value. (Of a setting that may stand alone, it is a word like any other.)"""
+    alone = option.name in axes() and axes()[option.name].kind is bool
+    return not option.is_flag and not alone
+
+
+def _summary(file: Any, path: Path, *, idle: bool) -> int:
+    from panscan.batch.left import tally
 
     found = tally(file.records(), _REASONS)
     for name, reason in found.reasons:
@@ -196,6 +224,7 @@ def _summary(file: Any, path: Path) -> int:
         errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
     if found.failed > len(found.reasons):
         errors().print(f"failed: {found.failed - len(found.reasons)} more; see 'error' in {path}", soft_wrap=True)
+    answered = f"nothing left to ask: {found.answered} answered already" if idle else f"{found.answered} answered"
     failed = f", {found.failed} failed (ask them again with --resume --retry-failed)" if found.failed else ""
-    out().print(f"{found.answered} answered{failed}: {path}", soft_wrap=True)
+    out().print(f"{answered}{failed}: {path}", soft_wrap=True)
     return 3 if found.failed else 0

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from panscan.bench.plan import Plan
 from panscan.bench.predict import predict
-from panscan.bench.rows import meant, short, shown, varying_names
+from panscan.bench.rows import distinguishing, meant, short, shown
 from panscan.core import Result
 from panscan.images.views import ViewPlan
 
@@ -39,7 +39,7 @@ def print_predictions(plan: Plan, console: Console) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
     cells = [meant(asdict(p.settings)) for p in predictions]
-    varying = varying_names(cells)
+    varying = distinguishing(cells)
     counts = (_count(len(predictions), "cell"), _count(len(plan.items), "request"), _count(plan.repeats, "repeat"))
     console.print("{}, {} each, {}".format(*counts))
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
