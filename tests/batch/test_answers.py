@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.batch.answers import AnswerFile, Mode
+from panscan.batch.answers import AnswerFile, Mode, refuse_sources
 from panscan.core import RecordsError
 
 HEADER = {"schema": 1, "prompt": "What is the total?"}
@@ -85,9 +86,20 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="has answers already: go on with --resume, or start anew with --force"):
         opened(path)
     assert len(path.read_bytes().splitlines()) == 1
+    for mode in ("force", "resume"):
+        opened(path, mode).close()  # type: ignore[arg-type]
+        assert path.read_bytes().count(b"\n") == 1  # nothing is thrown away before there is something else
     with opened(path, "force", {"schema": 2}) as file:
         assert list(file.records()) == []
+        file.hold(answer(1))
+        assert list(file.records()) == []
     assert json.loads(file.header_path.read_bytes()) == {"schema": 2}
+    with pytest.raises(RecordsError, match="has answers already"):  # a held one is an answer
+        opened(path)
+    with opened(path, "force") as file:
+        file.write(answer(2))
+    with opened(path, "resume") as file:
+        assert (list(file.records()), list(file.held())) == ([answer(2)], [])
 
 
 def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: Path) -> None:
@@ -95,7 +107,23 @@ def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: P
     for mode, prompt in (("resume", "a"), ("new", "b"), ("resume", "c")):
         with opened(path, mode, {"prompt": prompt}) as file:  # type: ignore[arg-type]
             assert file.begun_with == {"prompt": prompt}
+            file.write(answer(0))
             assert json.loads(file.header_path.read_bytes()) == {"prompt": prompt}
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("mode", ["new", "resume", "force"])
+def test_a_job_that_never_begins_leaves_all_as_it_was(tmp_path: Path, mode: Mode) -> None:
+    with opened(tmp_path / "deep" / "er" / "a.jsonl", mode) as file:
+        assert not file.begun
+        assert list(file.records()) == list(file.held()) == []
+        file.finish()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.jsonl").write_bytes(b"mine\n")
+    with pytest.raises(RecordsError) if mode != "force" else contextlib.nullcontext():
+        opened(tmp_path / "kept" / "a.jsonl", mode).close()
+    assert [place.name for place in (tmp_path / "kept").iterdir()] == ["a.jsonl"]
 
 
 def test_a_job_of_another_kind_does_not_go_on(tmp_path: Path) -> None:
@@ -147,16 +175,57 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         assert list(file.records()) == [answer(0), answer(1)]
 
 
-def test_answers_can_be_taken_out_and_writing_goes_on(tmp_path: Path) -> None:
+def test_what_was_asked_again_takes_the_places_of_failures_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    write(path, [answer(0, "a"), answer(1, error="gone"), answer(2, "c")])
-    lines = path.read_bytes().splitlines(keepends=True)
+    write(path, [answer(0, "a"), answer(1, error="gone"), answer(2, "c"), answer(3, error="gone")])
+    before = path.read_bytes()
+    lines = before.splitlines(keepends=True)
     with opened(path, "resume") as file:
-        file.keep(lambda record: record["error"] is None)
-        assert path.read_bytes() == lines[0] + lines[2]
-        file.write(answer(1, "b"))
-        assert [record["id"] for record in file.records()] == ["0", "2", "1"]
+        file.hold(answer(3, error="still gone"), "3")
+        file.hold(answer(1, "b"), "1")
+        file.hold(answer(9, "held"))
+        assert path.read_bytes() == before
+    with opened(path, "resume") as file:
+        assert list(file.records())[1] == answer(1, error="gone")
+        file.finish()
+        assert list(file.records()) == [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, error="still gone")]
+        assert path.read_bytes().splitlines(keepends=True)[::2] == lines[::2]
+        file.write(answer(4))
+        assert list(file.held()) == [(answer(9, "held"), None)]
+        file.write_held("9")
+        assert [record["id"] for record in file.records()] == ["0", "1", "2", "3", "4", "9"]
     assert sorted(place.name for place in tmp_path.iterdir()) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
+
+
+def test_a_merge_that_was_stopped_at_its_end_is_not_done_twice(tmp_path: Path) -> None:
+    path, held = tmp_path / "a.jsonl", tmp_path / "a.jsonl.held"
+    write(path, [answer(0, error="gone"), answer(1)])
+    with opened(path, "resume") as file:
+        file.hold({"id": "0#page=1", "image": ["p1"], "error": None}, "0")
+        file.hold({"id": "0#page=2", "image": ["p2"], "error": None}, "0")
+        left = held.read_bytes()
+        file.finish()
+    held.write_bytes(left)  # the output was renamed, and the process killed
+    whole = path.read_bytes()
+    with opened(path, "resume") as file:
+        file.finish()
+    assert path.read_bytes() == whole
+    assert not held.exists()
+
+
+def test_held_answers_do_not_pile_up_in_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with opened(path) as file:
+        file.hold(answer(0, "slow", error="x"), "failed")
+        for number in range(1, 3500):
+            file.hold(answer(number))
+            file.write_held(str(number))
+        assert path.with_name("a.jsonl.held").read_bytes().count(b"\n") < 1100
+        assert list(file.held()) == [(answer(0, "slow", error="x"), "failed")]
+        file.drop_held("0")
+        assert path.with_name("a.jsonl.held").read_bytes() == b""
+    assert not path.with_name("a.jsonl.held").exists()
+    assert path.read_bytes().count(b"\n") == 3499
 
 
 @pytest.mark.parametrize("line", [b"{}", b'{"id": 1, "image": []}', b"[1]", b"\xff", b""])
@@ -171,9 +240,55 @@ def test_a_line_that_is_no_answer_is_named(tmp_path: Path, line: bytes) -> None:
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "fake.png").write_text("")
+    before = sorted(tmp_path.iterdir())
+    regular = "an output that can be resumed is a regular file of its own"
     for name in ("pipe", "."):
-        with pytest.raises(RecordsError, match="not a regular file"):
+        with pytest.raises(RecordsError, match=regular):
             opened(tmp_path / name, "force")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RecordsError, match="could not be written"):
-        opened(tmp_path / "file" / "a.jsonl")
+    for name in ("-", "/dev/null"):
+        with pytest.raises(RecordsError, match=f"^-o {name}: {regular}"):
+            opened(Path(name), "force")
+    for deeper in ("x.jsonl", "y/z/x.jsonl"):
+        with pytest.raises(RecordsError, match=r"fake\.png is a file, not a directory$"):
+            opened(tmp_path / "fake.png" / deeper)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("mode", ["new", "resume", "force"])
+def test_what_the_system_refuses_is_said_by_its_reason(mode: Mode) -> None:
+    with pytest.raises(RecordsError, match=r"^/proc/x\.jsonl could not be written: No such file or directory$"):
+        opened(Path("/proc/x.jsonl"), mode)
+
+
+def test_standard_output_is_no_output(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from panscan.batch.answers import AnswerFile\n"
+        "AnswerFile(Path(sys.argv[1]), {}, 'force', lambda *_: None)"
+    )
+    path = tmp_path / "a.jsonl"
+    for name in ("/dev/stdout", str(path)):
+        with path.open("w") as file:
+            line = [sys.executable, "-c", code, name]
+            other = subprocess.run(line, stdout=file, stderr=subprocess.PIPE, text=True)
+        assert f"-o {name}: standard output goes there" in other.stderr
+    piped = subprocess.run([sys.executable, "-c", code, "/dev/stdout"], capture_output=True, text=True)
+    assert "-o /dev/stdout: " in piped.stderr
+    assert "is a regular file of its own" in piped.stderr
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / f"a.jsonl{suffix}" for suffix in ("", ".run.json", ".held", ".lock")]
+    other = tmp_path / "b.png"
+    for path in (*paths, other):
+        path.write_bytes(b"mine")
+    (tmp_path / "hard.png").hardlink_to(paths[0])
+    (tmp_path / "soft.png").symlink_to(paths[2])
+    (tmp_path / "soft.jsonl").symlink_to(paths[0])
+    refuse_sources(paths[0], [str(other), "https://example.org/a.jsonl", "gone.png", "\0"])
+    refuse_sources(tmp_path / "new.jsonl", [str(path) for path in paths])
+    for source in (*paths, tmp_path / "hard.png", tmp_path / "soft.png"):
+        for output in (paths[0], tmp_path / "soft.jsonl"):
+            with pytest.raises(RecordsError, match=f"^-o {output} would overwrite {source}, a source of this job"):
+                refuse_sources(output, [str(other), str(source)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +130,43 @@ def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
         find(write_rows(folder / "empty.jsonl"))
     with pytest.raises(DatasetError, match=r"^gone\.jsonl: No such file"):
         find("gone.jsonl")
-    said: list[ImageError] = []
+
+
+def test_a_source_that_stands_for_nothing_is_refused_whatever_is_beside_it(folder: Path) -> None:
     (folder / "none").mkdir()
-    with pytest.raises(ImageError, match="no document found in none"):
-        find_work(["none"], whole_files=False, limit=None, on_problem=said.append)
-    assert [str(problem) for problem in said] == ["none: no image or PDF file in this directory"]
+    Path("broken.png").symlink_to("gone.png")
+    os.mkfifo("pipe.png")
+    for source, reason in (
+        ("none", "no image or PDF file in this directory"),
+        ("doks", "no such file or directory"),
+        ("docs/none*", "no image or PDF file matches"),
+        ("gone.pdf#page=2", "no such file or directory"),
+        ("broken.png", "broken link to gone.png"),
+        ("pipe.png", "not a regular file"),
+    ):
+        name = source.partition("#")[0]
+        for sources in ([source], ["docs", source]):
+            with pytest.raises(ImageError, match=f"^{re.escape(f'{name}: {reason}')}$"):
+                find(*sources)
+    assert [item.id for item in find("docs/p4.png") if item.problem] == [
+        "docs/p4.png"
+    ]  # it is there: a line of its own
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_source_that_may_not_be_read_is_refused_but_not_a_part_of_one(folder: Path) -> None:
+    said: list[ImageError] = []
+    for place in ("docs/p2.png", "docs/sub"):
+        Path(place).chmod(0)
+        with pytest.raises(ImageError, match=f"^{place}: permission denied$"):
+            find(place)
+    work = find_work(["docs"], whole_files=False, limit=None, on_problem=said.append)
+    assert [str(problem) for problem in said] == ["docs/sub: permission denied"]
+    Path("docs/sub").chmod(0o700)
+    assert [item.id for item in work if item.problem] == ["docs/p2.png", "docs/p4.png"]
+
+
+def test_every_file_that_is_read_is_known_before(folder: Path) -> None:
+    assert list(find("docs/sub", "docs/p2.png").files) == ["docs/sub/a.jpg", "docs/p2.png"]
+    rows = write_rows(folder / "docs" / "q.jsonl", {"image": ["sub/a.jpg", "p2.png"], "question": "What?"})
+    assert list(find(rows).files) == [rows, str(folder / "docs/sub/a.jpg"), str(folder / "docs/p2.png")]

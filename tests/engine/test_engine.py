@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.conftest import noise
 from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, requests
 
 from panscan import GenerateRunner, Request, Result, Sampling
-from panscan.core import ImageError, PanscanError, SettingError, TokenEvent, UnsupportedError
+from panscan.core import ImageError, PanscanError, PanscanWarning, SettingError, TokenEvent, UnsupportedError
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
@@ -76,9 +77,12 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
 def test_a_vision_cache_too_small_for_a_view(mini: GenerateRunner, reference: Reference) -> None:
     with Engine(mini.loaded, EngineOptions(**SMALL, vision_cache_gb=1e-6)) as engine:
         seen, read = engine.generate([requests()[3], requests()[1]])
-        assert isinstance(seen.error, SettingError) and "--vision-cache-gb" in str(seen.error)
+        assert isinstance(seen.error, SettingError)
+        [least] = re.findall(r"--vision-cache-gb .* raise it to at least (\S+) GB", str(seen.error))
         assert read.token_ids == reference(requests()[1]).token_ids
         assert engine.stats().kv_blocks_used == (0, 0)
+    with Engine(mini.loaded, EngineOptions(**SMALL, vision_cache_gb=float(least))) as engine:
+        assert tokens(engine.generate([requests()[3]])) == [reference(requests()[3]).token_ids]
 
 
 def test_a_pass_that_fails_ends_only_those_that_came_with_it(mini: GenerateRunner, reference: Reference) -> None:
@@ -277,6 +281,11 @@ def test_opening_by_name(tmp_path: Path) -> None:
         assert (result.views, result.output_tokens) == (3, 3)
         [more] = engine.generate([engine.request("What?", [page], pan_and_scan=crops(4))])
         assert more.views == 5
+    preset.write_text("max_new_tokens: 2\nbatch_size: [4, 8]\n")
+    with pytest.warns(PanscanWarning, match="takes no batch_size"):
+        Engine.from_pretrained(preset=str(preset), dtype="fp32", device="cpu", kv_cache_gb=0.01).close()
+    with pytest.raises(SettingError, match="this is the engine"):
+        Engine.from_pretrained(runner="generate")
     preset.write_text("max_new_tokens: [3, 4]\n")
     with pytest.raises(SettingError, match="one max_new_tokens"):
         Engine.from_pretrained(preset=str(preset))

@@ -46,7 +46,8 @@ def test_a_split_fits_and_leaves_no_room_that_could_be_used(
     full = blocks == full_count(seqs, longest, block_size)
     needed = local * block_size >= seqs * (window + 2 * block_size) + chunk
     for_windows = room // 2 if global_bytes else room
-    enough = needed and (local == full_count(seqs, longest, block_size) or cost(0, local + 1) > for_windows)
+    all_windows = not shape.local_bytes or local == full_count(seqs, longest, block_size)
+    enough = needed and (all_windows or cost(0, local + 1) > for_windows)
     assert local == blocks or enough
     assert full or not global_bytes or cost(blocks + 1, local if enough else local + 1) > room
     assert (local - 1) * block_size < seqs * (window + 2 * block_size) + chunk or cost(0, local) <= for_windows

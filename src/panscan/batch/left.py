@@ -57,10 +57,13 @@ class Answered:
         self._replaces: dict[str, str] = {}
         for record in file.records():
             self._note(record)
-        for record, replaces in file.held():
+        for record, replaces in list(file.held()):
             if replaces is not None:
                 self._replaces[record["id"]] = replaces
-            elif record["id"] not in self._asked:
+            elif record["id"] in self._asked:  # written, and the process was ended before it could let go of it
+                file.drop_held(record["id"])
+                continue
+            else:
                 self._held.add(record["id"])
             self._note(record)
         self.skipped = 0
@@ -110,6 +113,7 @@ class Answered:
         if item.document not in self._held:
             return item.document
         self._held.discard(item.document)
+        self._failed.discard(item.document)
         self._file.drop_held(item.document)
         return None
 

@@ -54,4 +54,4 @@ def _so_far(answers: int, expected: int, seconds: float) -> str:
     """``12 of 40, 1.5/s, 0:00:19 left``, at the mean rate since the beginning."""
     rate = answers / max(seconds, 1e-9)
     left = timedelta(seconds=round(max(expected - answers, 0) / rate))
-    return f"{answers} of {expected}, {rate:.3g}/s, {left} left"
+    return f"{answers} of {expected}, {f'{rate:.0f}' if rate >= 10 else f'{rate:.2g}'}/s, {left} left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +14,17 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from panscan.core import EngineError, Request, Result, SettingError, Stamps, TokenEvent, UnsupportedError, now
+from panscan.core import (
+    EngineError,
+    PanscanWarning,
+    Request,
+    Result,
+    SettingError,
+    Stamps,
+    TokenEvent,
+    UnsupportedError,
+    now,
+)
 from panscan.engine.job import Job, Watched
 from panscan.engine.limits import unsupported_reason
 from panscan.engine.loop import Loop
@@ -25,8 +36,8 @@ from panscan.model.load import Loaded
 from panscan.model.loading import load_for
 from panscan.model.observation import Observation, Script
 from panscan.model.runtime import apply_attention, apply_tf32
-from panscan.presets import load_preset
-from panscan.settings import Settings, settings_from
+from panscan.presets import single_preset
+from panscan.settings import ENGINE_LIMITS, Settings, axes, settings_from
 
 __all__ = ["Engine"]
 
@@ -67,12 +78,15 @@ class Engine:
             SettingError: an unknown setting or value, or a preset with several values of one.
             UnsupportedError: this machine cannot do what the settings say.
         """
-        chosen: dict[str, Any] = {}
-        for name, values in load_preset(preset).items() if preset is not None else ():
-            if len(values) > 1:
-                raise SettingError(f"preset {preset}: one {name} is wanted, not {len(values)}")
-            chosen[name] = values[0]
-        return cls.from_settings(settings_from({**chosen, "model": model, **settings}))
+        if settings.get("runner", "engine") != "engine":
+            raise SettingError(f"runner {settings['runner']}: this is the engine")
+        chosen, left_out = (
+            single_preset(preset, axes().keys() - ENGINE_LIMITS.keys()) if preset is not None else ({}, [])
+        )
+        if left_out:
+            text = f"preset {preset}: left out, as the engine takes no {', '.join(left_out)}"
+            warnings.warn(text, PanscanWarning, stacklevel=2)
+        return cls.from_settings(settings_from({**chosen, "model": model, "runner": "engine", **settings}))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Engine:

@@ -68,6 +68,7 @@ def _wanted(decoder: Decoder, options: EngineOptions, device: torch.device, part
     """Bytes of a device that its share of the cache is to take."""
     room = free_bytes(device)
     if options.kv_cache_gb is None:
+        room = min(room, free_bytes(device, share=1.0) - _passes(decoder, options))
         room -= round(options.vision_cache_gb * 1e9) if decoder.view_bytes and device == decoder.device else 0
         return room if device.type == "cuda" else min(room, round(_CPU_BYTES * part))
     wanted = round(options.kv_cache_gb * 1e9 * part)
@@ -109,15 +110,21 @@ def split_blocks(
             f"--kv-cache-gb: {max(bytes, 0) / 1e9:.3g} GB hold no block of keys and values;"
             f" one takes {(global_block + local_block) / 1e9:.3g} GB"
         )
-    if equal <= needed:
+    if equal < needed:
         return equal, equal
     return min(most, (bytes - needed * local_block) // global_block) if global_block else most, needed
 
 
-def free_bytes(device: torch.device) -> int:
+def _passes(decoder: Decoder, options: EngineOptions) -> int:
+    """Bytes that passes of these sizes need."""
+    tokens = options.prefill_chunk_size + decoder.image_tokens + options.max_num_seqs
+    return decoder.working_bytes(tokens=tokens, rows=options.max_num_seqs, views=options.vision_batch_size)
+
+
+def free_bytes(device: torch.device, share: float = _SHARE) -> int:
     """Bytes of a device that a cache may take: 90% of what is free. MPS shares the computer's memory."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(_SHARE * free)
+    return int(share * free)
 
 
 class KVCache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import ceil
 
 from panscan.core import FinishReason, PanscanError, Sampling, SettingError, UnsupportedError, now
 from panscan.engine.attention import choose_backend
@@ -143,9 +144,10 @@ class Loop:
         if sequence.prompt_tokens >= self.decoder.max_positions:
             return SettingError(f"{what}; the model's context ends at {self.decoder.max_positions}")
         if job.sights and not self._views_held:
+            least = ceil(self.decoder.view_bytes / 1e4) / 1e5
             return SettingError(
-                f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view"
-                f" ({self.decoder.view_bytes / 1e9:.3g} GB)"
+                f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
+                f" raise it to at least {least:g} GB, or leave it out"
             )
         chunk = self._scheduler.longest_chunk(sequence)
         if not self.blocks.fits(sequence.limit, chunk):

@@ -58,6 +58,23 @@ class Decoder:
         """Of one encoded view; 0 for a model that reads text only."""
         return self.image_tokens * self.hidden_size * self.dtype.itemsize
 
+    def working_bytes(self, *, tokens: int, rows: int, views: int) -> int:
+        """Bytes that passes need beside weights and caches, generously: ``tokens`` through the layers, ``rows`` of
+        logits, ``views`` through the vision tower at once.
+
+        Per token four hidden states and three of the MLP's width, per patch the same of the tower's, in the model's
+        precision; per row the logits as computed and three float32 copies; and half as much again for what the
+        allocator cannot use.
+        """
+        text, size = self._text.config, self.dtype.itemsize
+        needed: int = tokens * (4 * text.hidden_size + 3 * text.intermediate_size) * size
+        needed += rows * self.vocab_size * (size + 3 * 4)
+        tower = getattr(self._model.config, "vision_config", None)
+        if tower is not None:
+            patches = (tower.image_size // tower.patch_size) ** 2
+            needed += views * patches * (4 * tower.hidden_size + 3 * tower.intermediate_size) * size
+        return needed + needed // 2
+
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[1, T, hidden]``, scaled as Gemma scales them, of int64 ids ``[T]``."""

@@ -1,0 +1,84 @@
+"""An engine that answers at once, in any order that a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from panscan.batch.answers import AnswerFile, Mode
+from panscan.batch.asking import answer
+from panscan.batch.items import Item
+from panscan.batch.job import Job, difference
+from panscan.batch.left import Answered, Task
+from panscan.batch.lines import Record
+from panscan.core import ImageError, Request, Result, Stamps
+from panscan.settings import Settings
+
+JOB = Job(settings=Settings(runner="engine"), prompt="What?")
+
+
+class Shuffling:
+    """Answers as an engine does, in an order that the test draws: each result is one of those in flight.
+
+    A request's text is its id backwards. ``most``: requests in flight.
+    """
+
+    def __init__(
+        self, choices: Iterable[int] = (), most: int = 1, result_of: Callable[[Request], Result] | None = None
+    ) -> None:
+        self.choices, self.most, self.result_of = iter(choices), most, result_of or backwards
+        self.seen: list[Request] = []
+
+    def stream_results(
+        self, requests: Iterable[Request], *, max_concurrency: int | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        source = enumerate(requests)
+        flying: dict[int, Request] = {}
+        while True:
+            for index, request in islice(source, (max_concurrency or self.most) - len(flying)):
+                flying[index] = request
+                self.seen.append(request)
+            if not flying:
+                return
+            index = sorted(flying)[next(self.choices, 0) % len(flying)]
+            yield index, self.result_of(flying.pop(index))
+
+
+def backwards(request: Request) -> Result:
+    stamps = Stamps(1.0, tokens=[1.5, 2.25])
+    return Result(request.id, request.id[::-1], [5, 6], "stop", 3, 2, 12, 20, stamps, cached_tokens=4)
+
+
+def items(count: int, bad: Iterable[int] = ()) -> list[Item]:
+    """Documents; the bad ones cannot be opened."""
+    names = [f"{number}.png" for number in range(count)]
+    problems = {number: ImageError(f"{number}.png: broken") for number in bad}
+    return [
+        Item(name, (name,), (name,), problem=problems.get(number), document=name) for number, name in enumerate(names)
+    ]
+
+
+def tasks(wanted: Iterable[Item]) -> Iterator[Task]:
+    return map(Task, wanted)
+
+
+def opened(path: Path, mode: Mode = "resume", job: Job = JOB) -> AnswerFile:
+    return AnswerFile(path, job.header(), mode, difference)
+
+
+def run_job(
+    file: AnswerFile,
+    wanted: Iterable[Item],
+    engine: Shuffling | None = None,
+    *,
+    window: int | None = None,
+    retry_failed: bool = False,
+    on_answer: Callable[[Record], None] = lambda _: None,
+) -> None:
+    """What ``panscan batch`` does between its file and its engine."""
+    answered = Answered(file, retry_failed=retry_failed)
+    left = answered.left(wanted)
+    proven = answered.any_succeeded
+    answer(engine or Shuffling(), JOB, left, file, window=window, proven=proven, on_answer=on_answer)
+    file.finish()

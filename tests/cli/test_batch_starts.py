@@ -1,0 +1,261 @@
+"""``panscan batch``: what it refuses before it begins, and what it says when it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from tests.conftest import noise
+
+from panscan.cli import batch, batch_progress
+from panscan.cli.batch import _go_on_with
+from panscan.cli.main import run
+from panscan.cli.options import errors
+from panscan.core import EngineError
+from panscan.engine.loop import Loop
+from panscan.model.mini import mini_directory
+
+QUICK = ["--device", "cpu", "--max-new-tokens", "4"]
+QUESTION = "What is the total?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a directory of three pictures."""
+    monkeypatch.chdir(tmp_path)
+    Path("docs").mkdir()
+    for number in range(3):
+        noise(90, 90, number).save(f"docs/{number}.png")
+    return tmp_path
+
+
+def started(*arguments: str) -> list[str]:
+    return ["batch", *arguments, *QUICK]
+
+
+def lines_of(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
+
+
+class Site(ThreadingHTTPServer):
+    """Answers no request before ``open`` is set."""
+
+    daemon_threads = True
+
+    def __init__(self, picture: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.picture = picture
+        self.open = threading.Event()
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        self.server.open.wait(60)
+        with contextlib.suppress(OSError):  # the client was killed
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.server.picture)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Site(Path("docs/0.png").read_bytes()) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.open.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_answers_that_wait_for_a_slower_one_survive_kill_9(
+    folder: Path, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = f"http://127.0.0.1:{site.server_port}/slow.png"
+    rows = [{"image": name, "question": f"{QUESTION} {name}"} for name in (slow, "0.png", "1.png", "2.png")]
+    Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    held = Path("a.jsonl.held")
+    line = [sys.executable, "-m", "panscan", *started("docs/q.jsonl", "-o", "a.jsonl")]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while not (held.exists() and held.read_bytes().count(b"\n") == 3):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert process.wait(timeout=0.01) is None, "the job ended before it could be killed"
+        process.send_signal(signal.SIGKILL)
+    waiting = {line["id"]: line for line in lines_of("a.jsonl.held")}
+    assert sorted(waiting) == ["00001", "00002", "00003"]
+    assert Path("a.jsonl").read_bytes() == b""
+    with held.open("ab") as file:
+        file.write(b'{"id": "0000')
+    site.open.set()
+    capsys.readouterr()
+    assert run(started("docs/q.jsonl", "-o", "a.jsonl")) == 3
+    assert "a.jsonl has answers already: go on with --resume" in capsys.readouterr().err
+    assert run(started("docs/q.jsonl", "-o", "a.jsonl", "--resume")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "4 answered: a.jsonl\n"
+    assert "answering: 1 of 1, " in captured.err
+    lines = lines_of("a.jsonl")
+    assert [line["id"] for line in lines] == ["00000", "00001", "00002", "00003"]
+    assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: nobody asked again
+    assert not held.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["doks"], "doks: no such file or directory"),
+        (["docs", "doks*"], "doks*: no image or PDF file matches"),
+        (["docs", "-o", "-"], "-o -: an output that can be resumed is a regular file of its own"),
+        (["docs", "-o", "docs/0.png", "--force"], "-o docs/0.png would overwrite docs/0.png, a source of this job"),
+        (["docs/q.jsonl", "-o", "docs/q.jsonl", "--force"], "-o docs/q.jsonl would overwrite docs/q.jsonl"),
+        (["docs", "-o", "docs/0.png/x.jsonl"], "-o docs/0.png/x.jsonl: docs/0.png is a file, not a directory"),
+        (["docs", "-o", "deep/er/a.jsonl", "--model", "./nowhere"], "nowhere"),
+        (["docs", "-o", "deep/er/a.jsonl", "--force", "--model", "./nowhere"], "nowhere"),
+    ],
+)
+def test_a_refused_start_changes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
+) -> None:
+    Path("docs/q.jsonl").write_text(json.dumps({"image": "0.png", "question": "What?"}))
+    before = {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+    prompt = [] if "docs/q.jsonl" in arguments else ["-p", QUESTION]
+    output = [] if "-o" in arguments else ["-o", "deep/a.jsonl"]
+    assert run(started(*arguments, *prompt, *output)) == 3
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "go on with" not in said
+    assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
+
+
+def test_a_setting_that_suits_no_document_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--vision-cache-gb", "1e-9"]
+    assert run(started("docs", "-p", QUESTION, "-o", "a.jsonl", *tiny)) == 2
+    said = capsys.readouterr().err
+    assert said.count("--vision-cache-gb 1e-09") == 1
+    assert "failed" not in said
+    assert "go on with" not in said
+    assert [path.name for path in folder.iterdir()] == ["docs"]
+
+
+def test_a_failed_load_or_another_limit_keeps_the_lines_of_failures(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = {name: Path(name).read_bytes() for name in ("docs/0.png", "docs/2.png")}
+    for name in whole:
+        Path(name).write_bytes(b"not a picture")
+    job = ["docs", "-p", QUESTION, "-o", "a.jsonl"]
+    shutil.copytree(mini_directory(), "checkpoint")
+    assert run(started(*job, "--model", "./checkpoint")) == 3
+    first = Path("a.jsonl").read_bytes()
+    for name, picture in whole.items():
+        Path(name).write_bytes(picture)
+    Path("checkpoint").rename("elsewhere")
+    retry = [*job, "--resume", "--retry-failed", "--model", "./checkpoint"]
+    assert run(started(*retry)) == 3
+    assert Path("a.jsonl").read_bytes() == first
+    Path("elsewhere").rename("checkpoint")
+    assert run(started(*retry, "--limit", "1")) == 3
+    assert [line["error"] is None for line in lines_of("a.jsonl")] == [True, True, False]
+    assert run(started(*retry)) == 0
+    assert [(line["id"], line["error"]) for line in lines_of("a.jsonl")] == [
+        (f"docs/{number}.png", None) for number in range(3)
+    ]
+    capsys.readouterr()
+    assert run(started(*retry)) == 0
+    assert capsys.readouterr().out == "nothing left to ask: 3 answered already: a.jsonl\n"
+
+
+def test_documents_under_other_names_are_not_asked_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(started("docs", "-p", QUESTION, "-o", "a.jsonl")) == 0
+    before = Path("a.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run(started("../" + folder.name + "/docs", "-p", QUESTION, "-o", "a.jsonl", "--resume")) == 3
+    said = capsys.readouterr().err
+    assert "a.jsonl answers none of these documents (it has 'docs/0.png'," in said
+    assert "go on with" not in said
+    assert Path("a.jsonl").read_bytes() == before
+
+
+def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, steps = Loop.step, 0
+
+    def breaking(loop: Loop) -> bool:
+        nonlocal steps
+        if steps == 6:  # four of the first document, two of the second
+            raise RuntimeError("a bug")
+        busy = step(loop)
+        steps += busy
+        return busy
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("What's\tthe total?\n"))
+    monkeypatch.setattr(Loop, "step", breaking)
+    one_by_one = ["--max-num-seqs", "1", "--max-concurrency", "1"]
+    assert run(started("docs", "-o", "a.jsonl", "-p", "-", "--force", *one_by_one)) == EngineError.exit_code
+    monkeypatch.setattr(Loop, "step", step)
+    lines = lines_of("a.jsonl")
+    assert [(line["id"], line["error"]) for line in lines] == [("docs/0.png", None)]
+    said = capsys.readouterr().err
+    assert "panscan: the engine stopped: RuntimeError: a bug" in said
+    _, _, line = said.partition("go on with: ")
+    words = shlex.split(line.partition("\npanscan: ")[0])
+    assert words[-3:] == ["-p", "What's\tthe total?\n", "--resume"]
+    assert run(words[1:]) == 0
+    assert [line["id"] for line in lines_of("a.jsonl")] == ["docs/0.png", "docs/1.png", "docs/2.png"]
+
+
+@pytest.mark.parametrize(
+    ("given", "piped", "begun", "wanted"),
+    [
+        ("docs -p --force -o --resume --force", None, True, "docs -p --force -o --resume --resume"),
+        ("docs --prompt=--resume --resume", None, True, "docs --prompt=--resume --resume"),
+        ("docs -p - -o a", "Why?", True, "docs -o a -p Why? --resume"),
+        ("--prompt - docs --force", "Why?", False, "docs --force -p Why?"),
+        ("docs -p- --prompt=- --whole_files", "Why?", True, "docs --whole_files -p Why? --resume"),
+        ("--do-pan-and-scan --force docs -- --force -x", None, True, "--do-pan-and-scan docs --resume -- --force -x"),
+        ("--max_new_tokens 4 --system --force docs", None, True, "--max_new_tokens 4 --system --force docs --resume"),
+    ],
+)
+def test_the_line_to_go_on_with_is_what_was_typed(given: str, piped: str | None, begun: bool, wanted: str) -> None:
+    context = click.Context(batch.command, obj={"arguments": ["batch", *given.split()]})
+    assert _go_on_with(context, piped, begun=begun) == ["batch", *wanted.split()]
+
+
+def test_a_log_has_a_line_soon_and_then_now_and_then(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(batch_progress, "_EVERY", 5)
+    monkeypatch.setattr(batch_progress, "now", lambda: clock[0])
+    assert batch_progress._so_far(1, 41, 2.0) == "1 of 41, 0.5/s, 0:01:20 left"
+    assert batch_progress._so_far(5000, 5000, 2.0) == "5000 of 5000, 2500/s, 0:00:00 left"
+    assert batch_progress._so_far(7, 5, 0.0).startswith("7 of 5, ")
+    with batch_progress.batch_progress(errors(), lambda: 30) as on_answer:
+        for number in range(1, 15):
+            clock[0] = {1: 4.0, 9: 33.9, 10: 34.0}.get(number, clock[0])
+            on_answer({"error": "gone" if number == 2 else None})
+    assert capsys.readouterr().err.splitlines() == [
+        "answering: 1 of 30, 0.25/s, 0:01:56 left",
+        "answering (1 failed): 6 of 30, 1.5/s, 0:00:16 left",
+        "answering (1 failed): 10 of 30, 0.29/s, 0:01:08 left",
+    ]
