@@ -139,6 +139,23 @@ def test_a_file_that_failed_again_before_it_was_mended_is_replaced_once(path: Pa
     assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2", "0.png"]
 
 
+def test_a_page_that_failed_in_the_place_of_its_file_keeps_that_place(path: Path) -> None:
+    begun_file(path, [BROKEN, *items(1)]).close()
+    with opened(path) as file:  # as a killed retry leaves it
+        file.hold({"id": "b.pdf#page=2", "image": ["b.pdf#page=2"], "error": "damaged"}, "b.pdf")
+        run_job(file, [*pages(2), *items(1)], retry_failed=True)
+    assert [(line["id"], line["error"]) for line in lines_of(path)] == [
+        ("b.pdf#page=1", None), ("b.pdf#page=2", None), ("0.png", None)
+    ]  # fmt: skip
+
+
+def test_a_job_of_one_damaged_file_goes_on_with_its_pages(path: Path) -> None:
+    begun_file(path, [BROKEN]).close()
+    with opened(path) as file:
+        run_job(file, pages(2))
+    assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2"]
+
+
 def test_a_whole_file_that_failed_may_have_its_pages_now(path: Path) -> None:
     whole = replace(BROKEN, named=("b.pdf#page=1", "b.pdf#page=2"), problem=None)
     with begun_file(path, [BROKEN]) as file:

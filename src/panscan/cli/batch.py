@@ -104,8 +104,7 @@ def command(**options: Any) -> int:
             answered = Answered(file, retry_failed=options["retry_failed"])
             tasks = answered.left(work)
             ahead = _to_the_first_question(tasks)
-        piped = job.prompt if options["prompt"] in (None, "-") else None
-        with _resumable(file, piped):
+        with _resumable(file, job.prompt if options["prompt"] in (None, "-") else None):
             _answer(job, ahead, tasks, file, answered, work, in_order=options["order"] == "input")
             file.finish()
         return _summary(file, options["output"], idle=all(task.held for task in ahead))
