@@ -90,12 +90,16 @@ class _Prefill:
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float, output: torch.Tensor
     ) -> None:
         """Fill this chunk's rows of ``output [T, heads, D]`` from those of ``query``, of the same shape."""
-        # The kv heads are the batch, so that their query heads share keys and mask without copies.
+        # The kv heads are the batch, so that their query heads share keys and mask; on a CPU without copies.
         key, value = (cache.index_select(0, self.slots).transpose(0, 1)[:, None] for cache in (k_cache, v_cache))
         kv_heads, (_, heads, size) = key.shape[0], query.shape
         for piece in self.pieces:
             rows = query[piece.start : piece.end].view(-1, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)
             k, v = (part[:, :, piece.first : piece.last].expand(-1, rows.shape[1], -1, -1) for part in (key, value))
+            if k.device.type != "cpu":
+                # With a mask, and rows one more than a multiple of 64, PyTorch's memory-efficient kernel (2.11) reads
+                # beyond keys that heads share by a stride of 0: wrong results, or an illegal access.
+                k, v = k.contiguous(), v.contiguous()
             found = scaled_dot_product_attention(rows, k, v, piece.mask, scale=scaling)
             output[piece.start : piece.end] = found.permute(2, 0, 1, 3).reshape(-1, heads, size)
 
