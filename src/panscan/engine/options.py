@@ -24,7 +24,7 @@ class EngineOptions:
             whole.
         max_num_seqs: requests that compute at once.
         kv_cache_gb: 10^9 bytes of keys and values; None: most of the memory that is free.
-        vision_cache_gb: 10^9 bytes of encoded views; no more are held at any time.
+        vision_cache_gb: 10^9 bytes of encoded views that are kept, those of the present pass among them.
         vision_batch_size: views that go through the vision tower at once.
         prefix_caching: requests that begin alike share keys and values.
         preprocess: ``cpu`` or ``device``, as in ``--preprocess``.
