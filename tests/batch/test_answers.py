@@ -87,7 +87,7 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
         opened(path)
     assert len(path.read_bytes().splitlines()) == 1
     for mode in ("force", "resume"):
-        opened(path, mode).close()  # type: ignore[arg-type]
+        opened(path, mode).close()  # type: ignore[arg-type]  # a text, drawn
         assert path.read_bytes().count(b"\n") == 1  # nothing is thrown away before there is something else
     with opened(path, "force", {"schema": 2}) as file:
         assert list(file.records()) == []
@@ -105,7 +105,7 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
 def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for mode, prompt in (("resume", "a"), ("new", "b"), ("resume", "c")):
-        with opened(path, mode, {"prompt": prompt}) as file:  # type: ignore[arg-type]
+        with opened(path, mode, {"prompt": prompt}) as file:  # type: ignore[arg-type]  # a text, drawn
             assert file.begun_with == {"prompt": prompt}
             file.write(answer(0))
             assert json.loads(file.header_path.read_bytes()) == {"prompt": prompt}

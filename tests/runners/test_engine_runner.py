@@ -66,7 +66,7 @@ def test_observations_are_those_of_eager_attention(mini: GenerateRunner, chunk: 
         mini.configure(before)
         engine._drop()
     for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
-        assert ours.tokens == theirs.tokens == scripts[place].tokens[: STEPS - place]  # type: ignore[index]
+        assert ours.tokens == theirs.tokens == scripts[place].tokens[: STEPS - place]  # type: ignore[index]  # every script has tokens
         torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
         if theirs.image is None:
             assert ours.image is None

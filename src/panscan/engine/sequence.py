@@ -71,7 +71,3 @@ class Step:
 
     chunks: Rows[Chunk]
     preempted: Rows[Sequence] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
