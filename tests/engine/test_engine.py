@@ -49,6 +49,18 @@ def test_results_come_in_order_and_are_those_of_generate(engine: Engine, referen
         assert len(result.stamps.tokens) == result.output_tokens
 
 
+def test_views_cut_on_the_device_are_those_of_generate_too(mini: GenerateRunner) -> None:
+    """PyTorch's rounding instead of Pillow's: of several views of an image, and of several images."""
+    before = mini.settings
+    mini.configure(replace(before, preprocess="device"))
+    try:
+        due = [mini.run([request])[0].token_ids for request in requests()[3:10]]
+    finally:
+        mini.configure(before)
+    with Engine(mini.loaded, EngineOptions(**SMALL, preprocess="device")) as engine:
+        assert tokens(engine.generate(requests()[3:10])) == due
+
+
 def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_path: Path) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\nno")

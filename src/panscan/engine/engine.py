@@ -144,7 +144,8 @@ class Engine:
         try:
             while True:
                 for index, request in islice(source, most - len(flying)):
-                    flying[index] = self._accept(request, _ignore, partial(_put, finished, index))
+                    flying[index] = self._job(request, _ignore, partial(_put, finished, index))
+                    self._worker.accept(flying[index])
                 if not flying:
                     return
                 index, result = finished.get()
@@ -195,7 +196,7 @@ class Engine:
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         watched = [Watched(script) for script in scripts]
         for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):
-            self._accept(request, _ignore, partial(_put, finished, index), watch)
+            self._worker.accept(self._job(request, _ignore, partial(_put, finished, index), watch))
         results = dict(finished.get() for _ in watched)
         for index in range(len(watched)):
             if (error := results[index].error) is not None:
@@ -224,17 +225,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _accept(
-        self,
-        request: Request,
-        on_event: Callable[[TokenEvent], None],
-        on_end: Callable[[Result], None],
-        watched: Watched | None = None,
-    ) -> Job:
-        job = self._job(request, on_event, on_end, watched)
-        self._worker.accept(job)
-        return job
 
     def _job(
         self,

@@ -122,7 +122,7 @@ def _passes(decoder: Decoder, options: EngineOptions) -> int:
 
 
 def free_bytes(device: torch.device, share: float = _SHARE) -> int:
-    """Bytes of a device that a cache may take: 90% of what is free. MPS shares the computer's memory."""
+    """A share of the bytes that are free on a device. MPS shares the computer's memory."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(share * free)
 

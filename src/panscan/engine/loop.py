@@ -68,8 +68,9 @@ class Loop:
             return False
         try:
             self._see(step)
-            done = self._executor.run(step, self.vision.features, self._places(step))
-            chosen = self._choose(step, done)
+            places = self._places(step)
+            done = self._executor.run(step, self.vision.features, places)
+            chosen = self._choose(step, done, places)
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
             return True
@@ -186,12 +187,12 @@ class Loop:
                 found[chunk.sequence] = [at for at in watched.script.places if chunk.start <= at < chunk.end]
         return {tokens: places for tokens, places in found.items() if places}
 
-    def _choose(self, step: Step, done: Pass) -> dict[Tokens, Chosen]:
+    def _choose(self, step: Step, done: Pass, places: Mapping[Tokens, Sequence[int]]) -> dict[Tokens, Chosen]:
         """The next token of each sequence whose distribution this step gave."""
-        for tokens, places in self._places(step).items():
+        for tokens, wanted in places.items():
             watched = self._jobs[tokens].watched
             if watched is not None:
-                watched.places |= zip(places, done.hidden[tokens], strict=True)
+                watched.places |= zip(wanted, done.hidden[tokens], strict=True)
         sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
         if not sampled:
             return {}

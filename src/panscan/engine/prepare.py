@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
+from PIL import Image
 
-from panscan.core import now
+from panscan.core import View, now
 from panscan.engine.job import Job, Sight
 from panscan.engine.layout import Layout
 from panscan.engine.options import EngineOptions
@@ -53,9 +55,7 @@ class Preparer:
             for view in plan.views:
                 keys.append(view_key(digest, view.box, self._preprocess, self._spec))
                 sights.setdefault(keys[-1], Sight(image, view))
-        for key, sight in sights.items():
-            if not self._known(key):
-                self.see(sight)
+        self._see_all([sight for key, sight in sights.items() if not self._known(key)])
         job.sights, job.views, job.crops = sights, len(keys), sum(plan.crops for plan in plans)
         job.image_tokens = prompt.image_tokens
         job.sequence = Sequence(
@@ -72,7 +72,16 @@ class Preparer:
     def see(self, sight: Sight) -> torch.Tensor:
         """A view's pixels, ``[3, size, size]``: those that wait, or computed now."""
         if sight.pixels is None:
-            spec, device = self._spec, self._device
-            pixels = view_pixels(sight.image, [sight.view], spec, device, on_device=self._on_device)[0]
-            sight.pixels = pixels.to(device=device, dtype=self._dtype)
+            sight.pixels = self._pixels(sight.image, [sight.view])[0]
         return sight.pixels
+
+    def _see_all(self, sights: list[Sight]) -> None:
+        """Pixels of many views, image by image: an image goes to the device once."""
+        for _, group in groupby(sights, key=lambda sight: id(sight.image)):
+            same = list(group)
+            for sight, pixels in zip(same, self._pixels(same[0].image, [each.view for each in same]), strict=True):
+                sight.pixels = pixels.clone() if len(same) > 1 else pixels  # a slice would keep them all
+
+    def _pixels(self, image: Image.Image, views: list[View]) -> torch.Tensor:
+        pixels = view_pixels(image, views, self._spec, self._device, on_device=self._on_device)
+        return pixels.to(device=self._device, dtype=self._dtype)

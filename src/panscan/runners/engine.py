@@ -31,11 +31,8 @@ class EngineRunner(GenerateRunner):
         Raises:
             PanscanError: of the first request that failed, when all have ended.
         """
-        engine = self._opened()
-        engine.reset_caches()
-        in_flight = self.settings.max_concurrency or len(batch)
-        results = dict(engine.stream_results(batch, max_concurrency=in_flight))
-        return _unfailed([results[index] for index in range(len(batch))])
+        self._opened().reset_caches()
+        return self._answer(batch)
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
         """Answer requests, all of them in flight at once, in their order.
@@ -43,7 +40,7 @@ class EngineRunner(GenerateRunner):
         Raises:
             PanscanError: of the first request that failed, when all have ended.
         """
-        return _unfailed(self._opened().generate(requests, progress=False))
+        return self._answer(list(requests))
 
     def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
         """Next-token distributions along given tokens, through the engine."""
@@ -62,6 +59,14 @@ class EngineRunner(GenerateRunner):
             self._engine = Engine(self.loaded, options, self.settings)
         return self._engine
 
+    def _answer(self, requests: Sequence[Request]) -> list[Result]:
+        in_flight = self.settings.max_concurrency or max(1, len(requests))
+        results = dict(self._opened().stream_results(requests, max_concurrency=in_flight))
+        for index in range(len(requests)):
+            if (error := results[index].error) is not None:
+                raise error
+        return [results[index] for index in range(len(requests))]
+
     def _drop(self) -> None:
         if self._engine is not None:
             self._engine.close()
@@ -71,10 +76,3 @@ class EngineRunner(GenerateRunner):
     def _unsupported(self, settings: Settings) -> str | None:
         # The verdict's truth is computed by generate() on this runner's model, with eager attention.
         return unsupported_reason(replace(settings, attention="sdpa") if settings.attention == "eager" else settings)
-
-
-def _unfailed(results: list[Result]) -> list[Result]:
-    for result in results:
-        if result.error is not None:
-            raise result.error
-    return results
