@@ -110,7 +110,8 @@ def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Be
     verifier = bench.verifier()
     verifier.prepare(half, [Cell.of(replace(settings, max_new_tokens=STEPS))])
     answer = verifier.verdict(half, settings)["answer"]
-    assert answer["kl"] == pytest.approx(answer["noise"], rel=1e-6)
+    # Other positions would move it by percents; the last bits of a product depend on the processor and on alignment.
+    assert answer["kl"] == pytest.approx(answer["noise"], rel=1e-4)
 
 
 def test_causal_image_tokens_are_caught(
