@@ -46,6 +46,7 @@ OPTIONS = st.fixed_dictionaries(
         "vision_cache_gb": st.sampled_from([VIEW / 1e9 * 1.01, VIEW / 1e9 * 3, 1.0]),
         "vision_batch_size": st.integers(1, 9),
         "kv_cache_gb": st.sampled_from([0.0025, 0.004, 0.05]),
+        "overlap": st.booleans(),
     }
 )
 

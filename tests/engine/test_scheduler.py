@@ -30,6 +30,7 @@ class History(RuleBasedStateMachine):
         tokens=st.integers(20, 45),
         spare=st.just((6, 30)) | st.just((30, 6)) | st.tuples(st.integers(0, 20), st.integers(0, 20)),
         caching=st.sampled_from([True, True, True, False]),
+        overlap=st.booleans(),
     )
     def build(
         self,
@@ -42,8 +43,10 @@ class History(RuleBasedStateMachine):
         tokens: int,
         spare: tuple[int, int],
         caching: bool,
+        overlap: bool,
     ) -> None:
-        """Pools that hold a sequence of ``tokens`` and a few blocks more."""
+        """Pools that hold a sequence of ``tokens`` and a few blocks more. ``overlap``: a step is scheduled before the
+        tokens of the one before are known."""
         self.size, self.window, self.chunk, self.seats, self.views = block_size, window, chunk, seats, views
         self.groups = [0] * (window is None or not all_local) + [1] * (window is not None)
 
@@ -63,6 +66,8 @@ class History(RuleBasedStateMachine):
         self.cached: dict[Sequence, int] = {}
         self.slots: dict[tuple[int, int, int], object] = {}  # group, block, offset: what was written there last
         self.preemptions = self.added = 0
+        self.overlap = overlap
+        self.flying: dict[Sequence, int] = {}  # tokens that are not known yet
 
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
     def add(self, several: list) -> None:
@@ -100,17 +105,25 @@ class History(RuleBasedStateMachine):
         before = self.scheduler.running
         step = self.scheduler.schedule()
         if step is None:
-            assert not self.ids
+            assert not self.ids or self.flying, "who waits for a last token may hold what all others need"
+            self.preemptions = self.scheduler.preemptions
+            self.land()
             return
         self.check_rules(step, before)
         self.check_chunks(step)
-        self.write_and_read(step)
-        if cancel:  # while the pass runs
-            self.remove(random.choice(step.chunks).sequence)
+        written = self.written(step)
+        self.land()
+        self.write_and_read(step, written)
+        left = [chunk.sequence for chunk in step.chunks if chunk.sequence in self.ids]
+        if cancel and left:  # while the pass runs
+            self.remove(random.choice(left))
         tokens = {chunk.sequence: random.choice((1, 2)) for chunk in step.chunks if chunk.samples}
-        self.scheduler.advance(step, tokens)
+        self.scheduler.advance(step)
         for chunk in step.chunks:
-            self.advanced(chunk, tokens.get(chunk.sequence))
+            assert chunk.sequence not in self.ids or chunk.sequence.computed == chunk.end
+        self.flying = tokens
+        if not self.overlap:
+            self.land()
 
     def teardown(self) -> None:
         """All that is left ends: in every step its oldest sequence computes a token at least."""
@@ -121,19 +134,20 @@ class History(RuleBasedStateMachine):
             assert not self.ids and self.scheduler.schedule() is None
             assert [used for used, _ in self.blocks.usage()] == [0, 0]
 
+    def land(self) -> None:
+        """The pass under way is over: its tokens are known, and who is as long as it may be ends."""
+        for one, token in self.flying.items():
+            if one in self.ids:
+                one.settle(token)
+                self.ids[one].append(token)
+                if len(one.ids) == one.limit:
+                    self.remove(one)
+        self.flying = {}
+
     def remove(self, one: Sequence) -> None:
         self.scheduler.remove(one)
         del self.ids[one]
         assert one.tables == ([], [])
-
-    def advanced(self, chunk: Chunk, token: int | None) -> None:
-        one = chunk.sequence
-        if one not in self.ids:
-            return
-        self.ids[one] += [] if token is None else [token]
-        assert one.computed == chunk.end
-        if len(one.ids) == one.limit:
-            self.remove(one)
 
     def check_rules(self, step: Step, before: tuple[Sequence, ...]) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
@@ -142,10 +156,11 @@ class History(RuleBasedStateMachine):
         assert self.scheduler.preemptions == self.preemptions
         assert {*before} - {*running} == {*step.preempted} <= {*waiting}
         assert not (admitted and step.preempted), "room that one lost goes to nobody new"
-        assert step.chunks and min(self.ids, key=lambda each: each.number) in [c.sequence for c in step.chunks]
+        growing = [each for each in self.ids if len(each.ids) < each.limit]
+        assert step.chunks and min(growing, key=lambda each: each.number) in [c.sequence for c in step.chunks]
         for each in step.preempted:
             assert (each.computed, each.registered, each.tables) == (0, 0, ([], []))
-            assert each.ids == self.ids[each]
+            assert each.ids[: len(each.ids) - each.pending] == self.ids[each]
         for each in admitted:
             assert each.cached == self.cached.setdefault(each, each.computed)
             assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
@@ -158,6 +173,8 @@ class History(RuleBasedStateMachine):
         decodes, prefills = [], []
         for each in self.scheduler.running:
             start = each.computed
+            if len(each.ids) == each.limit:
+                continue
             if start == len(each.ids) - 1 >= each.prompt_tokens:
                 decodes.append((each, start, len(each.ids)))
                 continue
@@ -172,16 +189,26 @@ class History(RuleBasedStateMachine):
                 views = None if views is None else views - count[fitting[-1]]
         assert [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks] == decodes + prefills
 
-    def write_and_read(self, step: Step) -> None:
-        """What a pass does: all writes, then all reads, which must find what each row's interval of keys needs."""
+    def written(self, step: Step) -> list[tuple[Chunk, int, tuple[int, int, int]]]:
+        """Which slots the pass writes: chunk, position and slot. No two sequences may hold one."""
+        found = []
         for group in self.groups:
             holders = Counter(block for each in self.scheduler.running for block in each.tables[group])
             for chunk in step.chunks:
                 for position in range(chunk.start, chunk.end):
                     block = chunk.sequence.tables[group][position // self.size]
                     assert block >= 0 and holders[block] == 1, "written while shared"
-                    self.slots[group, block, position % self.size] = content(chunk.sequence, position)
-            for chunk in step.chunks:
+                    found.append((chunk, position, (group, block, position % self.size)))
+        return found
+
+    def write_and_read(self, step: Step, written: list[tuple[Chunk, int, tuple[int, int, int]]]) -> None:
+        """What a pass does: all writes, then all reads, which must find what each row's interval of keys needs. Rows of
+        sequences that ended meanwhile write what nobody may read."""
+        for chunk, position, slot in written:
+            known = chunk.sequence in self.ids
+            self.slots[slot] = content(chunk.sequence, position) if known else object()
+        for chunk in step.chunks:
+            for group in self.groups if chunk.sequence in self.ids else ():
                 self.read(chunk, group)
 
     def read(self, chunk: Chunk, group: int) -> None:
@@ -204,7 +231,7 @@ class History(RuleBasedStateMachine):
         assert order == sorted(each.number for each in self.ids), "one is lost, or overtook another"
         assert len(running) <= self.seats
         assert all(each.tables == ([], []) and each.computed == 0 for each in waiting)
-        assert all(each.ids == self.ids[each] for each in self.ids)
+        assert all(each.ids[: len(each.ids) - each.pending] == self.ids[each] for each in self.ids)
         for group in (0, 1):
             tables = [[block for block in each.tables[group] if block != -1] for each in running]
             assert all(len(set(table)) == len(table) for table in tables), "held twice by one table"
@@ -248,8 +275,10 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
     for each in sequences:
         scheduler.add(each)
     while step := scheduler.schedule():
-        scheduler.advance(step, {each.sequence: 1 for each in step.chunks if each.samples})
+        scheduler.advance(step)
         for each in scheduler.running:
+            if each.pending:
+                each.settle(1)
             if len(each.ids) == each.limit:
                 scheduler.remove(each)
     assert scheduler.preemptions == 0
@@ -271,5 +300,7 @@ def test_an_image_block_longer_than_a_chunk_needs_local_blocks_for_all_of_it(loc
         step = scheduler.schedule()
         assert step is not None
         ends += [chunk.end for chunk in step.chunks]
-        scheduler.advance(step, {one: 1})
+        scheduler.advance(step)
+        if one.pending:
+            one.settle(1)
     assert ends == [1, 1 + LONGEST]

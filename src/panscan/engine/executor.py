@@ -7,14 +7,17 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from panscan.engine.attention import AttentionRows, Backend
 from panscan.engine.kv_memory import KVCache
 from panscan.engine.sequence import Sequence, Step
+from panscan.engine.upload import upload
 from panscan.model.decoder import Decoder
+from panscan.model.paged_attention import Attend
 
-__all__ = ["Executor", "Pass"]
+__all__ = ["Executor", "Pass", "Pending"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,21 @@ class Pass:
     hidden: dict[Sequence, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Tokens of the pass before, which the host does not know yet.
+
+    Args:
+        tokens: int64 ``[n]``, on the device.
+        rows: of each sequence's token among them.
+    """
+
+    tokens: torch.Tensor
+    rows: Mapping[Sequence, int]
+
+
 class Executor:
-    """Runs steps on a decoder, a cache and a backend of attention.
+    """Runs steps on a decoder, a cache and a backend of attention. The host never waits for the device here.
 
     Args:
         decoder: the model.
@@ -45,7 +61,11 @@ class Executor:
 
     @torch.no_grad()
     def run(
-        self, step: Step, features: Callable[[bytes], torch.Tensor], places: Mapping[Sequence, Rows[int]] | None = None
+        self,
+        step: Step,
+        features: Callable[[bytes], torch.Tensor],
+        places: Mapping[Sequence, Rows[int]] | None = None,
+        pending: Pending | None = None,
     ) -> Pass:
         """Compute a step.
 
@@ -53,8 +73,13 @@ class Executor:
             step: its chunks; blocks of their positions are in the sequences' tables.
             features: encoded view ``[image tokens, hidden]`` by its key.
             places: positions whose final hidden states are wanted; those outside of a sequence's chunk are left out.
+            pending: where the tokens are that sequences of the step have pending.
         """
-        hidden = self._decoder.run(self._embed(step, features), self._positions(step), self._layer_arguments(step))[0]
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in step.chunks])
+        hidden = self._decoder.run(
+            self._embed(step, features, pending), upload(positions, self._decoder.device),
+            self._cache.k, self._cache.v, self._attention(step),
+        )[0]  # fmt: skip
         sampled, watched, at = [], {}, 0
         for chunk in step.chunks:
             shift = at - chunk.start
@@ -63,14 +88,14 @@ class Executor:
                 sampled.append(at - 1)
             wanted = (places or {}).get(chunk.sequence, ())
             if rows := [place + shift for place in wanted if chunk.start <= place < chunk.end]:
-                watched[chunk.sequence] = hidden[torch.tensor(rows, device=hidden.device)]
-        last = torch.tensor(sampled, dtype=torch.long, device=hidden.device)
-        return Pass(self._decoder.logits(hidden[last]), watched)
+                watched[chunk.sequence] = _rows(hidden, rows)
+        return Pass(self._decoder.logits(_rows(hidden, sampled)), watched)
 
-    def _embed(self, step: Step, features: Callable[[bytes], torch.Tensor]) -> torch.Tensor:
+    def _embed(
+        self, step: Step, features: Callable[[bytes], torch.Tensor], pending: Pending | None
+    ) -> torch.Tensor:  # fmt: skip
         """``[1, T, hidden]``: embeddings of ids, and encoded views in the places of their blocks."""
-        ids = [token for chunk in step.chunks for token in chunk.sequence.ids[chunk.start : chunk.end]]
-        hidden = self._decoder.embed(torch.tensor(ids, device=self._decoder.device))
+        hidden = self._decoder.embed(self._ids(step, pending))
         at = 0
         for chunk in step.chunks:
             shift = at - chunk.start
@@ -79,23 +104,33 @@ class Executor:
             at = chunk.end + shift
         return hidden
 
-    def _positions(self, step: Step) -> torch.Tensor:
-        positions = [position for chunk in step.chunks for position in range(chunk.start, chunk.end)]
-        return torch.tensor(positions, device=self._decoder.device)
+    def _ids(self, step: Step, pending: Pending | None) -> torch.Tensor:
+        """int64 ``[T]``; those that are pending come from the device."""
+        ids: list[int] = []
+        rows, sources = [], []
+        for chunk in step.chunks:
+            ids += chunk.sequence.ids[chunk.start : chunk.end]
+            if chunk.sequence.pending and chunk.samples:
+                assert pending is not None  # its pass was launched
+                rows.append(len(ids) - 1)
+                sources.append(pending.rows[chunk.sequence])
+                ids[-1] = 0
+        placed = upload(np.array(ids, dtype=np.int64), self._decoder.device)
+        if pending is not None and rows:
+            placed[upload(np.array(rows), placed.device)] = _rows(pending.tokens, sources)
+        return placed
 
-    def _layer_arguments(self, step: Step) -> Callable[[int], dict[str, Any]]:
-        """What each layer is called with: attention planned once for all layers of a kind on a device."""
+    def _attention(self, step: Step) -> Attend:
+        """Attention of all layers, planned once for those of a kind on a device."""
         rows = AttentionRows.of(step, self._block_size, self._decoder.window)
         kinds = {(layer.local, layer.device) for layer in self._decoder.layers}
         plans = {kind: self._backend.plan(rows, local=kind[0], device=kind[1]) for kind in kinds}
 
-        def arguments(index: int) -> dict[str, Any]:
-            layer = self._decoder.layers[index]
-            plan = plans[layer.local, layer.device]
+        def attend(local: bool, query: torch.Tensor, *others: Any) -> torch.Tensor:
+            return plans[local, query.device].attend(query, *others)
 
-            def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-                return plan.attend(query, key, value, self._cache.k[index], self._cache.v[index], scaling)
+        return attend
 
-            return {"attend": attend}
 
-        return arguments
+def _rows(tensor: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+    return tensor.index_select(0, upload(np.array(rows, dtype=np.int64), tensor.device))

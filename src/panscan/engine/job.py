@@ -88,6 +88,11 @@ class Job:
         script = self.watched.script
         return script.steps if script.tokens is None else min(script.steps, len(script.tokens))
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether its next token cannot be chosen before the host knows the last one."""
+        return self.watched is not None or self.request.sampling.repetition_penalty not in (None, 1)
+
     def saw(self, start: float, end: float) -> None:
         """Its views were encoded from ``start`` to ``end``, seconds of :func:`panscan.core.now`.
 

@@ -1,4 +1,4 @@
-"""The loop: schedule, run, postprocess. Everything here happens in one thread."""
+"""The loop: schedule, launch, hand out. Everything here happens in one thread, while the device computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from math import ceil
 
 from panscan.core import FinishReason, PanscanError, Sampling, SettingError, UnsupportedError, now
 from panscan.engine.attention import choose_backend
-from panscan.engine.executor import Executor, Pass
+from panscan.engine.executor import Executor
+from panscan.engine.flight import Flight, Mark, Seeing
 from panscan.engine.job import Job
 from panscan.engine.kv_blocks import KVBlocks
 from panscan.engine.kv_memory import KVCache, choose_blocks
@@ -22,13 +23,13 @@ from panscan.engine.stats import Stats
 from panscan.engine.vision import VisionCache, VisionEncoder
 from panscan.model.decoder import Decoder
 from panscan.model.load import Loaded
-from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.machine import is_out_of_memory, release_memory
 
 __all__ = ["Loop"]
 
 
 class Loop:
-    """Prepared jobs in, events out; one :meth:`step` is one pass through the model.
+    """Prepared jobs in, events out; one :meth:`step` launches one pass through the model.
 
     Raises:
         UnsupportedError: the memory does not hold the KV cache.
@@ -58,27 +59,50 @@ class Loop:
         self._executor = Executor(self.decoder, cache, choose_backend(options.attention), options.block_size)
         self._sampler = Sampler(loaded.model.generation_config.suppress_tokens or [], loaded.device)
         self.preparer = Preparer(loaded, options, self.vision.holds)
+        self._overlap = loaded.device.type == "cuda" if options.overlap is None else options.overlap
+        self._flight: Flight | None = None
         self._jobs: dict[Tokens, Job] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def step(self) -> bool:
-        """One pass; False if there is nothing to do. Whatever fails in it ends the requests that it came with."""
+        """Launch a pass, then hand out the tokens of the one before; False if there is nothing to do.
+
+        So a device that computes by itself has its next pass waiting when it is done with one, and a request is known
+        to have ended one pass late: that pass's row of it is for nothing. Whatever fails in a pass ends the requests
+        that it came with.
+        """
         step = self._scheduler.schedule()
         if step is None:
-            return False
+            return self.land()
         try:
-            self._see(step)
-            places = self._places(step)
-            done = self._executor.run(step, self.vision.features, places)
-            chosen = self._choose(step, done, places)
+            flight = self._launch(step)
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
             return True
-        finally:
-            self._encoder.release()
-        self._count(step, len(chosen))
-        self._scheduler.advance(step, {tokens: each.token for tokens, each in chosen.items()})
-        self._hand_out(chosen)
+        self.land()
+        self._count(step)
+        self._scheduler.advance(step)
+        self._flight = flight
+        if not self._overlap or any(self._jobs[each].looks_back for each in flight.sampled if each in self._jobs):
+            self.land()
+        return True
+
+    def land(self) -> bool:
+        """Wait for the pass under way and hand out its tokens; False if there is none."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        try:
+            chosen = flight.draws.wait()
+        except Exception as error:  # a device tells what went wrong when it is waited for
+            for chunk in flight.step.chunks:
+                if chunk.sequence in self._jobs:
+                    self.end(self._jobs[chunk.sequence], "error", _explained(error))
+            return True
+        landed = now()
+        if flight.seeing is not None:
+            flight.seeing.tell(flight.draws.download.done, landed)
+        self._hand_out(self._settle(flight, chosen), landed)
         return True
 
     def add(self, job: Job) -> None:
@@ -158,8 +182,19 @@ class Loop:
             )
         return None
 
-    def _see(self, step: Step) -> None:
-        """Have the features of every view whose block this step computes."""
+    def _launch(self, step: Step) -> Flight:
+        try:
+            seeing = self._see(step)
+            pending = None if self._flight is None else self._flight.pending
+            done = self._executor.run(step, self.vision.features, self._places(step), pending)
+        finally:
+            self._encoder.release()
+        sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        draws = self._sampler.launch(done.logits, [self._row(tokens) for tokens in sampled])
+        return Flight(step, sampled, done, draws, seeing)
+
+    def _see(self, step: Step) -> Seeing | None:
+        """Have the features of every view whose block this step computes; tells if any had to be encoded."""
         wanted, seeing = [], []
         for chunk in step.chunks:
             job = self._jobs[chunk.sequence]
@@ -168,55 +203,52 @@ class Loop:
                 seeing.append(job)
                 wanted += [(span.key, job.sights[span.key]) for span in spans]
         if not wanted:
-            return
-        started = now()
+            return None
+        start = Mark.set(self.loaded.device)
         encoded = self._encoder.encode([(key, partial(self.preparer.see, sight)) for key, sight in wanted])
         for _, sight in wanted:
             sight.pixels = None
-        if encoded:
-            synchronize(self.loaded.device)
-            for job in seeing:
-                job.saw(started, now())
+        return Seeing(seeing, start, Mark.set(self.loaded.device)) if encoded else None
 
     def _places(self, step: Step) -> dict[Tokens, Sequence[int]]:
         """Positions of this step whose hidden states somebody wants."""
         found = {}
         for chunk in step.chunks:
-            watched = self._jobs[chunk.sequence].watched
+            watched = self._jobs[chunk.sequence].watched if chunk.sequence in self._jobs else None
             if watched is not None:
                 found[chunk.sequence] = [at for at in watched.script.places if chunk.start <= at < chunk.end]
         return {tokens: places for tokens, places in found.items() if places}
 
-    def _choose(self, step: Step, done: Pass, places: Mapping[Tokens, Sequence[int]]) -> dict[Tokens, Chosen]:
-        """The next token of each sequence whose distribution this step gave."""
-        for tokens, wanted in places.items():
+    def _settle(self, flight: Flight, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:
+        """The tokens of a pass that is over, of the sequences that are still there."""
+        for tokens, places in self._places(flight.step).items():
             watched = self._jobs[tokens].watched
             if watched is not None:
-                watched.places |= zip(wanted, done.hidden[tokens], strict=True)
-        sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        if not sampled:
-            return {}
-        chosen = self._sampler.choose(done.logits, [self._row(tokens) for tokens in sampled])
-        for index, tokens in enumerate(sampled):
+                watched.places |= zip(places, flight.done.hidden[tokens], strict=True)
+        settled = {}
+        for row, tokens in enumerate(flight.sampled):
+            if tokens not in self._jobs:
+                continue
+            settled[tokens] = chosen[row]
             watched = self._jobs[tokens].watched
             if watched is not None:
-                watched.answer.append(done.logits[index].float().cpu())
-                forced = watched.next(len(tokens.ids) - tokens.prompt_tokens)
-                chosen[index] = chosen[index] if forced is None else Chosen(forced, None)
-        return dict(zip(sampled, chosen, strict=True))
+                watched.answer.append(flight.done.logits[row].float().cpu())
+                if (forced := watched.next(len(tokens.outputs))) is not None:
+                    settled[tokens] = Chosen(forced, None)
+            tokens.settle(settled[tokens].token)
+        return settled
 
     def _row(self, tokens: Tokens) -> Row:
         job = self._jobs[tokens]
         sampling = job.request.sampling if job.watched is None else Sampling()
         return Row(sampling, job.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
 
-    def _hand_out(self, chosen: Mapping[Tokens, Chosen]) -> None:
+    def _hand_out(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
         """Tell jobs their new tokens, and end those whose token was the last."""
-        at = now()
+        self._output_tokens += len(chosen)
         for tokens, each in chosen.items():
             job = self._jobs[tokens]
-            full = len(tokens.ids) >= tokens.limit
-            if (reason := job.take(each, at, self.loaded.eos_ids, full=full)) is not None:
+            if (reason := job.take(each, at, self.loaded.eos_ids, full=tokens.full)) is not None:
                 self.end(job, reason)
 
     def _fail(self, step: Step, error: Exception) -> None:
@@ -230,9 +262,8 @@ class Loop:
         for tokens in came or [chunk.sequence for chunk in step.chunks]:
             self.end(self._jobs[tokens], "error", _explained(error))
 
-    def _count(self, step: Step, chosen: int) -> None:
+    def _count(self, step: Step) -> None:
         self._steps += 1
-        self._output_tokens += chosen
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step.chunks if not chunk.sequence.decodes)
 
 

@@ -29,6 +29,8 @@ class EngineOptions:
         prefix_caching: requests that begin alike share keys and values.
         preprocess: ``cpu`` or ``device``, as in ``--preprocess``.
         block_size: tokens of one cache block.
+        overlap: launch a pass before the tokens of the one before are known; None: on devices that compute by
+            themselves.
 
     Raises:
         SettingError: a size out of its range.
@@ -43,6 +45,7 @@ class EngineOptions:
     prefix_caching: bool = True
     preprocess: Literal["cpu", "device"] = "cpu"
     block_size: int = 16
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from panscan.core import Sampling, TokenLogprobs
+from panscan.engine.upload import Download, upload
 
-__all__ = ["Chosen", "Row", "Sampler", "draw", "filter_scores"]
+__all__ = ["Chosen", "Draws", "Row", "Sampler", "draw", "filter_scores"]
 
 _BITS = 31  # of a draw: its product with the low half of a sum of weights fits into int64
 _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are exact, and sums stay below 2^53
@@ -43,6 +46,32 @@ class Chosen:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens that a device is choosing.
+
+    Args:
+        tokens: int64 ``[rows]``, on the device: what the next pass may read without waiting.
+        download: of them, and of what log-probabilities are made of.
+        counts: how many log-probabilities a row asks for, by row, in the order of ``download``'s rows.
+    """
+
+    tokens: torch.Tensor
+    download: Download
+    counts: dict[int, int]
+
+    def wait(self) -> list[Chosen]:
+        """One token per row, when the device is done."""
+        tokens, *logprobs = self.download.wait()
+        found: dict[int, TokenLogprobs] = {}
+        if logprobs:
+            own, ids, values = (part.tolist() for part in logprobs)
+            for place, (row, count) in enumerate(self.counts.items()):
+                best = zip(ids[place], values[place], strict=True)
+                found[row] = TokenLogprobs(own[place], tuple(best)[:count])
+        return [Chosen(token, found.get(row)) for row, token in enumerate(tokens.tolist())]
+
+
 class Sampler:
     """Chooses next tokens for many requests at once; no row's token depends on the others.
 
@@ -55,9 +84,13 @@ class Sampler:
         self._ids = torch.tensor(sorted(set(suppressed)), dtype=torch.long, device=device)
         self._mask: torch.Tensor | None = None
 
-    @torch.no_grad()
     def choose(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
-        """One token per row.
+        """One token per row, as :meth:`launch` says."""
+        return self.launch(logits, rows).wait()
+
+    @torch.no_grad()
+    def launch(self, logits: torch.Tensor, rows: Sequence[Row]) -> Draws:
+        """Have the device choose one token per row; the host does not wait for it.
 
         The order is that of ``generate()``: repetition penalty, suppressed ids, then either the first id of the
         highest score, or temperature, ``top_k``, ``top_p``, ``min_p`` and a draw. Log-probabilities are those of
@@ -67,16 +100,14 @@ class Sampler:
             logits: float32 ``[rows, vocabulary]``; not changed.
             rows: one per row of ``logits``.
         """
-        if not rows:
-            return []
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
         sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         for part in _parts(sampled):
-            tokens[part] = _sample(scores[part], [rows[index] for index in part])
-        ids = tokens.tolist()
-        logprobs = _logprobs(logits, tokens, rows)
-        return [Chosen(token, logprobs.get(index)) for index, token in enumerate(ids)]
+            at = _beside(scores, part, np.int64)
+            tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
+        counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
+        return Draws(tokens, Download.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
     def scores(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         """What greedy rows take the highest of: ``[rows, vocabulary]``, penalised, suppressed ids at minus infinity."""
@@ -115,7 +146,7 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
         samplings: one per row, none greedy.
     """
     heat = [[max(item.temperature, _COLDEST)] for item in samplings]
-    scores = scores / torch.tensor(heat, dtype=torch.float32, device=scores.device)
+    scores = scores / _beside(scores, heat, np.float32)
     for given, outside in (("top_k", _outside_top_k), ("top_p", _outside_top_p), ("min_p", _outside_min_p)):
         if any(getattr(item, given) is not None for item in samplings):
             scores = scores.masked_fill(outside(scores, samplings), float("-inf"))
@@ -125,8 +156,8 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
 def _outside_top_k(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Scores below the k-th highest; what equals it stays."""
     most = min(max(item.top_k or 1 for item in samplings), scores.shape[-1])
-    places = torch.tensor([[min(item.top_k or 1, most) - 1] for item in samplings], device=scores.device)
-    chosen = torch.tensor([[item.top_k is not None] for item in samplings], device=scores.device)
+    places = _beside(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
+    chosen = _beside(scores, [[item.top_k is not None] for item in samplings], np.bool_)
     return chosen & (scores < scores.topk(most).values.gather(1, places))
 
 
@@ -138,7 +169,7 @@ def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch
     ordered, order = scores.flip(-1).sort(stable=True)
     mass = _weights(ordered.softmax(-1)).cumsum(-1).float()
     limits = [[-1.0 if item.top_p is None or item.top_p == 1 else 1 - item.top_p] for item in samplings]
-    outside = mass <= torch.tensor(limits, dtype=torch.float32, device=scores.device) * _ONE
+    outside = mass <= _beside(scores, limits, np.float32) * _ONE
     outside[:, -1] = False
     return outside.scatter(1, order, outside).flip(-1)
 
@@ -146,7 +177,7 @@ def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch
 def _outside_min_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Ids less likely than this share of the likeliest."""
     probabilities = scores.softmax(-1)
-    shares = torch.tensor([[item.min_p or 0.0] for item in samplings], dtype=torch.float32, device=scores.device)
+    shares = _beside(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
     return probabilities < shares * probabilities.amax(-1, keepdim=True)
 
 
@@ -159,7 +190,7 @@ def _sample(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """One id per row, int64 ``[rows]``: the first whose share of the distribution, in order of ids, ends behind the
     draw."""
     sums = _weights(filter_scores(scores, [row.sampling for row in rows]).softmax(-1)).cumsum(-1)
-    draws = torch.tensor([[draw(row.seed, row.position)] for row in rows], device=scores.device)
+    draws = _beside(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
     total, low = sums[:, -1:], 2**_BITS - 1
     target = (total >> _BITS) * draws + ((total & low) * draws >> _BITS)  # total * draws / 2^31, rounded down
     # Logits that are no numbers must not become an id beyond the vocabulary.
@@ -181,24 +212,28 @@ def _penalise(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         penalties += [penalty] * len(seen)
     if not places:
         return logits
-    at = torch.tensor(places, device=logits.device).unbind(1)
-    penalty_at = torch.tensor(penalties, dtype=torch.float32, device=logits.device)
+    at = _beside(logits, places, np.int64).unbind(1)
+    penalty_at = _beside(logits, penalties, np.float32)
     before = logits[at]
     return logits.index_put(at, torch.where(before < 0, before * penalty_at, before / penalty_at))
 
 
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Row]) -> dict[int, TokenLogprobs]:
-    """By row, where they are asked for. Of ids that are equally likely the lower comes first."""
-    found: dict[int, TokenLogprobs] = {}
-    counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> list[torch.Tensor]:
+    """Of the rows that ask for them: of the chosen token ``[n]``, and the likeliest ids and theirs ``[n, most]``.
+
+    Of ids that are equally likely the lower comes first.
+    """
+    if not counts:
+        return []
+    most = min(max(counts.values()), logits.shape[-1])
+    found = []
     for part in _parts(list(counts)):
-        values = logits[part].log_softmax(-1)
-        best = _ranked(values, min(max(counts[index] for index in part), values.shape[-1]))
-        of_token = values.gather(1, tokens[part][:, None]).squeeze(1).tolist()
-        tops = zip(best.tolist(), values.gather(1, best).tolist(), strict=True)
-        for index, own, (ids, each) in zip(part, of_token, tops, strict=True):
-            found[index] = TokenLogprobs(own, tuple(zip(ids, each, strict=True))[: counts[index]])
-    return found
+        at = _beside(logits, part, np.int64)
+        values = logits.index_select(0, at).log_softmax(-1)
+        best = _ranked(values, most)
+        own = values.gather(1, tokens.index_select(0, at)[:, None]).squeeze(1)
+        found.append((own, best, values.gather(1, best)))
+    return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
 def _ranked(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -208,6 +243,11 @@ def _ranked(values: torch.Tensor, count: int) -> torch.Tensor:
     ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # whole numbers in the order of the float32 values
     keys = (ordered.long() << 32) - torch.arange(values.shape[-1], device=values.device)
     return keys.topk(count).indices
+
+
+def _beside(tensor: torch.Tensor, values: list[Any], kind: type[np.generic]) -> torch.Tensor:
+    """Figures as a tensor where another one is; ``torch.tensor`` would wait for the device."""
+    return upload(np.array(values, dtype=kind), tensor.device)
 
 
 def _parts(indices: list[int]) -> Iterator[list[int]]:

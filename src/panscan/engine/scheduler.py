@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -117,7 +116,8 @@ class Scheduler:
         """The next step, its blocks allocated; None if nothing is to be computed.
 
         Rows of decoding sequences come first, then prefill chunks, each from the oldest to the youngest. The oldest
-        running sequence always has a chunk, so that every sequence ends after finitely many steps.
+        running sequence always has a chunk, unless only its last token is missing, so that every sequence ends after
+        finitely many steps. Nothing has to be known of the pass before but that it was launched.
         """
         plan = _Plan(_Budget(self._prefill_chunk_size, self._max_views))
         for sequence in self.running:
@@ -129,12 +129,12 @@ class Scheduler:
         chunks = (*plan.decodes, *plan.prefills)
         return Step(chunks, tuple(plan.preempted)) if chunks else None
 
-    def advance(self, step: Step, tokens: Mapping[Sequence, int]) -> None:
-        """Note that a step ran. Sequences that were removed meanwhile are passed over.
+    def advance(self, step: Step) -> None:
+        """Note that a step was launched; sequences whose chunk samples have a pending token then, to be settled before
+        the next step's :meth:`advance`. Sequences that were removed meanwhile are passed over.
 
         Args:
             step: what :meth:`schedule` gave last.
-            tokens: the sampled token of every sequence whose chunk samples.
         """
         running = set(self._running)
         for chunk in step.chunks:
@@ -145,7 +145,7 @@ class Scheduler:
             sequence.computed = chunk.end
             self._blocks.commit(sequence)
             if samples:
-                sequence.ids.append(tokens[sequence])
+                sequence.expect()
 
     def _take(self, sequence: Sequence, plan: _Plan) -> None:
         """Give a running sequence its chunk, if need be with the blocks of the youngest ones, which may be itself.
@@ -153,7 +153,7 @@ class Scheduler:
         Sequences have their turn from the oldest on, so whoever is preempted has no chunk in the step yet.
         """
         end = plan.end(sequence)
-        if end == sequence.computed:
+        if end == sequence.computed or sequence.full:
             return
         while not self._blocks.extend(sequence, end):
             youngest = self._running.pop()

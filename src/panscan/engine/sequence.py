@@ -10,6 +10,9 @@ from panscan.engine.layout import Layout
 __all__ = ["Chunk", "Sequence", "Step"]
 
 
+_PENDING = -1  # no id
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request while the engine has it.
@@ -27,6 +30,7 @@ class Sequence:
             left the window (or was never needed).
         hashes: of full blocks, the first ones; grows as needed.
         registered: leading full blocks that have been offered to the cache, so that others find them.
+        pending: the last of ``ids`` stands for the token of a pass that is not over.
     """
 
     number: int
@@ -40,15 +44,32 @@ class Sequence:
     tables: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
+    pending: bool = False
 
     @property
     def outputs(self) -> list[int]:
-        return self.ids[self.prompt_tokens :]
+        """The answer so far."""
+        return self.ids[self.prompt_tokens : len(self.ids) - self.pending]
 
     @property
     def decodes(self) -> bool:
         """Whether all but its newest token are computed."""
         return self.computed == len(self.ids) - 1 and len(self.ids) > self.prompt_tokens
+
+    @property
+    def full(self) -> bool:
+        """Whether it has grown as long as it may: it is over as soon as its last token is known."""
+        return len(self.ids) >= self.limit
+
+    def expect(self) -> None:
+        """A pass that gives the next token was launched."""
+        self.ids.append(_PENDING)
+        self.pending = True
+
+    def settle(self, token: int) -> None:
+        """The pending token is known."""
+        self.ids[-1] = token
+        self.pending = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class Worker:
         self._closing = True
         for job in self._left():
             self._end(job, "cancelled")
+        self._loop.land()  # nothing of a pass under way may be freed
 
     def _left(self) -> list[Job]:
         return [*self._loop.jobs, *self._preparing, *self._accepted]

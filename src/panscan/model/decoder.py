@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Gemma3ForCausalLM
 
-from panscan.model.paged_attention import NAME, Attend
+from panscan.model.paged_attention import NAME, Attend, attending
 
 __all__ = ["Decoder", "LayerFacts"]
 
@@ -51,6 +51,7 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         self.image_tokens: int = getattr(loaded_model.config, "mm_tokens_per_image", 0)
+        self._layer: Callable[..., torch.Tensor] = _call_layer
         self.layers, self.device, self.dtype = self._probe()
 
     @property
@@ -83,22 +84,32 @@ class Decoder:
 
     @torch.no_grad()
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, per_layer: Callable[[int], dict[str, Any]]
-    ) -> torch.Tensor:
+        self, hidden: torch.Tensor, positions: torch.Tensor,
+        k_caches: Sequence[torch.Tensor], v_caches: Sequence[torch.Tensor], attend: Attend,
+    ) -> torch.Tensor:  # fmt: skip
         """Final hidden states ``[1, T, hidden]``, normed, of embeddings ``[1, T, hidden]``.
 
         Args:
             hidden: rows of any sequences, one after the other; they meet in attention only.
             positions: int64 ``[T]``, each row's place in its sequence.
-            per_layer: keyword arguments of a layer by its index; ``attend`` must be among them
-                (:data:`panscan.model.paged_attention.Attend`).
+            k_caches: of each layer, what ``attend`` writes keys to and reads them from; so are ``v_caches``.
+            v_caches: values.
+            attend: attention of all layers.
         """
         rotary = {kind: self._text.rotary_emb(hidden, positions[None], kind) for kind in set(self._kinds)}
-        with self._paged():
-            for index, layer in enumerate(self._text.layers):
-                hidden = layer(hidden, position_embeddings=rotary[self._kinds[index]], **per_layer(index))
+        with self._paged(), attending(attend):
+            for kind, layer, k_cache, v_cache in zip(self._kinds, self._text.layers, k_caches, v_caches, strict=True):
+                hidden = self._layer(layer, hidden, rotary[kind], k_cache, v_cache)
         normed: torch.Tensor = self._text.norm(hidden)
         return normed
+
+    def compile(self) -> None:
+        """Compile what a layer does, once for all layers and numbers of rows; the first passes after it are slow.
+
+        One graph for local layers and one for global ones, and again for a single row, whose size PyTorch takes for a
+        constant.
+        """
+        self._layer = torch.compile(_call_layer, fullgraph=True, dynamic=True)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -121,16 +132,15 @@ class Decoder:
         """Facts of the layers, and place and type of an embedding: seen, as they depend on hooks and quantisation."""
         seen: list[LayerFacts] = []
 
-        def attend(query: torch.Tensor, key: torch.Tensor, _value: torch.Tensor, _scaling: float) -> torch.Tensor:
-            local = self._kinds[len(seen)] == "sliding_attention"
+        def attend(local: bool, query: torch.Tensor, key: torch.Tensor, *_: Any) -> torch.Tensor:
             seen.append(LayerFacts(local, key.shape[1], key.shape[3], key.dtype, key.device))
             return torch.zeros_like(query).transpose(1, 2)
 
-        calls: dict[str, Attend] = {"attend": attend}
         place = self._text.embed_tokens.weight.device
         ids = torch.zeros(1, dtype=torch.long, device="cpu" if place.type == "meta" else place)  # hooks take it along
         hidden = self.embed(ids)
-        self.run(hidden, torch.zeros(1, dtype=torch.long, device=hidden.device), lambda _: calls)
+        nothing = [hidden] * len(self._kinds)
+        self.run(hidden, torch.zeros(1, dtype=torch.long, device=hidden.device), nothing, nothing, attend)
         return tuple(seen), hidden.device, hidden.dtype
 
     @contextmanager
@@ -143,3 +153,11 @@ class Decoder:
             yield
         finally:
             config._attn_implementation = before
+
+
+def _call_layer(
+    layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor],
+    k_cache: torch.Tensor, v_cache: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    done: torch.Tensor = layer(hidden, position_embeddings=rotary, k_cache=k_cache, v_cache=v_cache)
+    return done

@@ -1,0 +1,80 @@
+"""One pass under way: what was launched, and what it tells when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from panscan.core import now
+from panscan.engine.executor import Pass, Pending
+from panscan.engine.job import Job
+from panscan.engine.sampling import Draws
+from panscan.engine.sequence import Sequence, Step
+from panscan.engine.upload import mark
+
+__all__ = ["Flight", "Mark", "Seeing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment of a device's work. On a CPU, which works at once, that of its making."""
+
+    at: float
+    event: Any
+
+    @classmethod
+    def set(cls, device: torch.device) -> Self:
+        """The moment when all work so far is done."""
+        if device.type == "mps":
+            torch.mps.synchronize()
+        if device.type != "cuda":
+            return cls(now(), None)
+        return cls(now(), mark(device))
+
+    def time(self, done: Any, landed: float) -> float:
+        """Seconds of :func:`panscan.core.now`, of a mark before the CUDA event ``done``, which was reached at
+        ``landed``."""
+        if self.event is None or done is None:
+            return self.at
+        return landed - float(self.event.elapsed_time(done)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Seeing:
+    """Views that the pass encodes first: for which jobs, and from when to when."""
+
+    jobs: Rows[Job]
+    start: Mark
+    end: Mark
+
+    def tell(self, done: Any, landed: float) -> None:
+        """Stamp the jobs."""
+        for job in self.jobs:
+            job.saw(self.start.time(done, landed), self.end.time(done, landed))
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step.
+
+    Args:
+        step: what it computes.
+        sampled: the sequences whose next token it gives, in order.
+        done: its logits, and hidden states that somebody watches.
+        draws: the next token of each of ``sampled``.
+        seeing: views that it encoded.
+    """
+
+    step: Step
+    sampled: Rows[Sequence]
+    done: Pass
+    draws: Draws
+    seeing: Seeing | None
+
+    @property
+    def pending(self) -> Pending:
+        """Where the next pass finds its tokens."""
+        return Pending(self.draws.tokens, {sequence: row for row, sequence in enumerate(self.sampled)})

@@ -1,0 +1,61 @@
+"""Small arrays on their way to a device and back, without making the host wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["Download", "mark", "upload"]
+
+
+def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A host array as a tensor on a device, in the order of its stream. The host may reuse the array at once."""
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device, copy=True)
+    return host.pin_memory().to(device, non_blocking=True)  # PyTorch keeps the pinned copy until it was read
+
+
+def mark(device: torch.device, *, blocking: bool = False) -> Any:
+    """A ``torch.cuda.Event`` (its calls have no types) that is reached when all work of the device so far is done.
+
+    Args:
+        device: an NVIDIA GPU.
+        blocking: whoever waits for it sleeps, rather than turns.
+    """
+    event: Any = torch.cuda.Event
+    event = event(enable_timing=True, blocking=blocking)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Tensors on their way to the host.
+
+    Args:
+        host: where they arrive.
+        done: a CUDA event, reached when they are there; None: they are.
+    """
+
+    host: tuple[torch.Tensor, ...]
+    done: Any
+
+    @classmethod
+    def of(cls, *tensors: torch.Tensor) -> Download:
+        """Send tensors off behind what their device has to do before."""
+        if not tensors or tensors[0].device.type != "cuda":
+            return cls(tuple(tensor.cpu() for tensor in tensors), None)
+        host = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
+        for place, tensor in zip(host, tensors, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        return cls(host, mark(tensors[0].device, blocking=True))
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The tensors on the host, when they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host
