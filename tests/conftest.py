@@ -14,6 +14,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+# Without a GPU, Triton's interpreter runs our kernels. Triton decides as it decorates, its own library first, so this
+# comes before Transformers imports it. torch.compile for a CPU makes C++ and is none the wiser.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 from transformers import Gemma3ForConditionalGeneration, Gemma3ImageProcessorPil
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask

@@ -17,6 +17,7 @@ from PIL import Image
 from torch.nn import functional
 
 from panscan.core import View
+from panscan.images.transfer import upload
 
 __all__ = ["PixelSpec", "image_to_device", "pixels_pil", "pixels_torch"]
 
@@ -31,23 +32,28 @@ class PixelSpec:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
-def pixels_pil(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> torch.Tensor:
-    """Normalised pixels of an RGB image's views, float32 ``[views, 3, size, size]``, on the CPU.
+def pixels_pil(
+    image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Normalised pixels of an RGB image's views, float32 ``[views, 3, size, size]``, on ``device``: resized on the CPU,
+    normalised behind the link, over which levels go in a quarter of the bytes.
 
     Each view is cut first and resized then: a filter that reads beyond a crop's edge would not equal Transformers'.
     """
     square = (spec.size, spec.size)
     cut = (image if view.kind == "whole" else image.crop(view.box) for view in views)
     levels = np.stack([np.asarray(part.resize(square, Image.Resampling.BILINEAR)) for part in cut])
-    scaled = (levels.astype(np.float64) * spec.rescale).astype(np.float32)
-    mean, std = (np.array(value, dtype=np.float32) for value in (spec.mean, spec.std))
-    return torch.from_numpy(np.ascontiguousarray(((scaled - mean) / std).transpose(0, 3, 1, 2)))
+    device = torch.device(device)
+    placed = upload(levels, torch.device("cpu") if device.type == "mps" else device)  # which has no float64
+    scaled = (placed.double() * spec.rescale).float()
+    mean, std = (torch.tensor(value, device=placed.device) for value in (spec.mean, spec.std))
+    return ((scaled - mean) / std).permute(0, 3, 1, 2).contiguous().to(device)
 
 
 def image_to_device(image: Image.Image, device: torch.device | str) -> torch.Tensor:
     """An RGB image as uint8 ``[3, height, width]`` on ``device``: a quarter of the bytes of float32 over the link."""
-    levels = torch.from_numpy(np.array(image))  # a copy: Pillow's own buffer is read-only
-    return levels.to(device).permute(2, 0, 1)
+    levels = np.array(image)  # a copy: Pillow's own buffer is read-only
+    return upload(levels, torch.device(device)).permute(2, 0, 1)
 
 
 def pixels_torch(image: torch.Tensor, views: Sequence[View], spec: PixelSpec) -> torch.Tensor:

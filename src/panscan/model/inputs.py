@@ -75,7 +75,7 @@ def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype
     if not read.images or reader.pixels is None:
         return Prepared(read.request, plans, prompt, None)
     parts = [
-        view_pixels(image, plan.views, reader.pixels, device, on_device=on_device).to(device=device, dtype=dtype)
+        view_pixels(image, plan.views, reader.pixels, device, on_device=on_device).to(dtype)
         for image, plan in zip(read.images, plans, strict=True)
     ]
     return Prepared(read.request, plans, prompt, torch.cat(parts))
@@ -90,10 +90,11 @@ def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
 def view_pixels(
     image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device, *, on_device: bool
 ) -> torch.Tensor:
-    """Normalised pixels of views, float32 ``[views, 3, size, size]``; on ``device`` if they are cut there."""
+    """Normalised pixels of views, float32 ``[views, 3, size, size]``, on ``device``; cut and resized there if
+    ``on_device``."""
     if on_device:
         return pixels_torch(image_to_device(image, device), views, spec)
-    return pixels_pil(image, views, spec)
+    return pixels_pil(image, views, spec, device)
 
 
 def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int | None) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""How the kernels of paged attention are cut for a head size and a precision. No tensors, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["HEAD_SIZES", "Sizes", "choose_splits", "decode_sizes", "prefill_sizes"]
+
+HEAD_SIZES = (16, 32, 64, 128, 256)
+_FEWEST_ROWS = 16  # of a tensor core's product
+_MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one kernel: query rows and keys of a product, warps of a program, and stages of its loop over keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def prefill_sizes(head_size: int, itemsize: int) -> Sizes:
+    """Those of the prefill kernel. ``head_size``: one of ``HEAD_SIZES``; ``itemsize``: bytes of a value.
+
+    Head size 128 in 16 bits: the fastest of those that were measured on an H200, with keys that were not in pages. The
+    others were not measured. All stay below 99 KiB of shared memory, which sm86 and sm89 have, and in the registers.
+    """
+    if itemsize == 4:
+        return Sizes(64, 32, 8, 3) if head_size < 256 else Sizes(32, 16, 8, 3)
+    return Sizes(64, 64, 4, 3) if head_size < 256 else Sizes(64, 32, 8, 3)
+
+
+def decode_sizes(head_size: int, itemsize: int, group: int) -> Sizes:
+    """Those of the decode kernel, as :func:`prefill_sizes`. ``group``: query heads of a kv head, which are its rows.
+
+    Head size 128 in 16 bits: the fastest of those that were measured on an H200.
+    """
+    rows = max(_FEWEST_ROWS, 1 << (group - 1).bit_length())
+    if itemsize == 4:
+        return Sizes(rows, 32 if head_size < 256 else 16, 4, 4)
+    return Sizes(rows, 64, 2, 4) if head_size < 256 else Sizes(rows, 32, 4, 4)
+
+
+def choose_splits(sequences: int, kv_heads: int, multiprocessors: int) -> int:
+    """Parts that the keys of each decoding sequence are cut into, each a program's: a power of two, at most 16.
+
+    Three programs for every multiprocessor, whatever the lengths: so a captured graph stays right as they grow.
+    """
+    splits = 1
+    while splits < _MOST_SPLITS and sequences * kv_heads * splits < 3 * multiprocessors:
+        splits *= 2
+    return splits
