@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from panscan.engine.attention import choose_backend
 from panscan.engine.executor import Executor, Pass
 from panscan.engine.kv_memory import KVCache
 from panscan.engine.layout import Layout
+from panscan.engine.segments import SegmentsBackend
 from panscan.engine.sequence import Chunk, Sequence, Step
 from panscan.model.decoder import Decoder
 from panscan.model.random_weights import random_model
@@ -97,7 +97,7 @@ class Pages:
         for tensor in (*self.cache.k, *self.cache.v):
             tensor.fill_(float("nan"))
         self.free = [draw.sample(range(BLOCKS), BLOCKS) for _ in range(2)]
-        self.executor = Executor(self.decoder, self.cache, choose_backend("sdpa"), block_size)
+        self.executor = Executor(self.decoder, self.cache, SegmentsBackend(), block_size)
 
     def run(self, chunks: Iterable[Chunk], features: dict[bytes, torch.Tensor]) -> Pass:
         """One pass; hidden states of all its positions."""

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.core import SettingError
-from panscan.engine.attention import AttentionRows, choose_backend
+from panscan.engine.attention import AttentionRows
 from panscan.engine.layout import Layout, Span
-from panscan.engine.segments import _TEXT_ROWS
+from panscan.engine.segments import _TEXT_ROWS, SegmentsBackend
 from panscan.engine.sequence import Chunk, Sequence, Step
 
 BLOCKS = 900
@@ -90,7 +89,7 @@ def check(
     )
     query = torch.randn(1, key.shape[1], kv_heads * group, size, generator=generator).to(dtype).transpose(1, 2)
     rows = AttentionRows.of(Step(chunks), block_size, window)
-    plan = choose_backend("sdpa").plan(rows, local=local, device=torch.device("cpu"))
+    plan = SegmentsBackend().plan(rows, local=local, device=torch.device("cpu"))
     found = plan.attend(query, key[None], value[None], caches[0], caches[1], 0.3)
     assert found.shape == (1, query.shape[2], query.shape[1], size)
     row = 0
@@ -112,12 +111,7 @@ def test_keys_and_values_are_written_where_the_tables_say() -> None:
     assert rows.slots(local=True) == [11, 0, 1]
     caches = [torch.zeros(20, 1, 8) for _ in range(2)]
     key, value = torch.randn(2, 1, 1, 3, 8)
-    choose_backend("sdpa").plan(rows, local=False, device=torch.device("cpu")).attend(key, key, value, *caches, 1.0)
+    SegmentsBackend().plan(rows, local=False, device=torch.device("cpu")).attend(key, key, value, *caches, 1.0)
     for cache, tensor in zip(caches, (key, value), strict=True):
         assert torch.equal(cache[[19, 4, 5]], tensor[0].transpose(0, 1))
         assert int(cache.abs().sum(dim=(1, 2)).count_nonzero()) == 3
-
-
-def test_an_unknown_backend_is_named_with_its_setting() -> None:
-    with pytest.raises(SettingError, match=r"--attention takes sdpa in the engine; got 'spda' \(did you mean 'sdpa'"):
-        choose_backend("spda")

@@ -17,10 +17,13 @@ from tests.engine.test_conformance import OPTIONS, Arrival, arrivals, check
 from panscan import GenerateRunner
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.observation import Script
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
 
 pytestmark = pytest.mark.gpu
+
+BACKENDS = st.sampled_from(["triton", "triton", "sdpa"])
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +37,38 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS, arrivals(8))
+@given(OPTIONS, arrivals(8), BACKENDS, st.booleans())
 def test_any_history_has_the_tokens_of_generate(
-    on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival]
+    on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
+    backend: str, fast: bool,
+) -> None:  # fmt: skip
+    check(on_gpu, gpu_reference, options | {"attention_backend": backend, "fast_start": fast}, history)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_every_request_on_the_gpu_as_on_the_cpu(
+    on_gpu: GenerateRunner, reference: Reference, backend: str, fast: bool
 ) -> None:
-    check(on_gpu, gpu_reference, options, history)
-
-
-def test_every_request_on_the_gpu_as_on_the_cpu(on_gpu: GenerateRunner, reference: Reference) -> None:
-    with Engine(on_gpu.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
+    with Engine(on_gpu.loaded, EngineOptions(kv_cache_gb=0.05, attention_backend=backend, fast_start=fast)) as engine:
         results = engine.generate(requests())
     assert [result.token_ids for result in results] == [reference(request).token_ids for request in requests()]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRunner, fast: bool) -> None:
+    """The same padding, so the same kernels in the same order; what a graph forgot to read or write would differ."""
+    options = EngineOptions(kv_cache_gb=0.05, fast_start=fast, prefix_caching=False, max_num_seqs=3)
+    seen = []
+    for captured in (True, False):
+        with Engine(on_gpu.loaded, options) as engine:
+            graphs = engine._loop.started.graphs
+            assert graphs is not None
+            graphs.capture = captured
+            assert len(list(graphs.prepare())) > 5
+            observed = [engine.observe([each], [Script(None, [], 4)])[0] for each in requests()[2:6]]
+            seen.append(torch.stack([each.answer for each in observed]))
+    assert torch.equal(*seen)
 
 
 @pytest.mark.parametrize("chunk", [65, 129, 193])
@@ -54,7 +78,18 @@ def test_one_row_more_than_a_tile(on_gpu: GenerateRunner, gpu_reference: Referen
     check(on_gpu, gpu_reference, {"prefill_chunk_size": chunk, "kv_cache_gb": 0.05, "prefix_caching": False}, history)
 
 
-@pytest.mark.parametrize("changes", [{}, {"prefill_chunk_size": 100}, {"preprocess": "device"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk_size": 100},
+        {"preprocess": "device"},
+        {"fast_start": True},
+        {"attention_backend": "sdpa"},
+        {"attention_backend": "sdpa", "prefill_chunk_size": 100},
+    ],
+    ids=str,
+)
 def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
     given = {"runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
     chosen = settings_from(given)

@@ -66,9 +66,10 @@ def test_memory_is_that_of_the_tensors() -> None:
     shape = KVShape.of(decoder.layers)
     assert shape == KVShape(2 * 2 * 16 * 4, 3 * 2 * 2 * 16 * 4)
     assert sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) == 16 * (
-        5 * shape.global_bytes + 3 * shape.local_bytes
-    )
-    assert [len(tensor) // 16 for tensor in cache.k] == [3, 3, 5, 3] == [len(tensor) // 16 for tensor in cache.v]
+        6 * shape.global_bytes + 4 * shape.local_bytes
+    ), "the blocks, and a spare one"
+    assert [len(tensor) // 16 for tensor in cache.k] == [4, 4, 6, 4] == [len(tensor) // 16 for tensor in cache.v]
+    assert cache.spare == (5, 3)
 
 
 def test_asked_for_gigabytes_are_kept_to() -> None:

@@ -86,7 +86,7 @@ def views(count: int) -> list[tuple[bytes, torch.Tensor]]:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
 def test_features_are_those_of_each_view_alone(batch_size: int) -> None:
     decoder, cache = decoder_of(NAME), VisionCache(10**9)
-    encoder = VisionEncoder(decoder, cache, batch_size)
+    encoder = VisionEncoder(decoder.encode, cache, batch_size)
     wanted = views(5)
     batches = []
     hook = model_of(NAME).model.vision_tower.register_forward_pre_hook(
@@ -110,7 +110,7 @@ def test_features_are_those_of_each_view_alone(batch_size: int) -> None:
 
 def test_a_view_holds_no_more_memory_than_is_counted() -> None:
     decoder, cache = decoder_of(NAME), VisionCache(10**9)
-    VisionEncoder(decoder, cache, 16).encode(views(4))
+    VisionEncoder(decoder.encode, cache, 16).encode(views(4))
     assert cache.bytes == 4 * decoder.view_bytes
     for key, _ in views(4):
         assert cache.features(key).untyped_storage().nbytes() == decoder.view_bytes
@@ -119,7 +119,7 @@ def test_a_view_holds_no_more_memory_than_is_counted() -> None:
 def test_a_pass_keeps_its_views_until_it_is_over() -> None:
     decoder = decoder_of(NAME)
     cache = VisionCache(3 * decoder.view_bytes)
-    encoder = VisionEncoder(decoder, cache, 1)
+    encoder = VisionEncoder(decoder.encode, cache, 1)
     first, *others = views(5)
     encoder.encode([first, others[0]])
     encoder.release()

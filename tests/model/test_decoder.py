@@ -15,8 +15,11 @@ from panscan.model.random_weights import random_model
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
 
 
-def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+def causal(
+    _local: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+) -> torch.Tensor:  # fmt: skip
     """What both kinds of layer do with a text that is no longer than the window."""
+    *_, scaling = others
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=True
     )
@@ -24,8 +27,33 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling:
 
 
 def text_logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    hidden = decoder.run(decoder.embed(ids), torch.arange(len(ids)), lambda _: {"attend": causal})
+    caches = [torch.zeros(1)] * len(decoder.layers)
+    hidden = decoder.run(decoder.embed(ids), torch.arange(len(ids)), caches, caches, causal)
     return decoder.logits(hidden[0])
+
+
+@BOTH
+def test_a_layer_is_told_its_kind_and_its_cache(name: str) -> None:
+    decoder, seen = decoder_of(name), []
+
+    def attend(local: bool, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append((local, float(others[2]), float(others[3])))
+        return query.transpose(1, 2)
+
+    k_caches, v_caches = ([torch.tensor(start + at) for at in range(len(decoder.layers))] for start in (0, 10))
+    decoder.run(decoder.embed(torch.tensor([3])), torch.tensor([0]), k_caches, v_caches, attend)
+    assert seen == [(layer.local, at, 10 + at) for at, layer in enumerate(decoder.layers)]
+
+
+def test_a_compiled_layer_serves_all_layers_and_lengths() -> None:
+    name = "window inside image blocks"
+    decoder = Decoder(model_of(name))
+    decoder.compile()
+    for ids in ([30, 400, 5], [7, 21], [30, 400, 5, 77, 21, 9]):
+        torch._dynamo.utils.counters.clear()
+        found = text_logits(decoder, torch.tensor(ids))
+        torch.testing.assert_close(found, text_logits(decoder_of(name), torch.tensor(ids)), rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0, "compiled for the first length, and never again"
 
 
 @BOTH
@@ -60,14 +88,15 @@ def test_attention_is_by_name_only_while_layers_run(name: str) -> None:
     before = config._attn_implementation
     seen = []
 
-    def attend(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    def attend(_local: bool, query: torch.Tensor, *_: Any) -> torch.Tensor:
         seen.append(config._attn_implementation)
         if len(seen) == 3:
             raise RuntimeError("in the third layer")
         return query.transpose(1, 2)
 
     with pytest.raises(RuntimeError, match="in the third layer"):
-        decoder.run(decoder.embed(torch.tensor([3])), torch.tensor([0]), lambda _: {"attend": attend})
+        caches = [torch.zeros(1)] * len(decoder.layers)
+        decoder.run(decoder.embed(torch.tensor([3])), torch.tensor([0]), caches, caches, attend)
     assert seen == ["panscan_paged"] * 3
     assert config._attn_implementation == before != "panscan_paged"
     assert model(input_ids=torch.tensor([[3, 4]])).logits.isfinite().all()

@@ -29,11 +29,11 @@ from panscan.cli.options import (
     utf8,
 )
 from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError
-from panscan.settings import ENGINE_LIMITS, axes, settings_from
+from panscan.settings import axes, foreign_settings, settings_from
 
 __all__ = ["command"]
 
-_NOT_HERE = ("runner", *ENGINE_LIMITS)
+_NOT_HERE = ("runner", *foreign_settings("engine"))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\b

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from panscan import __version__
+from panscan.cli.options import say_log
 from panscan.core import PanscanError
 from panscan.settings import nearest
 
@@ -97,6 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line; returns its exit code."""
     state: dict[str, Any] = {"debug": False, "arguments": list(arguments)}
+    say_log()
     try:
         result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
         return result if isinstance(result, int) else 0

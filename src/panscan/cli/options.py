@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import click
@@ -24,6 +26,7 @@ __all__ = [
     "out",
     "read_prompt",
     "say_left_out",
+    "say_log",
     "say_mini",
     "show_warnings",
     "utf8",
@@ -43,9 +46,27 @@ def out() -> Console:
     return _Console(markup=False, emoji=False, highlight=False)
 
 
+@cache
 def errors() -> Console:
-    """Progress and remarks go here, so that results can be piped. Under torchrun only the first process speaks."""
+    """Progress and remarks go here, so that results can be piped. Under torchrun only the first process speaks.
+
+    There is one, so that a remark does not tear a progress bar apart.
+    """
     return _Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
+
+
+class _Remarks(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        errors().print(record.getMessage(), style="dim", soft_wrap=True)
+
+
+def say_log() -> None:
+    """What the engine does at its start, which may take a minute on a GPU, is said as it goes."""
+    log = logging.getLogger("panscan")
+    if not any(isinstance(handler, _Remarks) for handler in log.handlers):
+        log.addHandler(_Remarks())
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def first_process() -> bool:

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from panscan.core import SettingError
 from panscan.engine.layout import Segment
 from panscan.engine.sequence import Step
-from panscan.settings import nearest
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionRows", "Backend", "ChunkRows", "Plan", "choose_backend"]
-
-_NAMES = ("sdpa",)
+__all__ = ["AttentionRows", "Backend", "ChunkRows", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +100,3 @@ class Backend(Protocol):
     def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> Plan:
         """Whatever is the same for all layers of a kind, computed once per pass."""
         ...
-
-
-def choose_backend(name: str) -> Backend:
-    """The backend of that name.
-
-    Raises:
-        SettingError: the engine has none.
-    """
-    if name not in _NAMES:
-        raise SettingError(f"--attention takes {', '.join(_NAMES)} in the engine; got {name!r}{nearest(name, _NAMES)}")
-    from panscan.engine.segments import SegmentsBackend
-
-    return SegmentsBackend()

@@ -37,7 +37,7 @@ from panscan.model.loading import load_for
 from panscan.model.observation import Observation, Script
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.presets import single_preset
-from panscan.settings import ENGINE_LIMITS, Settings, axes, settings_from
+from panscan.settings import Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine"]
 
@@ -57,8 +57,8 @@ class Engine:
         self.loaded = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
-        self._loop = Loop(loaded, self.options)
-        self._worker = Worker(self._loop, _AHEAD)
+        self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
+        self._loop = self._worker.loop
         self._numbers = count()
         self._streams: dict[str, Job] = {}
         self._finalizer = weakref.finalize(self, self._worker.close)
@@ -81,7 +81,7 @@ class Engine:
         if settings.get("runner", "engine") != "engine":
             raise SettingError(f"runner {settings['runner']}: this is the engine")
         chosen, left_out = (
-            single_preset(preset, axes().keys() - ENGINE_LIMITS.keys()) if preset is not None else ({}, [])
+            single_preset(preset, axes().keys() - {*foreign_settings("engine")}) if preset is not None else ({}, [])
         )
         if left_out:
             text = f"preset {preset}: left out, as the engine takes no {', '.join(left_out)}"
@@ -205,6 +205,11 @@ class Engine:
         return self._worker.ask(
             lambda: [watch.observation(results[index].token_ids, logits) for index, watch in enumerate(watched)]
         )
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What was chosen at the start, why, and how long it took; a line each."""
+        return tuple(self._loop.started.decisions)
 
     def stats(self) -> Stats:
         """What the engine holds now, and has done so far."""

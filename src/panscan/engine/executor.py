@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from panscan.engine.attention import AttentionRows, Backend
+from panscan.engine.graphs import Graphs
 from panscan.engine.kv_memory import KVCache
 from panscan.engine.sequence import Sequence, Step
-from panscan.engine.upload import upload
+from panscan.images.transfer import upload
 from panscan.model.decoder import Decoder
 from panscan.model.paged_attention import Attend
 
@@ -54,10 +55,14 @@ class Executor:
         cache: of its keys and values.
         backend: of attention.
         block_size: tokens of a block of the cache.
+        graphs: of passes of few rows, where there are any.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, backend: Backend, block_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, backend: Backend, block_size: int, graphs: Graphs | None = None
+    ) -> None:
         self._decoder, self._cache, self._backend, self._block_size = decoder, cache, backend, block_size
+        self.graphs = graphs
 
     @torch.no_grad()
     def run(
@@ -75,11 +80,7 @@ class Executor:
             places: positions whose final hidden states are wanted; those outside of a sequence's chunk are left out.
             pending: where the tokens are that sequences of the step have pending.
         """
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in step.chunks])
-        hidden = self._decoder.run(
-            self._embed(step, features, pending), upload(positions, self._decoder.device),
-            self._cache.k, self._cache.v, self._attention(step),
-        )[0]  # fmt: skip
+        hidden = self._hidden(step, self._embed(step, features, pending))[0]
         sampled, watched, at = [], {}, 0
         for chunk in step.chunks:
             shift = at - chunk.start
@@ -120,9 +121,17 @@ class Executor:
             placed[upload(np.array(rows), placed.device)] = _rows(pending.tokens, sources)
         return placed
 
-    def _attention(self, step: Step) -> Attend:
-        """Attention of all layers, planned once for those of a kind on a device."""
+    def _hidden(self, step: Step, embedded: torch.Tensor) -> torch.Tensor:
+        """Final hidden states ``[1, T, hidden]``, from a graph if one is large enough."""
         rows = AttentionRows.of(step, self._block_size, self._decoder.window)
+        at = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in step.chunks])
+        positions = upload(at, self._decoder.device)
+        if self.graphs is not None and (hidden := self.graphs.run(rows, embedded, positions)) is not None:
+            return hidden
+        return self._decoder.run(embedded, positions, self._cache.k, self._cache.v, self._attention(rows))
+
+    def _attention(self, rows: AttentionRows) -> Attend:
+        """Attention of all layers, planned once for those of a kind on a device."""
         kinds = {(layer.local, layer.device) for layer in self._decoder.layers}
         plans = {kind: self._backend.plan(rows, local=kind[0], device=kind[1]) for kind in kinds}
 

@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 
 from panscan.core import now
+from panscan.engine.download import mark
 from panscan.engine.executor import Pass, Pending
 from panscan.engine.job import Job
 from panscan.engine.sampling import Draws
 from panscan.engine.sequence import Sequence, Step
-from panscan.engine.upload import mark
 
 __all__ = ["Flight", "Mark", "Seeing"]
 

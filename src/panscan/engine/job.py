@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from PIL import Image
@@ -19,11 +20,15 @@ __all__ = ["Job", "Sight", "Watched"]
 
 @dataclass(slots=True)
 class Sight:
-    """One view of a job: its image (RGB) and place in it, and its pixels ``[3, size, size]`` while they wait."""
+    """One view of a job: its image (RGB) and place in it, and its pixels ``[3, size, size]`` while they wait.
+
+    ``ready``: CUDA event behind which the pixels are there; None: they are.
+    """
 
     image: Image.Image
     view: View
     pixels: torch.Tensor | None = None
+    ready: Any = None
 
 
 @dataclass(slots=True)

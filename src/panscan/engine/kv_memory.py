@@ -130,7 +130,8 @@ def free_bytes(device: torch.device, share: float = _SHARE) -> int:
 class KVCache:
     """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``.
 
-    Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind.
+    Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind. There is one block
+    more than was asked for, ``spare`` (its numbers): nobody's, for rows that only pad a pass.
 
     Args:
         decoder: whose layers say shapes, types and devices.
@@ -139,8 +140,10 @@ class KVCache:
     """
 
     def __init__(self, decoder: Decoder, blocks: tuple[int, int], block_size: int) -> None:
+        self.spare = blocks
+
         def rows(layer: LayerFacts) -> torch.Tensor:
-            shape = blocks[layer.local] * block_size, layer.kv_heads, layer.head_size
+            shape = (blocks[layer.local] + 1) * block_size, layer.kv_heads, layer.head_size
             return torch.empty(shape, dtype=layer.dtype, device=layer.device)  # a CPU gives pages as they are written
 
         self.k = [rows(layer) for layer in decoder.layers]

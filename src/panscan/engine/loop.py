@@ -7,21 +7,18 @@ from functools import partial
 from math import ceil
 
 from panscan.core import FinishReason, PanscanError, Sampling, SettingError, UnsupportedError, now
-from panscan.engine.attention import choose_backend
-from panscan.engine.executor import Executor
 from panscan.engine.flight import Flight, Mark, Seeing
 from panscan.engine.job import Job
 from panscan.engine.kv_blocks import KVBlocks
-from panscan.engine.kv_memory import KVCache, choose_blocks
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
 from panscan.engine.sampling import Chosen, Row, Sampler
 from panscan.engine.scheduler import Scheduler
 from panscan.engine.sequence import Sequence as Tokens
 from panscan.engine.sequence import Step
+from panscan.engine.start import Started
 from panscan.engine.stats import Stats
 from panscan.engine.vision import VisionCache, VisionEncoder
-from panscan.model.decoder import Decoder
 from panscan.model.load import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 
@@ -38,8 +35,9 @@ class Loop:
 
     def __init__(self, loaded: Loaded, options: EngineOptions) -> None:
         self.loaded, self.options = loaded, options
-        self.decoder = Decoder(loaded.model)
-        counts = choose_blocks(self.decoder, options)
+        self.started = Started(loaded, options)
+        self.decoder = self.started.decoder
+        counts = self.started.blocks
         self.blocks = KVBlocks(
             block_size=options.block_size,
             global_blocks=counts[0],
@@ -48,18 +46,17 @@ class Loop:
             prefix_caching=options.prefix_caching,
         )
         self.vision = VisionCache(round(options.vision_cache_gb * 1e9))
-        self._encoder = VisionEncoder(self.decoder, self.vision, options.vision_batch_size)
+        self._encoder = VisionEncoder(self.started.encode, self.vision, options.vision_batch_size)
         self._scheduler = Scheduler(
             self.blocks,
             max_num_seqs=options.max_num_seqs,
             prefill_chunk_size=options.prefill_chunk_size,
             max_views=max(1, self._views_held),
         )
-        cache = KVCache(self.decoder, counts, options.block_size)
-        self._executor = Executor(self.decoder, cache, choose_backend(options.attention), options.block_size)
+        self._executor = self.started.executor
         self._sampler = Sampler(loaded.model.generation_config.suppress_tokens or [], loaded.device)
         self.preparer = Preparer(loaded, options, self.vision.holds)
-        self._overlap = loaded.device.type == "cuda" if options.overlap is None else options.overlap
+        self._overlap = self.started.fast if options.overlap is None else options.overlap
         self._flight: Flight | None = None
         self._jobs: dict[Tokens, Job] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
@@ -123,6 +120,11 @@ class Loop:
             self._scheduler.remove(job.sequence)
             del self._jobs[job.sequence]
         job.end(reason, error)
+
+    def close(self) -> None:
+        """Wait for the pass under way, of which nothing may be freed, and give the model back as it was."""
+        self.land()
+        self.started.close()
 
     def reset_caches(self) -> None:
         """Forget every prefix and view that nobody uses."""

@@ -19,7 +19,7 @@ class EngineOptions:
     """Sizes of an engine's passes and caches.
 
     Args:
-        attention: the backend of paged attention.
+        attention_backend: of paged attention; see :func:`panscan.engine.backends.choose_backend`.
         prefill_chunk_size: prompt tokens of one pass, of all requests together; an image block that is longer is taken
             whole.
         max_num_seqs: requests that compute at once.
@@ -28,15 +28,15 @@ class EngineOptions:
         vision_batch_size: views that go through the vision tower at once.
         prefix_caching: requests that begin alike share keys and values.
         preprocess: ``cpu`` or ``device``, as in ``--preprocess``.
+        fast_start: compile nothing.
         block_size: tokens of one cache block.
-        overlap: launch a pass before the tokens of the one before are known; None: on devices that compute by
-            themselves.
+        overlap: launch a pass before the tokens of the one before are known; None: where the GPU would wait otherwise.
 
     Raises:
         SettingError: a size out of its range.
     """
 
-    attention: str = "sdpa"
+    attention_backend: str = "auto"
     prefill_chunk_size: int = _CHUNK
     max_num_seqs: int = 64
     kv_cache_gb: float | None = None
@@ -44,6 +44,7 @@ class EngineOptions:
     vision_batch_size: int = 16
     prefix_caching: bool = True
     preprocess: Literal["cpu", "device"] = "cpu"
+    fast_start: bool = False
     block_size: int = 16
     overlap: bool | None = None
 
@@ -57,7 +58,7 @@ class EngineOptions:
     def of(cls, settings: Settings) -> EngineOptions:
         """Those that settings name."""
         return cls(
-            attention=settings.attention,
+            attention_backend=settings.attention_backend,
             prefill_chunk_size=_CHUNK if settings.prefill_chunk_size is None else settings.prefill_chunk_size,
             max_num_seqs=settings.max_num_seqs,
             kv_cache_gb=settings.kv_cache_gb,
@@ -65,4 +66,5 @@ class EngineOptions:
             vision_batch_size=settings.vision_batch_size,
             prefix_caching=settings.prefix_caching,
             preprocess="device" if settings.preprocess == "device" else "cpu",
+            fast_start=settings.fast_start,
         )

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from panscan.core import View, now
+from panscan.engine.download import mark, side_stream
 from panscan.engine.job import Job, Sight
 from panscan.engine.layout import Layout
 from panscan.engine.options import EngineOptions
@@ -37,6 +38,7 @@ class Preparer:
         self._preprocess = options.preprocess
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known = known
+        self._stream = side_stream(self._device) if self._device.type == "cuda" else None
 
     def prepare(self, job: Job) -> None:
         """Fill in all that the job's passes need.
@@ -70,18 +72,25 @@ class Preparer:
         job.stamps.preprocessed = now()
 
     def see(self, sight: Sight) -> torch.Tensor:
-        """A view's pixels, ``[3, size, size]``: those that wait, or computed now."""
+        """A view's pixels, ``[3, size, size]``, for the present stream: those that wait, or computed now."""
         if sight.pixels is None:
-            sight.pixels = self._pixels(sight.image, [sight.view])[0]
+            self._see_all([sight])
+        assert sight.pixels is not None  # they were just computed
+        if sight.ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(sight.ready)
+            sight.pixels.record_stream(stream)
         return sight.pixels
 
     def _see_all(self, sights: list[Sight]) -> None:
         """Pixels of many views, image by image: an image goes to the device once."""
         for _, group in groupby(sights, key=lambda sight: id(sight.image)):
             same = list(group)
-            for sight, pixels in zip(same, self._pixels(same[0].image, [each.view for each in same]), strict=True):
-                sight.pixels = pixels.clone() if len(same) > 1 else pixels  # a slice would keep them all
+            with torch.cuda.stream(self._stream):  # beside the passes; nothing without a stream
+                pixels = self._pixels(same[0].image, [each.view for each in same])
+                for sight, each in zip(same, pixels, strict=True):
+                    sight.pixels = each.clone() if len(same) > 1 else each  # a slice would keep them all
+                    sight.ready = None if self._stream is None else mark(self._device)
 
     def _pixels(self, image: Image.Image, views: list[View]) -> torch.Tensor:
-        pixels = view_pixels(image, views, self._spec, self._device, on_device=self._on_device)
-        return pixels.to(device=self._device, dtype=self._dtype)
+        return view_pixels(image, views, self._spec, self._device, on_device=self._on_device).to(self._dtype)

@@ -11,7 +11,6 @@ from PIL import Image
 
 from panscan.core import SettingError
 from panscan.images.pixels import PixelSpec
-from panscan.model.decoder import Decoder
 
 __all__ = ["VisionCache", "VisionEncoder", "image_digest", "view_key"]
 
@@ -102,13 +101,15 @@ class VisionEncoder:
     ``encoded``: views that went through the vision tower so far. ``reused``: that were wanted and did not have to.
 
     Args:
-        decoder: whose vision tower it is.
+        encode: pixels ``[views, 3, size, size]`` to features ``[views, image tokens, hidden]``.
         cache: where encoded views go.
         batch_size: views at most that go through the tower at once.
     """
 
-    def __init__(self, decoder: Decoder, cache: VisionCache, batch_size: int) -> None:
-        self._decoder, self._cache, self._batch_size = decoder, cache, batch_size
+    def __init__(
+        self, encode: Callable[[torch.Tensor], torch.Tensor], cache: VisionCache, batch_size: int
+    ) -> None:  # fmt: skip
+        self._compute, self._cache, self._batch_size = encode, cache, batch_size
         self.encoded = self.reused = 0
 
     def encode(self, wanted: Iterable[tuple[bytes, Pixels]]) -> int:
@@ -134,5 +135,5 @@ class VisionEncoder:
 
     def _encode(self, batch: Sequence[tuple[bytes, Pixels]]) -> None:
         pixels = torch.stack([part() if callable(part) else part for _, part in batch])
-        for (key, _), features in zip(batch, self._decoder.encode(pixels), strict=True):
+        for (key, _), features in zip(batch, self._compute(pixels), strict=True):
             self._cache.put(key, features.clone())  # on its own: a slice would keep the whole batch

@@ -25,13 +25,15 @@ class Worker:
     """One thread that owns a loop. Everything reaches it as a message; only its thread touches the loop.
 
     Args:
-        loop: the loop.
+        build: makes the loop, in the thread that turns it: PyTorch keeps some of what a start warms up per thread.
         ahead: jobs at most that are prepared, or being prepared, and wait for their turn: what bounds the memory of
             decoded images, however many requests are accepted.
+
+    Raises: what ``build`` does.
     """
 
-    def __init__(self, loop: Loop, ahead: int) -> None:
-        self._loop, self._ahead = loop, ahead
+    def __init__(self, build: Callable[[], Loop], ahead: int) -> None:
+        self._ahead = ahead
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._accepted: deque[Job] = deque()
         self._preparing: set[Job] = set()
@@ -39,8 +41,10 @@ class Worker:
         self._lock = threading.Lock()
         self._closed = self._closing = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
-        self._thread = threading.Thread(target=self._turn, name="panscan-engine", daemon=True)
+        built: Future[Loop] = Future()
+        self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
         self._thread.start()
+        self.loop = self._loop = built.result()
 
     def accept(self, job: Job) -> None:
         """Take a job. Its result is told in any case."""
@@ -78,6 +82,15 @@ class Worker:
             if self._closed:
                 raise EngineError("the engine is closed")
             self._messages.put(message)
+
+    def _live(self, build: Callable[[], Loop], built: Future[Loop]) -> None:
+        try:
+            self._loop = build()
+        except BaseException as error:  # the maker's to handle, whatever it is
+            built.set_exception(error)
+            return
+        built.set_result(self._loop)
+        self._turn()
 
     def _turn(self) -> None:
         with torch.no_grad():
@@ -144,7 +157,7 @@ class Worker:
         self._closing = True
         for job in self._left():
             self._end(job, "cancelled")
-        self._loop.land()  # nothing of a pass under way may be freed
+        self._loop.close()
 
     def _left(self) -> list[Job]:
         return [*self._loop.jobs, *self._preparing, *self._accepted]

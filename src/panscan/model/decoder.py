@@ -109,6 +109,8 @@ class Decoder:
         One graph for local layers and one for global ones, and again for a single row, whose size PyTorch takes for a
         constant.
         """
+        # The limit is for all models of the process together; the default of 8 is less than three of them need.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         self._layer = torch.compile(_call_layer, fullgraph=True, dynamic=True)
 
     @torch.no_grad()

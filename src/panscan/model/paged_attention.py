@@ -48,8 +48,13 @@ def _attend(
     return _present.attend(local, query, key, value, k_cache, v_cache, scaling)
 
 
-_compiled = torch.library.custom_op("panscan::attend", mutates_args=("k_cache", "v_cache"))(_attend)
-"""What a compiled layer calls: opaque to the compiler, so that a plan may be anything."""
+@torch.library.custom_op("panscan::attend", mutates_args=("k_cache", "v_cache"))
+def _compiled(
+    local: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float,
+) -> torch.Tensor:  # fmt: skip
+    """What a compiled layer calls: opaque to the compiler, so that a plan may be anything. Contiguous, as promised."""
+    return _attend(local, query, key, value, k_cache, v_cache, scaling).contiguous()
 
 
 @_compiled.register_fake

@@ -1,4 +1,4 @@
-"""Small arrays on their way to a device and back, without making the host wait."""
+"""Results on their way from a device to the host, and moments of its work."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
-__all__ = ["Download", "mark", "upload"]
-
-
-def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array as a tensor on a device, in the order of its stream. The host may reuse the array at once."""
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host.to(device, copy=True)
-    return host.pin_memory().to(device, non_blocking=True)  # PyTorch keeps the pinned copy until it was read
+__all__ = ["Download", "mark", "side_stream"]
 
 
 def mark(device: torch.device, *, blocking: bool = False) -> Any:
@@ -30,6 +21,12 @@ def mark(device: torch.device, *, blocking: bool = False) -> Any:
     event = event(enable_timing=True, blocking=blocking)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def side_stream(device: torch.device) -> Any:
+    """A new ``torch.cuda.Stream`` (it has no types either) of an NVIDIA GPU."""
+    stream: Any = torch.cuda.Stream
+    return stream(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,50 @@
+"""Which backend of attention is taken, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from panscan.core import SettingError, UnsupportedError
+from panscan.engine.backends import choose_backend
+from panscan.engine.segments import SegmentsBackend
+from panscan.engine.triton_attention import TritonBackend
+from panscan.model.decoder import LayerFacts
+
+LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+def test_a_cpu_takes_pytorchs_kernels_and_says_why() -> None:
+    choice = choose_backend("auto", [LAYER, replace(LAYER, local=False)])
+    assert isinstance(choice.backend, SegmentsBackend)
+    assert choice.name == "sdpa" and "only been interpreted" in choice.reason
+
+
+def test_what_is_asked_for_is_taken() -> None:
+    for name, kind in (("triton", TritonBackend), ("sdpa", SegmentsBackend)):
+        choice = choose_backend(name, [LAYER])
+        assert isinstance(choice.backend, kind)
+        assert (choice.name, choice.reason) == (name, "asked for")
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ([replace(LAYER, head_size=48)], "heads of size 48"),
+        ([replace(LAYER, dtype=torch.float64)], "torch.float64"),
+        ([LAYER, replace(LAYER, head_size=64)], "layers differ in head size or precision"),
+        ([replace(LAYER, device=torch.device("mps"))], "need an NVIDIA GPU, not mps"),
+    ],
+)
+def test_where_the_kernels_cannot_run_the_reason_is_said(layers: list[LayerFacts], reason: str) -> None:
+    choice = choose_backend("auto", layers)
+    assert choice.name == "sdpa" and reason in choice.reason
+    with pytest.raises(UnsupportedError, match=f"--attention-backend triton: .*{reason}"):
+        choose_backend("triton", layers)
+
+
+def test_an_unknown_backend_is_named_with_its_setting() -> None:
+    with pytest.raises(SettingError, match=r"--attention-backend takes auto, triton, sdpa; got 'titron' \(did you"):
+        choose_backend("titron", [LAYER])

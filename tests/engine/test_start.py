@@ -1,0 +1,46 @@
+"""All that is done at the start to be fast on a GPU, on a CPU: compiled modules, interpreted kernels, padded passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.engine.driving import Reference, requests
+
+from panscan import GenerateRunner
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+from panscan.engine.start import Started
+
+
+@pytest.fixture
+def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU is all that is missing; without one nothing is recorded, and the same passes run launch by launch."""
+    monkeypatch.setattr(Started, "_is_fast", lambda started: started.options.attention_backend == "triton")
+    yield
+
+
+@pytest.mark.parametrize("fast_start", [True, False])
+@pytest.mark.usefixtures("fast_on_a_cpu")
+def test_the_fast_path_has_the_tokens_of_generate(mini: GenerateRunner, reference: Reference, fast_start: bool) -> None:
+    asked = [requests()[place] for place in (0, 2)]
+    options = EngineOptions(
+        kv_cache_gb=0.05, attention_backend="triton", fast_start=fast_start, max_num_seqs=2, vision_batch_size=2
+    )
+    query = mini.loaded.model.model.language_model.layers[0].self_attn.q_proj
+    own = type(query)
+    with Engine(mini.loaded, options) as engine:
+        assert type(query) is not own
+        assert any("compiled" in line for line in engine.decisions) == (not fast_start)
+        assert engine._loop.started.graphs is not None
+        results = engine.generate(asked)
+        assert engine.stats().steps > 2
+    assert [result.token_ids for result in results] == [reference(request).token_ids for request in asked]
+    assert type(query) is own
+
+
+def test_a_cpu_does_none_of_it(mini: GenerateRunner) -> None:
+    with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
+        assert engine._loop.started.graphs is None
+        [line] = engine.decisions
+    assert line.startswith("attention: sdpa (")
