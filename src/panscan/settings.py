@@ -15,13 +15,17 @@ from panscan.core.ranges import Range
 from panscan.core.request import SAMPLING_RANGES
 
 __all__ = [
-    "ATTENTION", "ENGINE_AXES", "ENGINE_LIMITS", "RANGES", "Axis", "Settings", "axes", "axis_name", "foreign_settings",
-    "nearest", "parse_value", "settings_from",
+    "ALL_AT_ONCE", "ATTENTION", "ATTENTION_BACKENDS", "ENGINE_AXES", "ENGINE_LIMITS", "RANGES", "VLLM_AXES",
+    "VLLM_LIMITS", "Axis", "Settings", "axes", "axis_name", "foreign_settings", "nearest", "parse_value",
+    "settings_from",
 ]  # fmt: skip
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
+"""What the engine attends with; see :func:`panscan.engine.backends.choose_backend`."""
 ENGINE_AXES = (
     "max_concurrency", "max_num_seqs", "kv_cache_gb", "prefix_caching", "vision_cache_gb", "vision_batch_size",
+    "attention_backend", "fast_start",
 )  # fmt: skip
 """Settings of the engine alone."""
 
@@ -35,6 +39,14 @@ ENGINE_LIMITS: dict[str, Any] = {
     "tp_plan": None,
 }
 """Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""
+VLLM_AXES = ("vllm_attention",)
+"""Settings of vLLM alone."""
+
+VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None, "tf32": False}
+"""Settings that vLLM does not have, or decides itself: the only value that each may have."""
+
+ALL_AT_ONCE = ("engine", "vllm")
+"""Runners that take all requests of a cell at once, and mix prefill and decode in one step."""
 Level = Literal["load", "call"]
 
 
@@ -61,8 +73,9 @@ class Settings:
     """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
 
     runner: str = _axis(
-        "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch", "engine"), level="load"
-    )
+        "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch", "engine", "vllm"),
+        level="load",
+    )  # fmt: skip
     model: str = _axis("mini", "checkpoint: a hub id, a directory, or 'mini'", aliases=("model_id",), level="load")
     revision: str | None = _axis(None, "branch, tag or commit of a hub checkpoint", level="load")
     random_weights: bool = _axis(False, "true shapes, random weights: speed without a download", level="load")
@@ -87,6 +100,9 @@ class Settings:
     attention: str = _axis(
         "sdpa", "eager, sdpa, flex_attention, flash_attention_2/3/4 or a kernels-hub name", aliases=("attn_impl",)
     )
+    vllm_attention: str | None = _axis(
+        None, "vllm: attention backend; with TRITON_ATTN image tokens see both ways, as in Gemma 3", level="load"
+    )
     cache: str = _axis("dynamic", "KV cache; static is compiled for decode on a GPU", choices=("dynamic", "static"))
     compile: str | None = _axis(
         None, "torch.compile mode of the vision tower and the language model",
@@ -100,6 +116,12 @@ class Settings:
     prefix_caching: bool = _axis(True, "engine: requests that begin alike share what was computed")
     vision_cache_gb: float = _axis(1.0, "engine: encoded views that are kept, in GB (10^9 bytes)")
     vision_batch_size: int = _axis(16, "engine: views encoded at once")
+    attention_backend: str = _axis(
+        "auto",
+        "engine: kernels of paged attention; triton: ours, with all that is new on a GPU",
+        choices=ATTENTION_BACKENDS,
+    )
+    fast_start: bool = _axis(False, "engine: compile nothing; ready sooner, slower then")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
     prefill_chunk_size: int | None = _axis(
         None,
@@ -235,8 +257,9 @@ def _canonical() -> dict[str, str]:
 
 
 def foreign_settings(runner: str) -> Collection[str]:
-    """Settings that a runner does not have: those of the engine alone, or those of all runners but it."""
-    return ENGINE_LIMITS if runner == "engine" else ENGINE_AXES
+    """Settings that a runner does not have: those of others alone, or those of all runners but it."""
+    lacking = {"engine": (*ENGINE_LIMITS, *VLLM_AXES), "vllm": (*VLLM_LIMITS, *ENGINE_AXES)}
+    return lacking.get(runner, (*ENGINE_AXES, *VLLM_AXES))
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

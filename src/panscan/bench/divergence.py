@@ -15,6 +15,8 @@ from panscan.model.reference import head_logits
 
 __all__ = ["Comparison", "Tally", "compare_logits"]
 
+_LEAST_REST = 1e-6
+"""Of a row's probability: less than this cannot be told from the rounding of the known ones."""
 _TOGETHER = 16  # positions: two float64 rows of a vocabulary of 262,208 are 4 MB
 
 
@@ -35,7 +37,9 @@ class Comparison:
     agree: torch.Tensor
 
 
-def compare_logits(truth: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device) -> Comparison:
+def compare_logits(
+    truth: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device, *, partial: bool = False
+) -> Comparison:
     """Compare logits ``[positions, vocabulary]`` with the truth's. Log-softmax is in float64.
 
     Args:
@@ -43,17 +47,24 @@ def compare_logits(truth: torch.Tensor, seen: torch.Tensor, never: list[int], de
         seen: float32.
         never: ids that are suppressed, so that they are nobody's choice.
         device: where to compute; one with float64.
+        partial: seen are log-probabilities, NaN where they are not known. What is compared then is the distribution
+            over the known tokens and "any other", which is at most as far away as the whole (data processing
+            inequality).
     """
     blocks = [
-        _compare(ours.to(device).double(), theirs.to(device).double(), never)
+        _compare(ours.to(device).double(), theirs.to(device).double(), never, partial=partial)
         for ours, theirs in zip(torch.split(truth, _TOGETHER), torch.split(seen, _TOGETHER), strict=True)
     ]
     parts = [torch.cat(each).cpu() for each in zip(*blocks, strict=True)]
     return Comparison(*parts)
 
 
-def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int]) -> tuple[torch.Tensor, ...]:
-    p, q = truth.log_softmax(-1), seen.log_softmax(-1)
+def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool) -> tuple[torch.Tensor, ...]:
+    p = truth.log_softmax(-1)
+    known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
+    if partial:
+        seen = _completed(p, seen, known)
+    q = seen.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
     kl = torch.where(seen.isfinite().all(-1), kl, inf)
     p[:, never] = q[:, never] = -inf
@@ -61,7 +72,18 @@ def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int]) -> tuple
     margin = best.values[:, 0] - best.values[:, 1]
     pair = q.gather(1, best.indices)
     moved = (pair[:, 0] - pair[:, 1] - margin).abs().nan_to_num(nan=inf)
-    return kl, margin, moved, q.argmax(-1) == best.indices[:, 0]
+    chosen = q.masked_fill(~known, -inf).argmax(-1)  # no unknown token is likelier than a known one
+    return kl, margin, moved, chosen == best.indices[:, 0]
+
+
+def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of all tokens: the rest of the probability spread over the unknown ones as the truth does.
+
+    A row without a known token stays NaN.
+    """
+    rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
+    theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
+    return torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
 
 
 @dataclass(slots=True)
@@ -72,14 +94,22 @@ class Tally:
     image: list[Comparison] = field(default_factory=list)
 
     def add(
-        self, loaded: Loaded, answer: torch.Tensor, seen: torch.Tensor, image: torch.Tensor, image_seen: Any
+        self,
+        loaded: Loaded,
+        answer: torch.Tensor,
+        seen: torch.Tensor,
+        image: torch.Tensor,
+        image_seen: Any,
+        *,
+        partial: bool = False,
     ) -> None:
-        """Compare logits seen with the truth's hidden states."""
+        """Compare logits seen with the truth's hidden states; ``partial`` as in :func:`compare_logits`."""
         never = list(loaded.model.generation_config.suppress_tokens or [])
         device = loaded.device if loaded.device.type == "cuda" else torch.device("cpu")
-        self.answer.append(compare_logits(head_logits(loaded.model, answer), seen, never, device))
+        self.answer.append(compare_logits(head_logits(loaded.model, answer), seen, never, device, partial=partial))
         if image_seen is not None:
-            self.image.append(compare_logits(head_logits(loaded.model, image), image_seen, never, device))
+            logits = head_logits(loaded.model, image)
+            self.image.append(compare_logits(logits, image_seen, never, device, partial=partial))
 
     def joined(self, kind: str) -> Comparison:
         """All positions of one kind."""

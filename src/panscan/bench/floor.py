@@ -14,6 +14,7 @@ from panscan.bench.metrics import CellMetrics
 from panscan.bench.records import Run
 from panscan.core import RecordsError
 from panscan.model.shapes import Shape
+from panscan.settings import ALL_AT_ONCE
 
 __all__ = ["Floor", "floor_of", "ratios"]
 
@@ -66,8 +67,8 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     Returns:
         None where the ceilings or the work are not known: no load record, shape or rates in it, or a shape of another
         version; no request succeeded; ``tp_plan`` (the rates are of one device); TF32 and the quantisations that
-        multiply in a narrower format (quicker than the measured product); and runners ``generate_batch`` and
-        ``engine``, which mix prefill and decode in one step.
+        multiply in a narrower format (quicker than the measured product); and runners ``generate_batch``,
+        ``engine`` and ``vllm``, which mix prefill and decode in one step.
     """
     machine = _machine(run, cell)
     done = [
@@ -137,7 +138,7 @@ def _machine(run: Run, cell: str) -> _Machine | None:
     quicker = settings.get("quantization") in _OTHER_ARITHMETIC or (
         settings.get("tf32") and load["dtype"] == "float32" and load["device"].startswith("cuda")
     )
-    if quicker or settings.get("tp_plan") or settings.get("runner") in ("generate_batch", "engine"):
+    if quicker or settings.get("tp_plan") or settings.get("runner") in ("generate_batch", *ALL_AT_ONCE):
         return None
     if not load["flops_per_s"] or not load["bytes_per_s"]:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.presets import Axes, load_preset, parse_axes
-from panscan.settings import Settings, axes, foreign_settings
+from panscan.settings import ALL_AT_ONCE, Settings, axes, foreign_settings
 
 __all__ = ["Cell", "build_cells"]
 
@@ -73,9 +73,9 @@ _GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "devic
 def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
     """Where a swept setting is off, those that it governs are left out; where it is off everywhere, they contradict.
 
-    The same holds for settings that only the engine has, or all but the engine, where other runners are swept too.
+    The same holds for settings that only some of the swept runners have.
     """
-    if "engine" in axes_.get("runner", ()) and len(axes_["runner"]) > 1:
+    if {*ALL_AT_ONCE} & {*axes_.get("runner", ())} and len(axes_["runner"]) > 1:
         foreign = foreign_settings(point["runner"])
         point = {key: value for key, value in point.items() if key not in foreign}
     for name, governed in _GOVERNED.items():

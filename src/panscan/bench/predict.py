@@ -9,7 +9,7 @@ from panscan.bench.plan import Plan
 from panscan.bench.workload import plans_of
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape
-from panscan.settings import Settings
+from panscan.settings import ALL_AT_ONCE, Settings
 
 __all__ = ["Prediction", "predict"]
 
@@ -58,7 +58,7 @@ def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None
 
 def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:
     """Requests that decode together: a whole batch, or as many as an engine computes at once."""
-    if settings.runner != "engine":
+    if settings.runner not in ALL_AT_ONCE:
         return [call]
     most = min(settings.max_num_seqs, settings.max_concurrency or len(call))
     return [call[at : at + most] for at in range(0, len(call), most)]
@@ -82,7 +82,7 @@ def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], token
     device = resolve_device(settings.device)
     ceilings = measure_ceilings(device, resolve_dtype(settings.dtype, device))
     padded = max(tokens)
-    lengths = tokens if settings.runner == "engine" else [padded] * len(tokens)
+    lengths = tokens if settings.runner in ALL_AT_ONCE else [padded] * len(tokens)
     prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + sum(map(shape.prefill_flops, lengths))
     width = 4 if settings.dtype == "fp32" else 2
     read = shape.decode_bytes(padded, len(tokens), width) / ceilings.bytes_per_s

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.metrics import CellMetrics, cell_metrics
 from panscan.bench.records import Run
 from panscan.bench.verdict import Verdict, verdict_of
-from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, axes
+from panscan.settings import axes, foreign_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,6 @@ __all__ = [
 
 _ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 _CROPS = "pan_and_scan_"
-_NOT_THE_ENGINES = tuple(name for name in ENGINE_LIMITS if name != "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,11 @@ def measured_rows(run: Run) -> list[Row]:
 
 def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights, a
-    batch size for the engine, the engine's settings for other runners."""
+    batch size for an engine, an engine's settings for other runners."""
     idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(_CROPS))
     if settings.get("random_weights"):
         idle += ("model",)
-    idle += _NOT_THE_ENGINES if settings.get("runner") == "engine" else ENGINE_AXES
+    idle += _foreign(settings)
     return {name: None if name in idle else value for name, value in settings.items()}
 
 
@@ -87,11 +86,17 @@ def distinguishing(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
     if name.startswith(_CROPS):
         on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
-    elif name in ENGINE_AXES or name in _NOT_THE_ENGINES:
-        on = [cell for cell in cells if (cell.get("runner") == "engine") == (name in ENGINE_AXES)]
     else:
-        return False
+        on = [cell for cell in cells if name not in _foreign(cell)]
+        if len(on) == len(cells):
+            return False
     return len({shown(cell.get(name)) for cell in on}) == 1
+
+
+def _foreign(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings that its runner does not have; the engine's attention, which has one value, stays."""
+    runner = settings.get("runner", "generate")
+    return tuple(name for name in foreign_settings(runner) if (runner, name) != ("engine", "attention"))
 
 
 def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from panscan.bench.rows import Row
-from panscan.settings import ENGINE_AXES, ENGINE_LIMITS
+from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS
 
 __all__ = ["speedup_lines"]
 
-_OWN = {"runner", *ENGINE_AXES, *ENGINE_LIMITS}
+_OWN = {"runner", *ENGINE_AXES, *VLLM_AXES, *VLLM_LIMITS}
 """Settings that only say how a runner goes about the same requests."""
 
 

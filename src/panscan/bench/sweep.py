@@ -12,7 +12,7 @@ from panscan.bench.plan import Observer, Plan, Visit, Writer
 from panscan.bench.quality import scores_of
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
-from panscan.settings import Settings
+from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
@@ -175,7 +175,7 @@ def _warmup(plan: Plan, settings: Settings, todo: list[list[int]]) -> list[list[
     """Batches that are run and thrown away. The engine's only batch holds all requests: some of them warm it too."""
     if plan.warmup and _compiles(settings):
         return todo
-    if settings.runner == "engine":
+    if settings.runner in ALL_AT_ONCE:
         return [todo[0][:_WARM]] * plan.warmup
     return todo[: plan.warmup]
 

@@ -42,6 +42,7 @@ _ANY = ""
 """In place of a fingerprint of views: all of them."""
 _UNWATCHED = {"generate_batch": "generate_batch() offers no place to look at its logits"}
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
+_OTHER_WEIGHTS = "vLLM draws random weights of its own: compare it on a checkpoint"
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class Verifier:
             RecordsError: a reference is of other weights.
         """
         settings = cells[0].settings
-        if settings.quantization is not None or settings.runner in _UNWATCHED:
+        if settings.quantization is not None or _unwatched(settings) is not None:
             return  # its truth is that of the unquantised weights
         try:
             weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
@@ -113,7 +114,7 @@ class Verifier:
         from panscan.runners.factory import open_runner
 
         settings = cells[0].settings
-        if settings.quantization in (None, "gptq") or settings.runner in _UNWATCHED:
+        if settings.quantization in (None, "gptq") or _unwatched(settings) is not None:
             return
         known = settings.runner != "pipeline"  # whose pixels only its processor knows
         if known and all(self._truth(cell.settings, cell.settings.preprocess) for cell in cells):
@@ -156,7 +157,7 @@ class Verifier:
 
     def _truth(self, settings: Settings, pixels: str) -> Truth | None:
         """The truth of a cell with its noise. Of quantised weights, one from elsewhere is taken by the model's name."""
-        if settings.runner in _UNWATCHED:
+        if _unwatched(settings) is not None:
             return None
         views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
         precision = _precision(settings)
@@ -170,8 +171,8 @@ class Verifier:
         return found if found is not None and precision in found.noise else None
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
-        if settings.runner in _UNWATCHED:
-            return _UNWATCHED[settings.runner]
+        if (unwatched := _unwatched(settings)) is not None:
+            return unwatched
         if settings.quantization == "gptq":
             return "the unquantised weights are not in this checkpoint: bring their truth with --reference"
         identity = _identity(settings)
@@ -237,7 +238,7 @@ class Verifier:
 
     def _compare(self, runner: Runner, settings: Settings, truth: Truth) -> Record:
         requests = self._requests(settings)
-        tally = Tally()
+        tally, likeliest = Tally(), None
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
         todo = calls(views, settings)
         for number, batch in enumerate(todo):
@@ -245,9 +246,12 @@ class Verifier:
             scripts = [truth.leads[index].script(settings.max_new_tokens) for index in batch]
             for index, seen in zip(batch, runner.observe([requests[i] for i in batch], scripts), strict=True):
                 lead = truth.leads[index]
-                tally.add(runner.loaded, lead.answer[: len(seen.tokens)], seen.answer, lead.image, seen.image)
+                likeliest = seen.likeliest
+                pairs = lead.answer[: len(seen.tokens)], seen.answer, lead.image, seen.image
+                tally.add(runner.loaded, *pairs, partial=likeliest is not None)
         precision = _precision(settings)
-        return tally.verdict(truth.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
+        note = {} if likeliest is None else {"reason": f"from top {likeliest} log-probabilities"}
+        return note | tally.verdict(truth.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
 
     def _record(self, truth: Truth, source: str, seconds: float) -> None:
         if truth.id in self.recorded:
@@ -258,6 +262,13 @@ class Verifier:
         facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
         counts = {"requests": len(truth.leads), "tokens": truth.tokens, "image_positions": truth.image_positions}
         self.write([{"type": "truth", **facts, **counts}])
+
+
+def _unwatched(settings: Settings) -> str | None:
+    """Why nothing of a cell could be compared with a truth; None if it can."""
+    if settings.runner == "vllm" and settings.random_weights:
+        return _OTHER_WEIGHTS
+    return _UNWATCHED.get(settings.runner)
 
 
 def _identity(settings: Settings) -> _Identity:

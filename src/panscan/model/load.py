@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,14 +30,16 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.distributed import DistributedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.prompt import PromptWriter
 
-__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_random", "load_reader"]
+__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_outline", "load_random", "load_reader"]
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
+_EMBEDDING = "embed_tokens.weight"
 _LEAST_VOCABULARY = 260  # every byte and the marks of turns
 
 
@@ -158,6 +161,47 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return _prepared(model, reader)
+
+
+def load_outline(
+    name: str, dtype: torch.dtype, device: torch.device, *, revision: str | None, embedding: bool
+) -> Loaded:
+    """A checkpoint's model without weights, for a runner whose weights are elsewhere: configuration, shapes, reader.
+
+    Args:
+        name: as in :func:`load_model`.
+        dtype: of the weights that are elsewhere.
+        device: where they are.
+        revision: of a hub checkpoint.
+        embedding: load the embedding (and output matrix) onto ``device``, which turns a truth's hidden states into
+            logits. All other weights are on the meta device.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or is not a Gemma 3.
+    """
+    source = _source(name)
+    reader = load_reader(name, revision)
+    kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
+    with _explained(name):
+        with torch.device("meta"):
+            model = kind.from_config(_config(name, source, revision), dtype=dtype)
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+        if embedding:
+            weight = torch.nn.Parameter(_stored_embedding(source, revision).to(device, dtype), requires_grad=False)
+            model.get_input_embeddings().weight = model.get_output_embeddings().weight = weight  # Gemma 3 ties them
+    model.hf_device_map = {"": str(device)}  # as Transformers says where parts are that compute elsewhere
+    return _prepared(model, reader)
+
+
+def _stored_embedding(source: str, revision: str | None) -> torch.Tensor:
+    """The embedding's values, ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
+    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+    files = {} if index is None else json.loads(Path(index).read_text("utf-8"))["weight_map"]
+    file = next((file for name, file in files.items() if name.endswith(_EMBEDDING)), SAFE_WEIGHTS_NAME)
+    with safe_open(cached_file(source, file, revision=revision), "pt") as weights:
+        name = next(name for name in weights.keys() if name.endswith(_EMBEDDING))  # noqa: SIM118 - it is no dict
+        values: torch.Tensor = weights.get_tensor(name)
+    return values
 
 
 def _prepared(model: Any, reader: Reader) -> Loaded:

@@ -39,6 +39,8 @@ class Observation:
         image: float32 ``[places, vocabulary]``: the logits at the places of the prompt; None where none were asked for.
         answer_hidden: float32 ``[tokens, hidden]``: final hidden states before each token, if they were asked for.
         image_hidden: float32 ``[places, hidden]``.
+        likeliest: how many of each row are known at least, if not all: ``answer`` and ``image`` then hold natural
+            log-probabilities of some tokens, and NaN for the others.
     """
 
     tokens: list[int]
@@ -47,6 +49,7 @@ class Observation:
     image: torch.Tensor | None = None
     answer_hidden: torch.Tensor | None = None
     image_hidden: torch.Tensor | None = None
+    likeliest: int | None = None
 
 
 def image_places(ids: Sequence[int], soft_id: int | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from panscan.model.tokenizer import build_tokenizer
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
 
-__all__ = ["random_model"]
+__all__ = ["random_model", "write_shape"]
 
 _DEVIATION = 0.02
 
@@ -44,6 +45,23 @@ def random_model(
     if shape.vision is None:
         return model, tokenizer
     return model, processor_for(tokenizer, shape.vision.image_size, shape.image_tokens)
+
+
+def write_shape(shape: str | Shape, directory: Path) -> None:
+    """Write all of a checkpoint of ``shape`` but weights: configurations, the mini model's tokenizer, the processor.
+
+    Raises:
+        SettingError: for an unknown name.
+    """
+    shape, tokenizer = _named(shape), build_tokenizer()
+    config = gemma3_config(shape, tokenizer)
+    config.architectures = ["Gemma3ForCausalLM" if shape.vision is None else "Gemma3ForConditionalGeneration"]
+    config.save_pretrained(directory)
+    generation_config(tokenizer).save_pretrained(directory)
+    if shape.vision is None:
+        tokenizer.save_pretrained(directory)
+    else:
+        processor_for(tokenizer, shape.vision.image_size, shape.image_tokens).save_pretrained(directory)
 
 
 def _named(shape: str | Shape) -> Shape:

@@ -1,1 +1,1 @@
-"""One interface over the ways to run a request: generate, pipeline, generate_batch."""
+"""One interface over the ways to run a request: generate, pipeline, generate_batch, engine, vllm."""

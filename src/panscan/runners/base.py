@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from panscan.core import Request, Result
-from panscan.settings import Settings
+from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
     from panscan.model.load import Loaded
@@ -46,13 +46,13 @@ class Runner(Protocol):
 
 
 def calls(views: Sequence[int], settings: Settings) -> list[list[int]]:
-    """Indices of the requests of each ``run`` call: the engine takes all at once, other runners batch by batch.
+    """Indices of the requests of each ``run`` call: engines take all at once, other runners batch by batch.
 
     Args:
         views: view count of each request.
         settings: runner, batch size and so on.
     """
-    size = len(views) if settings.runner == "engine" else settings.batch_size
+    size = len(views) if settings.runner in ALL_AT_ONCE else settings.batch_size
     return batches(views, size, equal_views=settings.equal_views)
 
 

@@ -46,6 +46,11 @@ class EngineRunner(GenerateRunner):
         """Next-token distributions along given tokens, through the engine."""
         return self._opened().observe(batch, scripts)
 
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What the engine chose at its start; nothing before it is needed for the first time."""
+        return () if self._engine is None else self._engine.decisions
+
     def close(self) -> None:
         """Drop the engine and the model, and give their memory back."""
         self._drop()

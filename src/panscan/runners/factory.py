@@ -16,6 +16,10 @@ def open_runner(settings: Settings) -> Runner:
         ModelError: the checkpoint cannot be had.
         UnsupportedError: this runner cannot run this checkpoint.
     """
+    if settings.runner == "vllm":
+        from panscan.runners.vllm import VllmRunner
+
+        return VllmRunner(settings)
     from panscan.model.loading import load_for
     from panscan.runners.engine import EngineRunner
     from panscan.runners.generate import GenerateRunner

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import torch
 
 from panscan.engine.limits import unsupported_reason as engine_reason
 from panscan.model.loading import machine_reason
-from panscan.settings import ENGINE_AXES, Settings, axes
+from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, Settings, axes
 
 __all__ = ["unsupported_reason"]
 
@@ -20,11 +24,16 @@ _RUNNER_LIMITS: dict[str, dict[str, Any]] = {
         "pad_to_multiple_of": None,
         "preprocess": "cpu",
     },
+    "vllm": {**VLLM_LIMITS, "quantization": None, "device_map": None},
 }
+_VLLM = (0, 24)
 
 
 def unsupported_reason(settings: Settings) -> str | None:
     """Why these settings cannot run here; None if nothing speaks against."""
+    for name in VLLM_AXES:
+        if getattr(settings, name) is not None and settings.runner != "vllm":
+            return f"runner {settings.runner}: --{name.replace('_', '-')} is for --runner vllm"
     if settings.runner == "engine":
         return engine_reason(settings)
     for name in ENGINE_AXES:
@@ -33,4 +42,18 @@ def unsupported_reason(settings: Settings) -> str | None:
     for name, only in _RUNNER_LIMITS.get(settings.runner, {}).items():
         if getattr(settings, name) != only:
             return f"runner {settings.runner}: --{name.replace('_', '-')} must stay at {only}"
-    return machine_reason(settings)
+    return (_vllm_reason(settings) if settings.runner == "vllm" else None) or machine_reason(settings)
+
+
+def _vllm_reason(settings: Settings) -> str | None:
+    """Why vLLM cannot run here; None if nothing speaks against."""
+    needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in an environment of its own: it pins PyTorch)"
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return needs
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _VLLM:
+        return f"{needs}; this is {installed}"
+    if settings.device not in ("auto", "cuda"):
+        return "runner vllm: --device must stay at auto; CUDA_VISIBLE_DEVICES chooses the GPU"
+    return None if torch.cuda.is_available() else "runner vllm needs an NVIDIA GPU"

@@ -1,0 +1,186 @@
+"""Runner ``vllm``: an installed vLLM (0.24 or later), driven offline, for comparison. Not a dependency.
+
+It needs an NVIDIA GPU and is not run in CI; what is pure here is tested with objects of the shapes that vLLM returns.
+vLLM has its own weights, processor (which does pan and scan) and scheduler, in a process of its own: peaks of memory in
+the records are not its. A request's times are its arrival, first and last token; those of the tokens between are spread
+evenly, so gaps between tokens are means.
+
+The verdict looks at the likeliest tokens only, and in prefill: vLLM cannot be led along tokens, so the truth's answer
+stands behind the prompt and the log-probabilities of prompt tokens are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.model.inputs import Read, plan_request, read_images
+from panscan.model.load import load_outline
+from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.observation import Observation, Script
+from panscan.model.random_weights import write_shape
+from panscan.runners.loading import unsupported_reason
+from panscan.runners.vllm_objects import (
+    LIKELIEST,
+    check_prompt,
+    llm_arguments,
+    observation_of,
+    prompt_ids,
+    result_of,
+    sampling_arguments,
+)
+from panscan.settings import Settings
+
+__all__ = ["VllmRunner"]
+
+
+class VllmRunner:
+    """Gemma 3 through ``vllm.LLM``. ``loaded`` has the model's configuration, reader and output matrix only.
+
+    The LLM starts in :meth:`configure` (up to a minute), and again for other pan-and-scan settings, for which vLLM
+    plans its memory.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._folder = TemporaryDirectory(prefix="panscan-vllm-") if settings.random_weights else None
+        self._source = settings.model if self._folder is None else self._folder.name
+        if self._folder is not None:
+            assert settings.model_shape is not None  # Settings holds this
+            write_shape(settings.model_shape, Path(self._source))
+        device = resolve_device(settings.device)
+        dtype = resolve_dtype(settings.dtype, device)
+        self.loaded = load_outline(
+            self._source, dtype, device, revision=settings.revision, embedding=self._folder is None
+        )
+        self._llm: Any = None
+        self._arguments: dict[str, Any] = {}
+
+    def configure(self, settings: Settings) -> None:
+        """Take other settings of the same load."""
+        if settings.load_key != self.settings.load_key:
+            raise SettingError("other weights need another runner")
+        if (reason := unsupported_reason(settings)) is not None:
+            raise UnsupportedError(reason)
+        self.settings = settings
+        positions = self.loaded.model.config.get_text_config().max_position_embeddings
+        arguments = llm_arguments(
+            settings, _source_of(self._source), self.loaded.dtype, positions, images=self.loaded.reader.reads_images
+        )
+        if self._llm is None or arguments != self._arguments:
+            self._shut()
+            self._llm, self._arguments = _start(arguments), arguments
+
+    def run(self, batch: Sequence[Request]) -> list[Result]:
+        """Answer all requests at once, with empty caches.
+
+        Raises:
+            SettingError: a request that vLLM would answer otherwise than asked.
+            PanscanError: vLLM made another prompt of a request, or failed.
+        """
+        self._llm.reset_prefix_cache()
+        self._llm.reset_mm_cache()
+        accepted = now()
+        read = [read_images(request) for request in batch]
+        loaded = now()
+        prompts = [self._prompt(item) for item in read]
+        outputs = self._generate(prompts, [sampling_arguments(item.request.sampling) for item in read])
+        end = now()
+        return [
+            result_of(item.request, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded, end=end))
+            for item, output in zip(read, outputs, strict=True)
+        ]
+
+    def pixels(self, settings: Settings) -> str:
+        """Its processor's: with torchvision, which vLLM brings, it rounds as ``--preprocess device`` does."""
+        return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
+
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        """The likeliest tokens' log-probabilities along given tokens, which stand behind the prompt.
+
+        Raises:
+            UnsupportedError: scripts without tokens: vLLM's own are not led along.
+            PanscanError: vLLM made another prompt of one.
+        """
+        read = [read_images(request) for request in batch]
+        answers = [_answer(script) for script in scripts]
+        prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
+        wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": LIKELIEST}
+        found = []
+        for item, prompt, script, answer in zip(read, prompts, scripts, answers, strict=True):
+            [output] = self._generate([prompt], [wanted])  # one by one: logits of whole prompts are gigabytes
+            own = plan_request(item, self.loaded.reader)[1].ids
+            check_prompt(item.request, [*own, *answer], output.prompt_token_ids)
+            vocabulary = self.loaded.model.config.get_text_config().vocab_size
+            found.append(observation_of(script, answer, len(own), output.prompt_logprobs, vocabulary))
+        return found
+
+    def close(self) -> None:
+        """End vLLM's process, and give the memory back."""
+        self._shut()
+        if self._folder is not None:
+            self._folder.cleanup()
+        del self.loaded
+        release_memory()
+
+    def _prompt(self, read: Read, answer: Sequence[int] = ()) -> dict[str, Any]:
+        """A request as vLLM takes it."""
+        if read.request.pan_and_scan != self.settings.pan_and_scan:
+            raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")
+        prompt: dict[str, Any] = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
+        return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
+
+    def _generate(self, prompts: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> list[Any]:
+        from vllm import SamplingParams
+
+        with _explained():
+            params = [SamplingParams(**each) for each in arguments]
+            outputs: list[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
+        return outputs
+
+    def _shut(self) -> None:
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            release_memory()
+
+
+def _answer(script: Script) -> list[int]:
+    if script.tokens is None:
+        raise UnsupportedError("runner vllm cannot be watched along its own tokens")
+    return script.tokens[: script.steps]
+
+
+def _source_of(name: str) -> str:
+    """What vLLM finds a checkpoint by."""
+    if name != "mini":
+        return str(Path(name).expanduser())
+    from panscan.model.mini import mini_directory
+
+    return str(mini_directory())
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):  # panscan phones nobody
+        os.environ.setdefault(name, "1")
+    from vllm import LLM
+
+    with _explained():
+        return LLM(**arguments)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What vLLM refuses, in one line; its bugs stay what they are."""
+    try:
+        yield
+    except ValueError as error:  # pydantic's, for arguments and prompts that do not fit
+        raise UnsupportedError(f"vLLM: {' '.join(str(error).split())[:300]}") from error

@@ -1,0 +1,185 @@
+"""The workloads of ``benchmarks/``: they run on the mini model, and their figures are what made-up stamps say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from math import inf
+from pathlib import Path
+
+import pytest
+from benchmarks.workloads.common import parse
+from benchmarks.workloads.figures import decode_window, goodput, idle_share, latencies, stage_means, step_ms
+from benchmarks.workloads.floors import Floors, ratios
+from benchmarks.workloads.pages import page, question
+from benchmarks.workloads.w2 import orders
+from benchmarks.workloads.w3 import arrivals, pile
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.bench.test_floor import TINY, requests_of, run_with
+
+from panscan.bench.floor import floor_of
+from panscan.core import Request, Result, SettingError, Stamps
+from panscan.model.prompt import PromptWriter
+from panscan.model.shapes import SHAPES
+from panscan.model.tokenizer import build_tokenizer
+
+PARTS = {
+    "w1": {"throughput", "alone", "decode", "vision", "ratios"},
+    "w2": {"image_major", "round_robin", "all_cached", "follow_up"},
+    "w3": {"at_once", "at_50%", "at_80%", "at_95%"},
+}
+
+
+def result(accepted: float, tokens: Sequence[float]) -> Result:
+    stamps = Stamps(accepted, tokens=list(tokens))
+    return Result("r", "", [1] * len(tokens), "length", 4, 3, 256, 300, stamps)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
+    place = tmp_path / "new" / "record.json"
+    words = "--model mini --dtype fp32 --device cpu --num-requests 4 --max-new-tokens 4 --repeats 1 --compared 1"
+    words += f" --output {place}"
+    assert import_module(f"benchmarks.workloads.{name}").main(words.split()) == 0
+    record = json.loads(place.read_text())
+    assert record["verdict"]["engine"]["verdict"] == "exact"
+    assert record["measured"]["engine"].keys() == PARTS[name]
+    assert record["settings"]["ignore_eos"] and record["settings"]["max_new_tokens"] == 4
+    assert record["command"].endswith(words)
+    if name == "w1":
+        assert record["work"]["prompt_tokens"] - record["work"]["image_tokens"] == 78
+        assert record["measured"]["engine"]["throughput"][0]["cached_share"] == 0
+        assert [each["batch"] for each in record["measured"]["engine"]["decode"]] == [1, 4]
+        assert all(each["steps"] > 0 for each in record["measured"]["engine"]["decode"])
+        assert [each["views"] for each in record["measured"]["engine"]["vision"]] == [4]  # four pages are not 32 views
+    if name == "w2":
+        assert record["measured"]["engine"]["all_cached"][0]["cached_share"] > 0.5
+
+
+def test_generate_is_measured_on_the_same_model(tmp_path: Path) -> None:
+    place = tmp_path / "record.json"
+    words = ["--runner", "engine,generate", "--num-requests", "2", "--max-new-tokens", "3", "--device", "cpu"]
+    words += ["--repeats", "1", "--compared", "0", "--max-num-seqs", "3", "--output", str(place)]
+    assert import_module("benchmarks.workloads.w1").main(words) == 0
+    record = json.loads(place.read_text())
+    assert record["measured"].keys() == {"engine", "generate"}
+    assert record["verdict"] == {"engine": None, "generate": None}
+
+
+def test_what_the_user_says_wins_over_what_the_workload_sets() -> None:
+    words = ["--output", "x", "--max-num-seqs", "64", "--prefix-caching=false", "--kv-cache-gb", "2", "--tf32"]
+    settings = parse("w1", "", words, requests=4, max_num_seqs=128).settings
+    assert (settings.max_num_seqs, settings.prefix_caching, settings.kv_cache_gb) == (64, False, 2.0)
+    assert settings.tf32 and settings.ignore_eos
+
+
+@pytest.mark.parametrize("words", [["--max-nw-seqs", "4"], ["4"], ["--runner", "vllm"], ["--num-requests", "1"]])
+def test_a_wrong_command_line_is_refused(words: list[str]) -> None:
+    with pytest.raises(SettingError):
+        parse("w1", "", ["--output", "x", *words], requests=4)
+
+
+def test_pages_are_seeded_and_all_different() -> None:
+    assert page(1).tobytes() == page(1).tobytes()
+    assert len({page(seed).tobytes() for seed in range(20)}) == 20
+    assert page(1).size == (896, 2688) and page(1, (600, 400)).size == (600, 400)
+
+
+@pytest.mark.parametrize("image_tokens", [64, 256])
+def test_prompts_have_the_stated_number_of_tokens(image_tokens: int) -> None:
+    prompts = PromptWriter(build_tokenizer(), image_tokens)
+    texts = {seed: question(prompts, seed, crops=3, text_tokens=78) for seed in range(8)}
+    assert len(set(texts.values())) == 8
+    for text in texts.values():
+        prompt = prompts.write(Request(prompt=text, images=["page"]), [3])
+        assert len(prompt.ids) == 78 + 4 * image_tokens
+    with pytest.raises(SettingError, match="not to be had"):
+        question(prompts, 0, crops=3, text_tokens=20)
+
+
+def test_a_step_is_timed_where_all_decode() -> None:
+    """The first request's early steps ride in the other's prefill and are slow; its last ones come after the other."""
+    first = Stamps(0.0, tokens=[1.0, 2.0, 3.0, 3.5, 4.0, 4.5, 4.6])
+    other = Stamps(0.0, tokens=[3.0, 3.5, 4.0, 4.5])
+    assert decode_window([first, other]) == (3.0, 4.5)
+    assert step_ms([first, other]) == step_ms([other, first]) == (pytest.approx(500.0), 3)
+
+
+def test_no_step_is_timed_where_one_ends_before_another_begins() -> None:
+    stamps = [Stamps(0.0, tokens=[1.0, 2.0]), Stamps(0.0, tokens=[3.0, 4.0])]
+    assert decode_window(stamps) is None and step_ms(stamps) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), min_size=1, max_size=12))
+def test_idle_is_what_no_interval_covers(drawn: list[tuple[int, int]]) -> None:
+    intervals = [(float(start), float(start + length)) for start, length in drawn]
+    covered = {at for start, length in drawn for at in range(start, start + length)}
+    span = range(min(start for start, _ in drawn), max(start + length for start, length in drawn))
+    assert idle_share(intervals) == pytest.approx(1 - len(covered) / len(span))
+
+
+def test_nothing_is_idle_of_nothing() -> None:
+    assert idle_share([]) is None and idle_share([(1.0, 1.0)]) is None
+
+
+def test_latencies_and_goodput_by_hand() -> None:
+    results = [result(0.0, [0.1, 0.2, 0.3]), result(1.0, [1.4]), result(2.0, [5.0, 5.01])]
+    found = latencies(results)
+    assert found["ttft_ms"]["p50"] == pytest.approx(400) and found["ttft_ms"]["p99"] == pytest.approx(3000)
+    assert found["tpot_ms"] == pytest.approx({"p50": 10, "p95": 100, "p99": 100})
+    kept = goodput(results, 2.0, ttft_ms=2000, tpot_ms=50)  # the first is slow to go on, the last to begin
+    assert kept == {"requests_per_s": 0.5, "share": pytest.approx(1 / 3)}
+
+
+def test_a_result_without_a_stage_spent_no_time_in_it() -> None:
+    seen, unseen = result(0.0, [1.0]), result(0.0, [1.0])
+    seen.stamps.vision_start, seen.stamps.vision = 0.2, 0.6
+    assert stage_means([seen, unseen])["vision"] == pytest.approx(200)
+
+
+SIZES = st.integers(1, 40)
+
+
+@given(SIZES, SIZES, st.integers(2, 12), st.integers(1, 6), st.sampled_from([1e3, 1e6, 1e9]))
+def test_floors_are_those_of_the_bench(views: int, prompt: int, outputs: int, batch: int, bytes_per_s: float) -> None:
+    """As ``panscan bench`` counts a batch, where neither tower nor prompt is bound by reading its weights."""
+    machine = {"flops_per_s": 1.0, "bytes_per_s": bytes_per_s}
+    requests = requests_of([[(views, prompt, outputs)] * batch])
+    bench = floor_of(run_with(requests, TINY, **machine), "c")
+    assert bench is not None
+    own = Floors(TINY, 1.0, bytes_per_s, 4, views, prompt, outputs)
+    assert own.e2e_ms(batch) == pytest.approx(bench.e2e_ms)
+    assert own.requests_per_s(batch) == pytest.approx(bench.request_throughput)
+
+
+@given(SIZES, st.integers(2, 200), st.integers(1, 200), st.sampled_from(["4b", "12b", "27b"]))
+def test_riding_along_never_takes_longer(views: int, outputs: int, batch: int, shape: str) -> None:
+    floors = Floors(SHAPES[shape], 7e14, 4e12, 2, views, 256 * views + 78, outputs)
+    assert floors.requests_per_s_riding(batch) >= floors.requests_per_s(batch)
+    assert floors.step_ms(batch) >= 1e3 * 2 * SHAPES[shape].text.parameters() / 4e12
+
+
+def test_ratios_say_how_many_times_the_floor() -> None:
+    floors = {"requests_per_s": 8.0, "requests_per_s_riding": 10.0, "ttft_ms": 100.0, "step_ms_64": 20.0}
+    found = ratios({"requests_per_s": 4.0, "ttft_ms": 150.0, "step_ms_64": None}, floors)
+    assert found == {"requests_per_s": 2.0, "requests_per_s_riding": 2.5, "ttft_ms": 1.5}
+
+
+def test_both_orders_ask_the_same() -> None:
+    found = orders(12)
+    assert sorted(map(repr, found["image_major"])) == sorted(map(repr, found["round_robin"]))
+    assert [each.page for each in found["image_major"]] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [each.page for each in found["round_robin"]] == [0, 1, 2] * 4
+    assert len({each.question for each in found["image_major"]}) == 12
+
+
+def test_the_pile_is_mixed_and_arrives_at_its_rate() -> None:
+    drawn = pile(2000, 256)
+    tall = sum(each.size == (1240, 1754) for each in drawn) / 2000
+    assert tall == pytest.approx(0.3, abs=0.05)
+    lengths = [each.tokens or inf for each in drawn]
+    assert min(lengths) == 16 and max(lengths) == 256
+    at = arrivals(4.0, 2000)
+    assert at == sorted(at) and at[-1] == pytest.approx(500, rel=0.1)

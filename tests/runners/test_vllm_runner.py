@@ -1,0 +1,409 @@
+"""Runner ``vllm`` without vLLM: what it is told, and what is made of objects of the shapes that it returns.
+
+The shapes are those of vLLM 0.24: ``RequestOutput``, ``CompletionOutput``, ``Logprob``, ``RequestStateStats``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import noise
+
+from panscan import GenerateRunner, PanAndScan, Request, Sampling
+from panscan.bench.divergence import Tally, compare_logits
+from panscan.bench.grid import Cell, build_cells
+from panscan.bench.rows import distinguishing, meant
+from panscan.bench.verify import Verifier
+from panscan.bench.workload import Source, build_workload
+from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
+from panscan.model.inputs import plan_request, read_images
+from panscan.model.load import load_outline
+from panscan.model.observation import Observation, Script
+from panscan.model.random_weights import write_shape
+from panscan.model.reference import head_logits, weights_digest
+from panscan.runners.base import calls
+from panscan.runners.factory import ready_runner
+from panscan.runners.loading import unsupported_reason
+from panscan.runners.vllm import VllmRunner
+from panscan.runners.vllm_objects import (
+    LIKELIEST,
+    llm_arguments,
+    observation_of,
+    prompt_ids,
+    result_of,
+    sampling_arguments,
+)
+from panscan.settings import Settings, settings_from
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestStateStats:
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0  # wall clock of the caller's process
+    first_token_ts: float = 0.0  # monotonic clock of the engine's
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
+@dataclass
+class CompletionOutput:
+    token_ids: Sequence[int]
+    text: str = "words"
+    finish_reason: str | None = "length"
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclass
+class RequestOutput:
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestStateStats | None = None
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None)
+
+
+def test_without_vllm_a_cell_is_refused_in_one_line() -> None:
+    settings = settings_from({"runner": "vllm"})
+    reason = unsupported_reason(settings)
+    assert reason is not None and "pip install vllm" in reason and "\n" not in reason
+    with pytest.raises(UnsupportedError, match="pip install vllm"):
+        ready_runner(settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"runner": "vllm", "max_num_seqs": 8}, "--max-num-seqs is for --runner engine"),
+        ({"runner": "vllm", "batch_size": 8}, "--batch-size must stay at 1"),
+        ({"runner": "vllm", "prefill_chunk_size": 512}, "--prefill-chunk-size must stay"),
+        ({"runner": "vllm", "quantization": "gptq"}, "--quantization must stay"),
+        ({"runner": "engine", "vllm_attention": "TRITON_ATTN"}, "--vllm-attention is for --runner vllm"),
+        ({"runner": "generate", "vllm_attention": "TRITON_ATTN"}, "--vllm-attention is for --runner vllm"),
+    ],
+)
+def test_settings_of_others_are_refused(values: dict[str, Any], flag: str) -> None:
+    assert flag in (unsupported_reason(settings_from(values)) or "")
+
+
+def test_a_sweep_of_runners_leaves_each_what_it_has() -> None:
+    flags: dict[str, list[Any]] = {"runner": ["engine", "generate", "vllm"], "vllm_attention": ["TRITON_ATTN"]}
+    flags |= {"max_num_seqs": [8], "batch_size": [1, 4], "preprocess": ["device"]}
+    cells = build_cells(flags)
+    by_runner = {cell.settings.runner: cell.settings for cell in cells}
+    assert len(cells) == 4  # generate at two batch sizes
+    assert by_runner["vllm"] == settings_from({"runner": "vllm", "vllm_attention": "TRITON_ATTN"})
+    assert by_runner["engine"] == settings_from({"runner": "engine", "max_num_seqs": 8, "preprocess": "device"})
+    assert by_runner["generate"].vllm_attention is None
+    shown = [meant({**cell.settings.changed(), "runner": cell.settings.runner}) for cell in cells]
+    assert "vllm_attention" not in distinguishing(shown)
+
+
+def test_all_requests_go_at_once() -> None:
+    assert calls([1, 4, 1], settings_from({"runner": "vllm"})) == [[0, 1, 2]]
+
+
+def test_what_the_llm_is_told() -> None:
+    settings = settings_from({
+        "runner": "vllm", "random_weights": True, "model_shape": "27b", "vllm_attention": "TRITON_ATTN",
+        "pan_and_scan_max_num_crops": 6, "pan_and_scan_min_ratio_to_activate": 1.5,
+    })  # fmt: skip
+    told = llm_arguments(settings, "folder", torch.bfloat16, 131_072, images=True)
+    assert told["load_format"] == "dummy" and told["dtype"] == "bfloat16" and told["attention_backend"] == "TRITON_ATTN"
+    assert told["mm_processor_kwargs"] == settings.pan_and_scan.processor_kwargs()
+    assert told["max_model_len"] <= 131_072 and told["disable_log_stats"] is False
+    plain = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False)
+    assert plain["load_format"] == "auto" and plain["max_model_len"] == 4096
+    assert not plain.keys() & {"attention_backend", "mm_processor_kwargs", "limit_mm_per_prompt"}
+
+
+def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
+    greedy = sampling_arguments(Sampling(max_new_tokens=7, ignore_eos=True))
+    assert greedy["temperature"] == 0 and greedy["max_tokens"] == 7 and greedy["ignore_eos"]
+    assert (greedy["top_k"], greedy["top_p"], greedy["min_p"], greedy["repetition_penalty"]) == (0, 1, 0, 1)
+    drawn = sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",), logprobs=2))
+    assert (drawn["temperature"], drawn["top_k"], drawn["top_p"], drawn["seed"]) == (0.7, 5, 0.9, 3)
+    assert drawn["stop"] == ["END"] and drawn["logprobs"] == 2
+
+
+def replaced(ids: list[int], mini: GenerateRunner, request: Request) -> list[int]:
+    """What vLLM's processor makes of ids: each image mark becomes the words of its views, as Gemma 3's processor words
+    them, and line breaks that meet become one token."""
+    tokenizer = mini.loaded.reader.tokenizer
+    [plan] = plan_request(read_images(request), mini.loaded.reader)[0]
+    view = f"\n\n{tokenizer.boi_token}{tokenizer.image_token * 64}{tokenizer.eoi_token}\n\n"
+    text = view
+    if plan.crops:
+        crops = " ".join([view] * plan.crops)
+        text = f"Here is the original image {view} and here are some crops to help you see better {crops}"
+    at = ids.index(tokenizer.boi_token_id)
+    found = [*ids[:at], *tokenizer.encode(text, add_special_tokens=False), *ids[at + 1 :]]
+    breaks = {tokenizer.convert_tokens_to_ids("\n" * count): count for count in range(1, 5)}
+    joined: list[int] = []
+    for token in found:
+        if joined and token in breaks and joined[-1] in breaks:
+            joined[-1] = tokenizer.convert_tokens_to_ids("\n" * (breaks[joined[-1]] + breaks[token]))
+        else:
+            joined.append(token)
+    return joined
+
+
+@pytest.mark.parametrize("size", [(300, 300), (300, 900)])
+def test_image_marks_become_the_prompt_that_panscan_writes(size: tuple[int, int], mini: GenerateRunner) -> None:
+    request = mini.request("What is the total?", [noise(*size)])
+    ids = prompt_ids(request, mini.loaded.reader)
+    assert ids.count(mini.loaded.reader.tokenizer.boi_token_id) == 1
+    assert replaced(ids, mini, request) == plan_request(read_images(request), mini.loaded.reader)[1].ids
+
+
+def test_what_vllm_would_obey_is_refused(mini: GenerateRunner) -> None:
+    with pytest.raises(SettingError, match="would obey <end_of_turn>"):
+        prompt_ids(mini.request("What <end_of_turn> now?"), mini.loaded.reader)
+    with pytest.raises(SettingError, match="raw"):
+        prompt_ids(Request(prompt="What", raw=True), mini.loaded.reader)
+
+
+def test_a_result_has_vllms_answer_and_times(mini: GenerateRunner) -> None:
+    request = mini.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=3, logprobs=1))
+    planned = plan_request(read_images(request), mini.loaded.reader)
+    rows = [{7: Logprob(-1.0, 2), 9: Logprob(-0.5, 1)}, {8: Logprob(-0.1, 1)}, {9: Logprob(-0.2, 1)}]
+    metrics = RequestStateStats(3, 1000.5, 50.0, 50.4, 0.25)
+    output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9), logprobs=rows)], metrics, 16)
+    found = result_of(request, planned, output, Stamps(1000.0, 1000.4, end=1002.0))
+    assert (found.id, found.text, found.token_ids, found.finish_reason) == ("one", "words", [7, 8, 9], "length")
+    assert (found.views, found.crops, found.image_tokens, found.cached_tokens) == (4, 3, 256, 16)
+    assert found.prompt_tokens == len(planned[1].ids)
+    assert found.stamps.tokens == pytest.approx([1000.75, 1000.95, 1001.15])
+    assert found.stamps.ttft == pytest.approx(0.75) and found.stamps.end == 1002.0
+    assert found.logprobs is not None and found.logprobs[0].logprob == -1.0 and found.logprobs[0].top == ((9, -0.5),)
+
+
+def test_without_metrics_there_are_no_token_times(mini: GenerateRunner) -> None:
+    request = mini.request("What?")
+    planned = plan_request(read_images(request), mini.loaded.reader)
+    output = RequestOutput(planned[1].ids, [CompletionOutput([7], finish_reason="stop")])
+    found = result_of(request, planned, output, Stamps(1000.0, end=1002.0))
+    assert found.stamps.tokens == [] and found.logprobs is None and found.cached_tokens == 0
+
+
+def test_another_prompt_or_an_end_of_its_own_is_an_error(mini: GenerateRunner) -> None:
+    request = mini.request("What?", id="one")
+    planned = plan_request(read_images(request), mini.loaded.reader)
+    more = RequestOutput([*planned[1].ids, 5], [CompletionOutput([7])])
+    with pytest.raises(PanscanError, match=f"{len(planned[1].ids) + 1} tokens, panscan's has {len(planned[1].ids)}"):
+        result_of(request, planned, more, Stamps(0.0))
+    given_up = RequestOutput(planned[1].ids, [CompletionOutput([7], finish_reason="abort")])
+    with pytest.raises(PanscanError, match="abort"):
+        result_of(request, planned, given_up, Stamps(0.0))
+
+
+def test_places_and_answers_are_read_one_position_on() -> None:
+    """A prompt of three and an answer of two: vLLM's row i is the distribution that token i was drawn from."""
+    rows = [None, *({10 + at: Logprob(-float(at), 1)} for at in range(1, 5))]
+    found = observation_of(Script([1, 2, 3], [0], 2), [1, 2], 3, rows, 20)
+    assert found.tokens == [1, 2] and found.likeliest == LIKELIEST and found.image is not None
+    assert [int(row.isfinite().nonzero()) for row in found.answer] == [13, 14]
+    assert [int(row.isfinite().nonzero()) for row in found.image] == [11]
+    assert found.answer[0, 13] == -3.0 and math.isnan(found.answer[0, 0])
+
+
+def test_what_is_not_a_number_never_passes_for_unknown() -> None:
+    rows = [None, {3: Logprob(math.nan, 1)}]
+    seen = observation_of(Script([3], [], 1), [3], 1, rows, 20).answer
+    found = compare_logits(torch.randn(1, 20), seen, [], CPU, partial=True)
+    assert math.isinf(found.kl[0])
+    nothing = torch.full((1, 20), math.nan)
+    assert math.isinf(compare_logits(torch.randn(1, 20), nothing, [], CPU, partial=True).kl[0])
+
+
+def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The log-probabilities of the likeliest tokens, NaN elsewhere, rounded as vLLM's float32 are."""
+    rows = logits.double().log_softmax(-1)
+    places = rows.topk(count, dim=-1).indices
+    return torch.full_like(rows, math.nan).scatter(1, places, rows.gather(1, places)).float()
+
+
+@given(st.integers(0, 10_000), st.integers(2, 40), st.sampled_from([0.01, 0.3, 3.0]))
+def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, apart: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    truth = 2 * torch.randn(4, 40, generator=generator)
+    seen = truth + apart * torch.randn(4, 40, generator=generator)
+    whole = compare_logits(truth, seen, [], CPU)
+    part = compare_logits(truth, likeliest(seen, count), [], CPU, partial=True)
+    assert (part.kl <= whole.kl + 1e-5).all()
+    assert (part.agree == whole.agree).all()
+    if count == 40:
+        assert part.kl == pytest.approx(whole.kl, abs=1e-5)
+
+
+def test_the_same_distribution_is_no_divergence_however_little_is_seen() -> None:
+    truth = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+    assert (compare_logits(truth, likeliest(truth, 20), [], CPU, partial=True).kl < 1e-5).all()
+
+
+def test_an_outline_has_the_embedding_and_nothing_else(mini: GenerateRunner) -> None:
+    outline = load_outline("mini", torch.float32, CPU, revision=None, embedding=True)
+    hidden = torch.randn(3, 128)
+    assert torch.equal(head_logits(outline.model, hidden), head_logits(mini.loaded.model, hidden))
+    assert outline.device == CPU and outline.dtype == torch.float32
+
+    def stored(model: Any) -> int:
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    assert stored(outline.model) == stored(mini.loaded.model)
+    with pytest.raises(UnsupportedError):
+        weights_digest(outline.model)
+
+
+def test_a_shape_is_written_as_a_checkpoint_without_weights(tmp_path: Path) -> None:
+    write_shape("27b", tmp_path)
+    outline = load_outline(str(tmp_path), torch.bfloat16, CPU, revision=None, embedding=False)
+    assert outline.model.config.text_config.num_hidden_layers == 62
+    assert all(parameter.is_meta for parameter in outline.model.parameters())
+    assert outline.reader.reads_images and outline.reader.prompts.image_tokens == 256
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+class Vllm:
+    """Shows the likeliest tokens of what ``generate()`` computes, as the runner of vLLM does."""
+
+    def __init__(self, runner: GenerateRunner) -> None:
+        self.runner, self.loaded, self.settings = runner, runner.loaded, runner.settings
+
+    def pixels(self, settings: Settings) -> str:
+        return "cpu"
+
+    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+        return [_some(each) for each in self.runner.observe(batch, scripts)]
+
+
+def _some(seen: Observation) -> Observation:
+    image = None if seen.image is None else likeliest(seen.image, LIKELIEST)
+    return replace(seen, answer=likeliest(seen.answer, LIKELIEST), image=image, likeliest=LIKELIEST)
+
+
+def test_a_verdict_says_what_it_was_made_from(mini: GenerateRunner, tmp_path: Path) -> None:
+    """The same weights, the likeliest tokens only: exact, with a note."""
+    noise(300, 900).save(tmp_path / "page.png")
+    source = Source(images=(str(tmp_path / "page.png"),), prompt="What is it?")
+    items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
+    verifier = Verifier(items, source, 4, None, [], lambda _: None, lambda _: None)
+    verifier.prepare(mini, [Cell.of(mini.settings)])
+    mini.configure(mini.settings)
+    cell = Cell.of(replace(mini.settings, runner="vllm"))
+    shown: Any = Vllm(mini)
+    record = verifier.verify(shown, cell)
+    assert record["verdict"] in ("exact", "close"), record
+    assert record["reason"] == f"from top {LIKELIEST} log-probabilities"
+    drawn = replace(cell.settings, random_weights=True, model_shape="mini")
+    assert "random weights of its own" in verifier.verify(shown, Cell.of(drawn))["reason"]
+
+
+def test_tallies_take_whole_and_partial_rows(mini: GenerateRunner) -> None:
+    hidden = torch.randn(3, 128)
+    logits = head_logits(mini.loaded.model, hidden)
+    tally = Tally()
+    tally.add(mini.loaded, hidden, likeliest(logits, LIKELIEST), hidden, likeliest(logits, LIKELIEST), partial=True)
+    assert (tally.joined("answer").kl < 1e-5).all() and (tally.joined("image").kl < 1e-5).all()
+
+
+def test_pan_and_scan_settings_are_vllms_own_words() -> None:
+    told = llm_arguments(
+        settings_from({"runner": "vllm", "do_pan_and_scan": False}), "x", torch.bfloat16, 9, images=True
+    )
+    assert told["mm_processor_kwargs"]["do_pan_and_scan"] is False
+    assert told["mm_processor_kwargs"].keys() == PanAndScan().processor_kwargs().keys()
+
+
+class Llm:
+    """Stands where ``vllm.LLM`` does: replaces image marks as it does, answers 5, 6, ..., keeps what it is told."""
+
+    started: ClassVar[list[Llm]]
+    mini: ClassVar[GenerateRunner]
+
+    def __init__(self, **told: Any) -> None:
+        self.told, self.calls = told, []
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
+        Llm.started.append(self)
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def reset_mm_cache(self) -> None:
+        self.calls.append("reset mm")
+
+    def generate(self, prompts: list[Any], params: list[SimpleNamespace], use_tqdm: bool) -> list[RequestOutput]:
+        self.calls.append("generate")
+        return [self._output(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+
+    def _output(self, prompt: Any, params: SimpleNamespace) -> RequestOutput:
+        ids = prompt["prompt_token_ids"]
+        if "multi_modal_data" in prompt:
+            request = self.mini.request("", prompt["multi_modal_data"]["image"])
+            ids = replaced(ids, self.mini, request)
+        answer = CompletionOutput(list(range(5, 5 + params.max_tokens)))
+        found = RequestOutput(ids, [answer], RequestStateStats(params.max_tokens, 1.0, 2.0, 3.0, 0.5), 0)
+        if getattr(params, "prompt_logprobs", None):
+            found.prompt_logprobs = [None, *({token: Logprob(-1.0, 1)} for token in ids[1:])]
+        return found
+
+
+@pytest.fixture
+def vllm_runner(mini: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> VllmRunner:
+    """On a stand-in for the package, as if a GPU were here."""
+    Llm.mini, Llm.started = mini, []
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm, SamplingParams=SimpleNamespace))
+    monkeypatch.setattr("panscan.runners.vllm.unsupported_reason", lambda settings: None)
+    runner = VllmRunner(replace(mini.settings, runner="vllm"))
+    runner.configure(runner.settings)
+    return runner
+
+
+def test_all_requests_are_one_call_from_empty_caches(vllm_runner: VllmRunner, mini: GenerateRunner) -> None:
+    requests = [
+        mini.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=2)),
+        mini.request("No image?", id="two", sampling=Sampling(max_new_tokens=3)),
+    ]
+    found = vllm_runner.run(requests)
+    assert [(each.id, each.views, each.token_ids) for each in found] == [("one", 4, [5, 6]), ("two", 0, [5, 6, 7])]
+    assert Llm.started[0].calls == ["reset", "reset mm", "generate"]
+
+
+def test_other_views_start_another_llm(vllm_runner: VllmRunner, mini: GenerateRunner) -> None:
+    vllm_runner.configure(replace(vllm_runner.settings, max_new_tokens=3))
+    assert len(Llm.started) == 1
+    vllm_runner.configure(replace(vllm_runner.settings, pan_and_scan_max_num_crops=2))
+    assert len(Llm.started) == 2 and Llm.started[0].calls == ["shutdown"]
+    with pytest.raises(SettingError, match="pan-and-scan"):
+        vllm_runner.run([mini.request("What?", [noise(300, 900)])])
+    vllm_runner.close()
+    assert Llm.started[1].calls[-1] == "shutdown"
+
+
+def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunner, mini: GenerateRunner) -> None:
+    request = mini.request("What?", [noise(300, 900)])
+    ids = plan_request(read_images(request), mini.loaded.reader)[1].ids
+    [found] = vllm_runner.observe([request], [Script([600, 601, 602], [3, 40], 2)])
+    assert found.tokens == [600, 601] and found.image is not None
+    assert [int(row.isfinite().nonzero()) for row in found.answer] == [600, 601]
+    assert [int(row.isfinite().nonzero()) for row in found.image] == [ids[4], ids[41]]
+    with pytest.raises(UnsupportedError, match="own tokens"):
+        vllm_runner.observe([request], [Script(None, [], 2)])
