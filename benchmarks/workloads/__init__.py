@@ -1,0 +1,1 @@
+"""Workloads as commands: ``python -m benchmarks.workloads.w1 --help``."""

@@ -1,0 +1,273 @@
+"""What the workloads share: their command line, runners on one loaded model, the verdict, and the record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.workloads.floors import Floors
+from benchmarks.workloads.pages import PAGE, page, question
+from panscan.bench.environment import environment
+from panscan.bench.grid import Cell
+from panscan.bench.records import write_atomically
+from panscan.bench.truth import TOKENS
+from panscan.bench.verify import Verifier
+from panscan.bench.workload import Source, build_workload
+from panscan.core import InputError, Request, Result, SettingError
+from panscan.images.views import plan_views
+from panscan.model.ceilings import measure_ceilings
+from panscan.model.config import shape_of_config
+from panscan.model.load import Loaded
+from panscan.model.machine import resolve_device
+from panscan.runners.engine import EngineRunner
+from panscan.runners.factory import ready_runner
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, settings_from
+
+__all__ = [
+    "TEXT_TOKENS",
+    "Asked",
+    "Work",
+    "ask",
+    "base_record",
+    "decisions_of",
+    "floors_of",
+    "open_runners",
+    "parse",
+    "save",
+    "say",
+    "verdicts",
+]
+
+TEXT_TOKENS = 78
+"""Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""
+
+_RUNNERS = ("engine", "generate")
+_GENERATE_BATCH = 8
+_ON_A_GPU = {"preprocess": "device"}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the command line says.
+
+    Args:
+        name: of the workload.
+        settings: of the engine.
+        runners: whose turns are interleaved.
+        num_requests: asked at once.
+        repeats: measured, beside a first one that is thrown away.
+        compared: requests of the verdict; 0 for none.
+        output: the record's file.
+        command: as it was typed.
+    """
+
+    name: str
+    settings: Settings
+    runners: tuple[str, ...]
+    num_requests: int
+    repeats: int
+    compared: int
+    output: Path
+    command: str
+
+
+def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, **defaults: Any) -> Work:
+    """The command line of a workload: its own options, then any setting of ``panscan bench`` with one value.
+
+    Args:
+        name: of the workload.
+        about: for ``--help``.
+        argv: arguments; None: those of the process.
+        requests: how many, unless told otherwise.
+        defaults: settings that the workload sets unless told otherwise.
+
+    Raises:
+        SettingError: an unknown setting or value.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.workloads.{name}", description=about,
+                                     epilog="Settings of panscan bench follow as --name value.")  # fmt: skip
+    parser.add_argument("--runner", default="engine", help="engine, or engine,generate: turns are interleaved")
+    parser.add_argument("--num-requests", type=int, default=requests)
+    parser.add_argument("--repeats", type=int, default=3, help="measured, beside a first that warms up")
+    parser.add_argument("--compared", type=int, default=4, help="requests of the verdict, 0 for none")
+    parser.add_argument("--output", type=Path, required=True, help="the record, a JSON file")
+    own, rest = parser.parse_known_args(argv)
+    if unknown := set(own.runner.split(",")) - set(_RUNNERS):
+        raise SettingError(f"--runner takes {', '.join(_RUNNERS)}; got {', '.join(sorted(unknown))}")
+    if own.num_requests < 2 or own.repeats < 1:
+        raise SettingError("a workload needs two requests (one warms up) and one repeat at least")
+    given = {axis_name(spelling): value for spelling, value in _named(rest).items()}
+    on_gpu = resolve_device(given.get("device", "auto")).type == "cuda"
+    chosen = {"runner": "engine", "ignore_eos": True, **(_ON_A_GPU if on_gpu else {}), **defaults, **given}
+    command = shlex.join(["python", "-m", f"benchmarks.workloads.{name}", *(sys.argv[1:] if argv is None else argv)])
+    return Work(
+        name, settings_from(chosen), tuple(own.runner.split(",")), own.num_requests, own.repeats, own.compared,
+        own.output, command,
+    )  # fmt: skip
+
+
+def _named(words: Sequence[str]) -> dict[str, str]:
+    """``--name value`` and ``--flag`` as settings."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            found[name] = value or "true"
+        elif name and found[name] == "true":
+            found[name] = word
+        else:
+            raise SettingError(f"{word!r} belongs to no setting")
+    return found
+
+
+def open_runners(work: Work) -> dict[str, GenerateRunner]:
+    """A runner by each name, all on one loaded model."""
+    plain = {name: axes()[name].default for name in ENGINE_AXES}
+    batch = min(_GENERATE_BATCH, work.num_requests)
+    settings = {
+        "engine": work.settings,
+        "generate": replace(work.settings, runner="generate", batch_size=batch, prefill_chunk_size=None, **plain),
+    }
+    say(f"loading {work.settings.model_name}")
+    engine = ready_runner(work.settings)
+    assert isinstance(engine, EngineRunner)  # as the settings name it
+    if "generate" not in work.runners:
+        return {"engine": engine}
+    generate = GenerateRunner(engine.loaded, settings["generate"])
+    generate.configure(settings["generate"])
+    return {"engine": engine, "generate": generate} if "engine" in work.runners else {"generate": generate}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request is drawn from: seeds of page and question, pixels of the page, output tokens if not all alike."""
+
+    page: int
+    question: int
+    size: tuple[int, int] = PAGE
+    tokens: int | None = None
+
+
+def ask(work: Work, loaded: Loaded, asked: Sequence[Asked]) -> list[Request]:
+    """Requests of one page and one question each, in order; equal pages are drawn once."""
+    pages = {key: page(*key) for key in dict.fromkeys((each.page, each.size) for each in asked)}
+    crops = {size: plan_views(*size, work.settings.pan_and_scan).crops for _, size in pages}
+    sampling = work.settings.sampling
+    return [
+        Request(
+            prompt=question(loaded.reader.prompts, each.question, crops=crops[each.size], text_tokens=TEXT_TOKENS),
+            images=[pages[each.page, each.size]],
+            pan_and_scan=work.settings.pan_and_scan,
+            sampling=replace(sampling, max_new_tokens=each.tokens or sampling.max_new_tokens),
+            id=f"{number:05d}",
+        )
+        for number, each in enumerate(asked)
+    ]
+
+
+def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
+    """The floors of requests like the one that was answered, at this machine's ceilings."""
+    rates = measure_ceilings(loaded.device, loaded.dtype)
+    shape = shape_of_config(loaded.model.config)
+    counts = result.views, result.prompt_tokens, settings.max_new_tokens
+    return Floors(shape, rates.flops_per_s, rates.bytes_per_s, loaded.dtype.itemsize, *counts)
+
+
+def verdicts(work: Work, runners: Mapping[str, GenerateRunner], requests: Sequence[Request]) -> dict[str, Any]:
+    """The verdict record of each runner on some requests, as ``panscan bench`` has it.
+
+    To be called before anything is measured: the truth needs the memory that caches take later.
+    """
+    if not work.compared:
+        return dict.fromkeys(runners)
+    with TemporaryDirectory() as folder:
+        source = Source(dataset=str(_dataset(Path(folder), requests[: work.compared])))
+        items = build_workload(source, on_problem=_fail)
+        steps = min(TOKENS, work.settings.max_new_tokens)
+        verifier = Verifier(items, source, steps, None, [], lambda _: None, say)
+        found = {}
+        for name, runner in runners.items():
+            cell = Cell.of(runner.settings)
+            verifier.prepare(runner, [cell])
+            runner.configure(cell.settings)
+            found[name] = verifier.verify(runner, cell)
+            say(f"{name}: {found[name]['verdict']} {found[name]['reason'] or ''}")
+        return found
+
+
+def _dataset(folder: Path, requests: Sequence[Request]) -> Path:
+    """Pages and questions as files, which a verifier takes."""
+    rows = []
+    for request in requests:
+        request.images[0].save(folder / f"{request.id}.png", compress_level=1)
+        rows.append(json.dumps({"image": f"{request.id}.png", "question": request.prompt, "id": request.id}))
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join(rows) + "\n", "utf-8")
+    return path
+
+
+def _fail(error: InputError) -> None:
+    raise error
+
+
+def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
+    """What every record says: the machine, the model, the work and the command.
+
+    Args:
+        work: of the command line.
+        loaded: the model.
+        one: the result of a request; all have as many views and prompt tokens.
+    """
+    return {
+        "workload": work.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": work.command,
+        "environment": environment(),
+        "model": {
+            "name": work.settings.model_name,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "device": str(loaded.device),
+            "weight_bytes": sum(each.numel() * each.element_size() for each in loaded.model.parameters()),
+        },
+        "settings": work.settings.changed(),
+        "work": {
+            "requests": work.num_requests,
+            "repeats": work.repeats,
+            "views": one.views,
+            "prompt_tokens": one.prompt_tokens,
+            "image_tokens": one.image_tokens,
+            "output_tokens": work.settings.max_new_tokens,
+        },
+        "ceilings": asdict(measure_ceilings(loaded.device, loaded.dtype)),
+    }
+
+
+def decisions_of(runners: Mapping[str, GenerateRunner]) -> list[str]:
+    """What the engine chose at its last start, and how long that took."""
+    return [line for runner in runners.values() if isinstance(runner, EngineRunner) for line in runner.decisions]
+
+
+def save(work: Work, record: Mapping[str, Any]) -> None:
+    """Write the record whole, or not at all.
+
+    Raises:
+        RecordsError: the disk does not take it.
+    """
+    work.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(work.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+    say(f"wrote {work.output}")
+
+
+def say(what: str) -> None:
+    """On standard error, for whoever watches."""
+    print(what, file=sys.stderr, flush=True)

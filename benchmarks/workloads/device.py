@@ -1,0 +1,117 @@
+"""What a GPU does while work runs: power and clocks by NVML, kernels by PyTorch's profiler. Nothing of a CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.workloads.figures import Interval, decode_window, idle_share
+from panscan.core import Result, now
+
+__all__ = ["Power", "decode_idle", "start_profiler"]
+
+_EVERY = 0.1  # seconds between samples of power
+_LONGEST = 0.5  # seconds that are profiled: some thousand kernels a step
+
+
+class Power:
+    """Samples power and clocks of a GPU in a thread while in the ``with`` block; of a CPU it samples nothing.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samples: list[tuple[float, int, int]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="power", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def summary(self) -> dict[str, float] | None:
+        """Watts, MHz of the multiprocessors and degrees Celsius; None if there are no samples."""
+        if not self._samples:
+            return None
+        watts, clocks, degrees = zip(*self._samples, strict=True)
+        return {
+            "samples": len(watts),
+            "mean_w": fmean(watts),
+            "max_w": max(watts),
+            "median_sm_mhz": median(clocks),
+            "least_sm_mhz": min(clocks),
+            "max_celsius": max(degrees),
+        }
+
+    def _sample(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        name = torch.cuda.get_device_properties(self._device).uuid  # NVML does not know of CUDA_VISIBLE_DEVICES
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{name}")
+        while not self._over.wait(_EVERY):
+            watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+            clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+            self._samples.append((watts, clock, celsius))
+
+
+def start_profiler(device: torch.device) -> None:
+    """Load the profiler, which takes a second, and before any CUDA graph is captured that it is to look into."""
+    if device.type == "cuda":
+        _profiled(0.0)
+
+
+def decode_idle(run: Callable[[], Sequence[Result]], window: Interval) -> dict[str, Any]:
+    """The share of time in which the GPU runs nothing between decode steps, from the profiler's kernel intervals.
+
+    Profiling slows the host a little, so this is at least the true share.
+
+    Args:
+        run: answers requests, all at once.
+        window: seconds after its start in which they all decoded when it ran before. Its middle is profiled.
+
+    Returns:
+        ``share``, ``kernels`` and ``seconds``. ``share`` is None if this time they did not all decode meanwhile.
+    """
+    length = min(_LONGEST, (window[1] - window[0]) / 4)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        time.sleep((window[0] + window[1] - length) / 2)
+        begun, ended, kernels = _profiled(length)
+        results = running.result()
+    decoding = decode_window([result.stamps for result in results])
+    inside = decoding is not None and decoding[0] <= begun and ended <= decoding[1]
+    return {"share": idle_share(kernels) if inside else None, "kernels": len(kernels), "seconds": ended - begun}
+
+
+def _profiled(seconds: float) -> tuple[float, float, list[Interval]]:
+    """When it began and ended, and what the GPU ran meanwhile, whichever thread launched it (microseconds)."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        begun = now()
+        time.sleep(seconds)
+        ended = now()
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    return (
+        begun,
+        ended,
+        [(each.time_range.start, each.time_range.end) for each in events if not each.is_user_annotation],
+    )

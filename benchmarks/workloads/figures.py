@@ -1,0 +1,104 @@
+"""Figures of stamps and kernel intervals. Pure: no device, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from statistics import median
+from typing import Any
+
+from panscan.core import Result, Stamps
+
+__all__ = ["Interval", "decode_window", "goodput", "idle_share", "latencies", "spread", "stage_means", "step_ms"]
+
+Interval = tuple[float, float]
+"""Start and end, in any unit of time."""
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """The median of repeated measurements beside all of them."""
+    return {"median": median(values), "all": list(values)}
+
+
+def decode_window(stamps: Sequence[Stamps]) -> Interval | None:
+    """The time in which all of these requests decode: from the last first token to the first last one.
+
+    Returns:
+        Seconds of :func:`panscan.core.now`; None if one ended before another began.
+    """
+    start, end = max(each.tokens[0] for each in stamps), min(each.tokens[-1] for each in stamps)
+    return (start, end) if start < end else None
+
+
+def step_ms(stamps: Sequence[Stamps]) -> tuple[float, int] | None:
+    """Milliseconds of a decode step in which all of these requests take part, and of how many steps that is the mean.
+
+    Returns:
+        None if there are no two tokens of a request in the window.
+    """
+    window = decode_window(stamps)
+    if window is None:
+        return None
+    times = [at for at in stamps[0].tokens if window[0] <= at <= window[1]]  # every step has a token of each request
+    steps = len(times) - 1
+    return (1e3 * (times[-1] - times[0]) / steps, steps) if steps > 0 else None
+
+
+def idle_share(intervals: Sequence[Interval]) -> float | None:
+    """The share of time, from the first start to the last end, in which nothing runs. Intervals may overlap.
+
+    Returns:
+        None of no intervals, or where they take no time.
+    """
+    ordered = sorted(intervals)
+    if not ordered:
+        return None
+    begin = reached = ordered[0][0]
+    busy = 0.0
+    for start, end in ordered:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1 - busy / (reached - begin) if reached > begin else None
+
+
+def stage_means(results: Sequence[Result]) -> dict[str, float]:
+    """Mean milliseconds of each stage that was seen; a result without a stage spent no time in it."""
+    stages = [result.stages_ms for result in results]
+    seen = dict.fromkeys(name for each in stages for name in each)
+    return {name: sum(each.get(name, 0.0) for each in stages) / len(stages) for name in seen}
+
+
+def latencies(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """Median, 95th and 99th percentile (nearest rank) of TTFT, TPOT and end to end, milliseconds."""
+    found = {"ttft_ms": [_ttft(result) for result in results], "e2e_ms": [_e2e(result) for result in results]}
+    found["tpot_ms"] = [_tpot(result) for result in results if result.output_tokens > 1]
+    return {
+        name: {label: _percentile(values, share) for label, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
+        for name, values in found.items()
+        if values
+    }
+
+
+def goodput(results: Sequence[Result], seconds: float, *, ttft_ms: float, tpot_ms: float) -> dict[str, float]:
+    """Requests per second that kept both limits, and their share of all. A request of one token has no TPOT."""
+    good = sum(
+        _ttft(result) <= ttft_ms and (result.output_tokens < 2 or _tpot(result) <= tpot_ms) for result in results
+    )
+    return {"requests_per_s": good / seconds, "share": good / len(results)}
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[ceil(share * len(values)) - 1]
+
+
+def _ttft(result: Result) -> float:
+    return 1e3 * (result.stamps.tokens[0] - result.stamps.accepted)
+
+
+def _e2e(result: Result) -> float:
+    return 1e3 * (result.stamps.tokens[-1] - result.stamps.accepted)
+
+
+def _tpot(result: Result) -> float:
+    times = result.stamps.tokens
+    return 1e3 * (times[-1] - times[0]) / (len(times) - 1)

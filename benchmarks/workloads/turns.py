@@ -1,0 +1,49 @@
+"""One turn of some requests, timed from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.workloads.device import Power
+from benchmarks.workloads.figures import latencies, stage_means
+from panscan.bench.environment import peak_memory, reset_peak_memory
+from panscan.core import Request, Result
+from panscan.model.load import Loaded
+
+__all__ = ["turn_of", "with_tokens"]
+
+
+def turn_of(
+    answer: Callable[[Sequence[Request]], list[Result]], requests: Sequence[Request], loaded: Loaded
+) -> dict[str, Any]:
+    """Throughput, latencies, stages, power and peak memory of one turn; the requests are there before it starts.
+
+    Args:
+        answer: takes all requests at once.
+        requests: with their pages in memory.
+        loaded: the model that answers.
+    """
+    reset_peak_memory()
+    with Power(loaded.device) as power:
+        start = time.perf_counter()
+        results = answer(requests)
+        seconds = time.perf_counter() - start
+    return {
+        "requests": len(results),
+        "seconds": seconds,
+        "requests_per_s": len(results) / seconds,
+        "output_tokens_per_s": sum(result.output_tokens for result in results) / seconds,
+        "cached_share": sum(each.cached_tokens for each in results) / sum(each.prompt_tokens for each in results),
+        "latencies": latencies(results),
+        "stages_ms": stage_means(results),
+        "power": power.summary(),
+        **peak_memory(),
+    }
+
+
+def with_tokens(request: Request, tokens: int) -> Request:
+    """The same request with another number of output tokens."""
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))

@@ -1,0 +1,160 @@
+"""W1: distinct documents, all at once. Throughput, the request alone, decode steps, the vision tower, and the floor.
+
+    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --output benchmarks/records/w1-27b.json
+    python -m benchmarks.workloads.w1 --model mini --num-requests 8 --max-new-tokens 8 --output w1.json
+
+Each request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with as many prompt
+tokens on every tokenizer; caches start empty. With another ``--model-shape`` it is W4.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.workloads.common import (
+    Asked,
+    Work,
+    ask,
+    base_record,
+    decisions_of,
+    floors_of,
+    open_runners,
+    parse,
+    save,
+    say,
+    verdicts,
+)
+from benchmarks.workloads.device import decode_idle, start_profiler
+from benchmarks.workloads.figures import decode_window, spread, stage_means, step_ms
+from benchmarks.workloads.floors import ratios
+from benchmarks.workloads.turns import turn_of, with_tokens
+from panscan.core import Request, now
+from panscan.runners.generate import GenerateRunner
+
+_STEPS_AT = (1, 64, 128)  # requests that decode together
+_VIEWS_AT = (4, 32)  # views in the vision tower at once
+_ALONE = 5  # times that one request is asked alone
+_MOST_OF_GENERATE = 8  # requests of runner generate, which answers a few per second at best
+
+
+def alone(runner: GenerateRunner, requests: Sequence[Request]) -> dict[str, Any]:
+    """Requests one after the other: end to end, and with one output token (which is TTFT); medians.
+
+    The first of each warms up.
+    """
+    first = [runner.run([with_tokens(request, 1)])[0] for request in requests[: _ALONE + 1]][1:]
+    whole = [runner.run([request])[0] for request in requests[: _ALONE + 1]][1:]
+    return {
+        "ttft_ms": spread([1e3 * (result.stamps.ttft or 0.0) for result in first]),
+        "e2e_ms": spread([1e3 * (result.stamps.e2e or 0.0) for result in whole]),
+        "stages_ms": stage_means(whole),
+    }
+
+
+def decode(runner: GenerateRunner, requests: Sequence[Request], tokens: int) -> dict[str, Any]:
+    """Milliseconds of a step in which all of these requests decode, and how idle the GPU is between its kernels.
+
+    Args:
+        runner: runs them twice where there is a GPU: the second time beside the profiler.
+        requests: all at once.
+        tokens: of each answer; long enough that the last has begun when the first ends.
+    """
+    longer = [with_tokens(request, tokens) for request in requests]
+    started = now()
+    stamps = [result.stamps for result in runner.run(longer)]
+    step, window = step_ms(stamps), decode_window(stamps)
+    found: dict[str, Any] = {"batch": len(requests), "ms_per_step": None, "steps": 0, "idle": None}
+    if step is not None and window is not None:
+        found |= {"ms_per_step": step[0], "steps": step[1]}
+        if runner.loaded.device.type == "cuda":
+            found["idle"] = decode_idle(lambda: runner.run(longer), (window[0] - started, window[1] - started))
+    return found
+
+
+def vision(runner: GenerateRunner, requests: Sequence[Request], views: int) -> dict[str, Any] | None:
+    """Milliseconds per view of the engine's vision stage, with ``views`` in one batch; None without as many pages.
+
+    One request with all pages, in one pass: requests of one page each would come as they are prepared.
+    """
+    [one] = runner.run([with_tokens(requests[0], 1)])
+    count = views // one.views
+    if len(requests) < count:
+        return None
+    chunk = count * one.prompt_tokens
+    runner.configure(replace(runner.settings, prefill_chunk_size=chunk, vision_batch_size=views))
+    pages = [page for request in requests[:count] for page in request.images]
+    together = with_tokens(replace(requests[0], images=pages), 1)
+    turns = [runner.run([together])[0] for _ in range(_ALONE + 1)][1:]
+    return {"views": views, "ms_per_view": spread([result.stages_ms["vision"] / views for result in turns])}
+
+
+def measure(work: Work, runners: dict[str, GenerateRunner], requests: Sequence[Request]) -> dict[str, Any]:
+    """All figures by runner. Turns of the runners are interleaved; the first turn of each is thrown away."""
+    measured: dict[str, Any] = {name: {"throughput": []} for name in runners}
+    for turn in range(work.repeats + 1):
+        for name, runner in runners.items():
+            say(f"{name}: throughput, turn {turn} of {work.repeats}")
+            done = turn_of(runner.run, _share(name, requests), runner.loaded)
+            if turn:
+                measured[name]["throughput"].append(done)
+    for name, runner in runners.items():
+        say(f"{name}: alone, decode")
+        measured[name]["alone"] = alone(runner, requests)
+        most = len(_share(name, requests))
+        sizes = dict.fromkeys(min(size, most) for size in _STEPS_AT)
+        tokens = work.settings.max_new_tokens
+        measured[name]["decode"] = [
+            decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes
+        ]
+    if "engine" in runners:
+        say("engine: vision")
+        found = [vision(runners["engine"], requests, views) for views in _VIEWS_AT]
+        measured["engine"]["vision"] = [each for each in found if each is not None]
+    return measured
+
+
+def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[str, float]:
+    """Figures of one runner as ratios to the floors of the same names."""
+    figures: dict[str, float | None] = {
+        "requests_per_s": spread([turn["requests_per_s"] for turn in measured["throughput"]])["median"],
+        "ttft_ms": measured["alone"]["ttft_ms"]["median"],
+        "e2e_ms": measured["alone"]["e2e_ms"]["median"],
+        **{f"step_ms_{each['batch']}": each["ms_per_step"] for each in measured["decode"]},
+    }
+    if measured.get("vision"):
+        figures["vision_ms_per_view"] = measured["vision"][-1]["ms_per_view"]["median"]
+    return ratios(figures, floors)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, compare, write the record."""
+    work = parse("w1", __doc__ or "", argv, requests=128, max_new_tokens=128, max_num_seqs=128)
+    runners = open_runners(work)
+    first = next(iter(runners.values()))
+    start_profiler(first.loaded.device)
+    requests = ask(work, first.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
+    verdict = verdicts(work, runners, requests)
+    measured = measure(work, runners, requests)
+    [one] = first.run([with_tokens(requests[0], 1)])
+    floor = {}
+    for name, each in measured.items():
+        steps = tuple(found["batch"] for found in each["decode"])
+        batch = each["throughput"][0]["requests"]
+        floor[name] = floors_of(first.loaded, work.settings, one).as_dict(batch, steps)
+        each["ratios"] = against_floor(each, floor[name])
+    record = {"verdict": verdict, "measured": measured, "floor": floor, "decisions": decisions_of(runners)}
+    save(work, base_record(work, first.loaded, one) | record)
+    for runner in runners.values():
+        runner.close()
+    return 0
+
+
+def _share(name: str, requests: Sequence[Request]) -> Sequence[Request]:
+    return requests if name == "engine" else requests[:_MOST_OF_GENERATE]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
