@@ -38,7 +38,6 @@ __all__ = [
     "Work",
     "ask",
     "base_record",
-    "decisions_of",
     "floors_of",
     "open_runners",
     "parse",
@@ -62,7 +61,7 @@ class Work:
     Args:
         name: of the workload.
         settings: of the engine.
-        runners: whose turns are interleaved.
+        runners: that are measured.
         num_requests: asked at once.
         repeats: measured, beside a first one that is thrown away.
         compared: requests of the verdict; 0 for none.
@@ -95,7 +94,7 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.workloads.{name}", description=about,
                                      epilog="Settings of panscan bench follow as --name value.")  # fmt: skip
-    parser.add_argument("--runner", default="engine", help="engine, or engine,generate: turns are interleaved")
+    parser.add_argument("--runner", default="engine", help="engine, or engine,generate: one after the other")
     parser.add_argument("--num-requests", type=int, default=requests)
     parser.add_argument("--repeats", type=int, default=3, help="measured, beside a first that warms up")
     parser.add_argument("--compared", type=int, default=4, help="requests of the verdict, 0 for none")
@@ -201,6 +200,8 @@ def verdicts(work: Work, runners: Mapping[str, GenerateRunner], requests: Sequen
             verifier.prepare(runner, [cell])
             runner.configure(cell.settings)
             found[name] = verifier.verify(runner, cell)
+            if isinstance(runner, EngineRunner):
+                runner.drop()  # the model must be as it was loaded for the others
             say(f"{name}: {found[name]['verdict']} {found[name]['reason'] or ''}")
         return found
 
@@ -250,11 +251,6 @@ def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
         },
         "ceilings": asdict(measure_ceilings(loaded.device, loaded.dtype)),
     }
-
-
-def decisions_of(runners: Mapping[str, GenerateRunner]) -> list[str]:
-    """What the engine chose at its last start, and how long that took."""
-    return [line for runner in runners.values() if isinstance(runner, EngineRunner) for line in runner.decisions]
 
 
 def save(work: Work, record: Mapping[str, Any]) -> None:

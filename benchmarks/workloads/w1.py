@@ -1,6 +1,6 @@
 """W1: distinct documents, all at once. Throughput, the request alone, decode steps, the vision tower, and the floor.
 
-    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --output benchmarks/records/w1-27b.json
+    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --attention-backend triton --output w1.json
     python -m benchmarks.workloads.w1 --model mini --num-requests 8 --max-new-tokens 8 --output w1.json
 
 Each request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with as many prompt
@@ -19,7 +19,6 @@ from benchmarks.workloads.common import (
     Work,
     ask,
     base_record,
-    decisions_of,
     floors_of,
     open_runners,
     parse,
@@ -32,6 +31,7 @@ from benchmarks.workloads.figures import decode_window, spread, stage_means, ste
 from benchmarks.workloads.floors import ratios
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, now
+from panscan.runners.engine import EngineRunner
 from panscan.runners.generate import GenerateRunner
 
 _STEPS_AT = (1, 64, 128)  # requests that decode together
@@ -92,28 +92,31 @@ def vision(runner: GenerateRunner, requests: Sequence[Request], views: int) -> d
 
 
 def measure(work: Work, runners: dict[str, GenerateRunner], requests: Sequence[Request]) -> dict[str, Any]:
-    """All figures by runner. Turns of the runners are interleaved; the first turn of each is thrown away."""
-    measured: dict[str, Any] = {name: {"throughput": []} for name in runners}
+    """All figures by runner, one after the other: while the engine is there, the model is not as it was loaded."""
+    return {name: _measure(name, work, runner, requests) for name, runner in runners.items()}
+
+
+def _measure(name: str, work: Work, runner: GenerateRunner, requests: Sequence[Request]) -> dict[str, Any]:
+    """Of one runner. Its first turn is thrown away."""
+    found: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
-        for name, runner in runners.items():
-            say(f"{name}: throughput, turn {turn} of {work.repeats}")
-            done = turn_of(runner.run, _share(name, requests), runner.loaded)
-            if turn:
-                measured[name]["throughput"].append(done)
-    for name, runner in runners.items():
-        say(f"{name}: alone, decode")
-        measured[name]["alone"] = alone(runner, requests)
-        most = len(_share(name, requests))
-        sizes = dict.fromkeys(min(size, most) for size in _STEPS_AT)
-        tokens = work.settings.max_new_tokens
-        measured[name]["decode"] = [
-            decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes
-        ]
-    if "engine" in runners:
-        say("engine: vision")
-        found = [vision(runners["engine"], requests, views) for views in _VIEWS_AT]
-        measured["engine"]["vision"] = [each for each in found if each is not None]
-    return measured
+        say(f"{name}: throughput, turn {turn} of {work.repeats}")
+        done = turn_of(runner.run, _share(name, requests), runner.loaded)
+        if turn:
+            found["throughput"].append(done)
+    say(f"{name}: alone, decode")
+    found["alone"] = alone(runner, requests)
+    most = len(_share(name, requests))
+    sizes = dict.fromkeys(min(size, most) for size in _STEPS_AT)
+    tokens = work.settings.max_new_tokens
+    found["decode"] = [decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes]
+    if isinstance(runner, EngineRunner):
+        found["decisions"] = list(runner.decisions)
+        say(f"{name}: vision")
+        seen = [vision(runner, requests, views) for views in _VIEWS_AT]
+        found["vision"] = [each for each in seen if each is not None]
+        runner.drop()
+    return found
 
 
 def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[str, float]:
@@ -137,16 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_profiler(first.loaded.device)
     requests = ask(work, first.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, runners, requests)
-    measured = measure(work, runners, requests)
     [one] = first.run([with_tokens(requests[0], 1)])
+    measured = measure(work, runners, requests)
     floor = {}
     for name, each in measured.items():
         steps = tuple(found["batch"] for found in each["decode"])
         batch = each["throughput"][0]["requests"]
         floor[name] = floors_of(first.loaded, work.settings, one).as_dict(batch, steps)
         each["ratios"] = against_floor(each, floor[name])
-    record = {"verdict": verdict, "measured": measured, "floor": floor, "decisions": decisions_of(runners)}
-    save(work, base_record(work, first.loaded, one) | record)
+    save(work, base_record(work, first.loaded, one) | {"verdict": verdict, "measured": measured, "floor": floor})
     for runner in runners.values():
         runner.close()
     return 0

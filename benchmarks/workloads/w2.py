@@ -1,6 +1,6 @@
 """W2: four questions about each page, caches on. What prefix and vision caches save.
 
-    python -m benchmarks.workloads.w2 --model-shape 27b --random-weights --output benchmarks/records/w2-27b.json
+    python -m benchmarks.workloads.w2 --model-shape 27b --random-weights --attention-backend triton --output w2.json
     python -m benchmarks.workloads.w2 --model mini --num-requests 8 --max-new-tokens 8 --output w2.json
 
 All requests at once, page after page and in rounds over the pages, each time from empty caches; then once more with
@@ -18,7 +18,6 @@ from benchmarks.workloads.common import (
     Work,
     ask,
     base_record,
-    decisions_of,
     open_runners,
     parse,
     save,
@@ -28,6 +27,7 @@ from benchmarks.workloads.common import (
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, SettingError
+from panscan.runners.engine import EngineRunner
 from panscan.runners.generate import GenerateRunner
 
 _QUESTIONS = 4  # of each page
@@ -76,13 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if work.num_requests % _QUESTIONS or work.runners != ("engine",):
         raise SettingError(f"W2 has {_QUESTIONS} questions a page, and is the engine's: generate() has no caches")
     runner = open_runners(work)["engine"]
+    assert isinstance(runner, EngineRunner)  # as it is named
     requests = {order: ask(work, runner.loaded, asked) for order, asked in orders(work.num_requests).items()}
     verdict = verdicts(work, {"engine": runner}, requests["round_robin"])
     measured = measure(work, runner, requests)
     [one] = runner.run([with_tokens(requests["image_major"][0], 1)])
     record = base_record(work, runner.loaded, one)
     record["work"]["pages"] = work.num_requests // _QUESTIONS
-    record["decisions"] = decisions_of({"engine": runner})
+    record["decisions"] = list(runner.decisions)
     save(work, record | {"verdict": verdict, "measured": {"engine": measured}})
     runner.close()
     return 0

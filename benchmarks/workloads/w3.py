@@ -1,6 +1,6 @@
 """W3: a mixed pile that arrives over time. How much of the engine's capacity may be offered before latencies give way.
 
-    python -m benchmarks.workloads.w3 --model-shape 27b --random-weights --output benchmarks/records/w3-27b.json
+    python -m benchmarks.workloads.w3 --model-shape 27b --random-weights --attention-backend triton --output w3.json
     python -m benchmarks.workloads.w3 --model mini --num-requests 8 --max-new-tokens 8 --output w3.json
 
 Pages of five sizes and answers of 1/16 of ``--max-new-tokens`` up to all of it. First all at once: that is the

@@ -97,9 +97,23 @@ def test_a_vision_cache_too_small_for_a_view(mini: GenerateRunner, reference: Re
         assert tokens(engine.generate([requests()[3]])) == [reference(requests()[3]).token_ids]
 
 
-def test_a_pass_that_fails_ends_only_those_that_came_with_it(mini: GenerateRunner, reference: Reference) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompt_tokens_are_counted_once(mini: GenerateRunner, overlap: bool) -> None:
+    """Also where a row of a request is under way that has ended."""
+    driver = Driver(mini, EngineOptions(**SMALL, overlap=overlap, prefix_caching=False))
+    stopped = replace(requests()[3], sampling=replace(requests()[3].sampling, stop=("a", "e", "i", "o", "t", " ")))
+    driven = [driver.add(each) for each in (stopped, requests()[0])]
+    driver.run()
+    assert driven[0].results[0].finish_reason == "stop"
+    assert driver.loop.stats().prompt_tokens == sum(each.results[0].prompt_tokens for each in driven)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pass_that_fails_ends_only_those_that_came_with_it(
+    mini: GenerateRunner, reference: Reference, overlap: bool
+) -> None:
     """A model that raises at one token: who decodes keeps tokens and cache, and so does whoever comes later."""
-    driver = Driver(mini, EngineOptions(**SMALL))
+    driver = Driver(mini, EngineOptions(**SMALL, overlap=overlap))
     poison = mini.loaded.reader.tokenizer.encode("%", add_special_tokens=False)[-1]
 
     def check(_module: Any, inputs: tuple[torch.Tensor]) -> None:

@@ -58,7 +58,9 @@ def test_every_request_on_the_gpu_as_on_the_cpu(
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRunner, fast: bool) -> None:
     """The same padding, so the same kernels in the same order; what a graph forgot to read or write would differ."""
-    options = EngineOptions(kv_cache_gb=0.05, fast_start=fast, prefix_caching=False, max_num_seqs=3)
+    options = EngineOptions(
+        kv_cache_gb=0.05, attention_backend="triton", fast_start=fast, prefix_caching=False, max_num_seqs=3
+    )
     seen = []
     for captured in (True, False):
         with Engine(on_gpu.loaded, options) as engine:
@@ -71,11 +73,15 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRu
     assert torch.equal(*seen)
 
 
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
 @pytest.mark.parametrize("chunk", [65, 129, 193])
-def test_one_row_more_than_a_tile(on_gpu: GenerateRunner, gpu_reference: Reference, chunk: int) -> None:
+def test_one_row_more_than_a_tile(
+    on_gpu: GenerateRunner, gpu_reference: Reference, chunk: int, backend: str
+) -> None:  # fmt: skip
     """PyTorch's memory-efficient attention is wrong there for keys that heads share without copies."""
     history = [Arrival(place, 40 * place, None) for place in range(len(requests()))]
-    check(on_gpu, gpu_reference, {"prefill_chunk_size": chunk, "kv_cache_gb": 0.05, "prefix_caching": False}, history)
+    options = {"prefill_chunk_size": chunk, "kv_cache_gb": 0.05, "prefix_caching": False, "fast_start": True}
+    check(on_gpu, gpu_reference, options | {"attention_backend": backend}, history)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +90,9 @@ def test_one_row_more_than_a_tile(on_gpu: GenerateRunner, gpu_reference: Referen
         {},
         {"prefill_chunk_size": 100},
         {"preprocess": "device"},
-        {"fast_start": True},
-        {"attention_backend": "sdpa"},
-        {"attention_backend": "sdpa", "prefill_chunk_size": 100},
+        {"attention_backend": "triton"},
+        {"attention_backend": "triton", "fast_start": True},
+        {"attention_backend": "triton", "prefill_chunk_size": 100, "max_num_seqs": 5},
     ],
     ids=str,
 )
@@ -100,10 +106,12 @@ def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([64, 5000]))
-def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int) -> None:
+@given(st.sampled_from([64, 5000]), st.sampled_from(["triton", "sdpa"]))
+def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, backend: str) -> None:
     """One after the other: what is computed together does not depend on when threads are done."""
-    options = EngineOptions(kv_cache_gb=0.05, prefill_chunk_size=chunk, max_num_seqs=1, prefix_caching=False)
+    options = EngineOptions(
+        kv_cache_gb=0.05, prefill_chunk_size=chunk, max_num_seqs=1, prefix_caching=False, attention_backend=backend
+    )
     seen = []
     for _ in range(2):
         with Engine(on_gpu.loaded, options) as engine:
@@ -122,11 +130,13 @@ def test_layers_on_two_gpus(reference: Reference) -> None:
     assert [result.token_ids for result in results] == [reference(request).token_ids for request in requests()]
 
 
-def test_memory_comes_back() -> None:
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_memory_comes_back(backend: str) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    runner = EngineRunner.from_settings(settings_from({"runner": "engine", "device": "cuda", "max_new_tokens": 4}))
+    given = {"runner": "engine", "device": "cuda", "max_new_tokens": 4, "attention_backend": backend}
+    runner = EngineRunner.from_settings(settings_from(given))
     runner.run(requests()[:3])
     assert torch.cuda.memory_allocated() > before + 10**8
     runner.close()

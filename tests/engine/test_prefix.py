@@ -59,3 +59,15 @@ def test_images_of_equal_tokens_that_begin_elsewhere_have_other_names() -> None:
     for each in (first, second):
         extend_hashes(each, 6)
     assert first.hashes != second.hashes
+
+
+def test_a_token_that_is_not_known_yet_is_in_no_name() -> None:
+    one, other = (sequence(number, [(1, 2, 1)], outputs=2) for number in range(2))
+    one.expect()
+    extend_hashes(one, 2)
+    assert len(one.hashes) == 1
+    one.settle(2)
+    other.ids.append(2)
+    for each in (one, other):
+        extend_hashes(each, 2)
+    assert one.hashes == other.hashes and len(one.hashes) == 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 from tests.engine.driving import Reference, requests
 
 from panscan import GenerateRunner
+from panscan.core import UnsupportedError
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.start import Started
@@ -37,6 +39,29 @@ def test_the_fast_path_has_the_tokens_of_generate(mini: GenerateRunner, referenc
         assert engine.stats().steps > 2
     assert [result.token_ids for result in results] == [reference(request).token_ids for request in asked]
     assert type(query) is own
+
+
+@pytest.mark.usefixtures("fast_on_a_cpu")
+def test_a_start_that_fails_leaves_the_model_as_it_was(mini: GenerateRunner) -> None:
+    query = mini.loaded.model.model.language_model.layers[0].self_attn.q_proj
+    own = type(query)
+    options = EngineOptions(kv_cache_gb=1e-6, attention_backend="triton", fast_start=True, vision_batch_size=1)
+    before = threading.active_count()
+    with pytest.raises(UnsupportedError, match="kv-cache-gb"):
+        Engine(mini.loaded, options)
+    assert type(query) is own
+    assert threading.active_count() == before
+
+
+def test_an_interrupted_start_leaves_no_thread(mini: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Started) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Started, "_start", interrupted)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Engine(mini.loaded, EngineOptions(kv_cache_gb=0.05))
+    assert threading.active_count() == before
 
 
 def test_a_cpu_does_none_of_it(mini: GenerateRunner) -> None:

@@ -64,7 +64,7 @@ def test_observations_are_those_of_eager_attention(mini: GenerateRunner, chunk: 
         again = engine.observe(batch(), [Script(None, [], STEPS)] * 3)
     finally:
         mini.configure(before)
-        engine._drop()
+        engine.drop()
     for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
         assert ours.tokens == theirs.tokens == scripts[place].tokens[: STEPS - place]  # type: ignore[index]  # every script has tokens
         torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
@@ -122,9 +122,21 @@ def test_each_call_begins_with_empty_caches(mini: GenerateRunner) -> None:
     runner = EngineRunner(mini.loaded, settings_from(SMALL))
     first, second = runner.run(batch()), runner.run(batch())
     assert runner._engine is not None and runner._engine.generate(batch())[0].cached_tokens > 0
-    runner._drop()
+    runner.drop()
     assert [each.token_ids for each in first] == [each.token_ids for each in second]
     assert [each.cached_tokens for each in [*first, *second]] == [0] * 6
+
+
+def test_an_engine_is_made_anew_for_other_products(mini: GenerateRunner) -> None:
+    """What it compiled and recorded is of one kind."""
+    chosen = settings_from(SMALL)
+    runner = EngineRunner(mini.loaded, chosen)
+    engines = []
+    for settings in (chosen, replace(chosen, max_new_tokens=3), replace(chosen, tf32=True)):
+        runner.settings = settings
+        engines.append(runner._opened())
+    runner.drop()
+    assert engines[0] is engines[1] is not engines[2]
 
 
 def test_a_request_that_fails_is_raised(mini: GenerateRunner, tmp_path: Path) -> None:
@@ -132,7 +144,7 @@ def test_a_request_that_fails_is_raised(mini: GenerateRunner, tmp_path: Path) ->
     with pytest.raises(ImageError, match="none"):
         runner.run([*batch(), Request(prompt="What?", images=[tmp_path / "none.png"])])
     assert len(runner.run(batch())) == 3
-    runner._drop()
+    runner.drop()
 
 
 def test_what_only_one_of_them_has_is_refused() -> None:

@@ -24,6 +24,13 @@ class ChunkRows:
     segments: tuple[Segment, ...]
     tables: tuple[Sequence[int], Sequence[int]]
 
+    @classmethod
+    def spare(cls, rows: int, blocks: tuple[int, int], block_size: int) -> ChunkRows:
+        """Text of a sequence that stands in one block (of each kind) alone, positions in the places of others: rows
+        that pad a pass, or try one out."""
+        tables = tuple([block] * -(-rows // block_size) for block in blocks)
+        return cls(0, rows, (Segment(0, rows, image=False),), (tables[0], tables[1]))
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:

@@ -38,15 +38,14 @@ def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
     if name not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
         raise SettingError(f"--attention-backend takes {known}; got {name!r}{nearest(name, ATTENTION_BACKENDS)}")
+    if name == "auto":
+        return Choice("sdpa", "our Triton kernels have only been interpreted so far", SegmentsBackend())
     if name == "sdpa":
         return Choice("sdpa", "asked for", SegmentsBackend())
-    reason = _no_triton(layers)
-    if name == "triton":
-        if reason is not None:
-            raise UnsupportedError(f"--attention-backend triton: {reason}; auto takes what runs")
-        [heads] = {(layer.head_size, layer.dtype) for layer in layers}
-        return Choice("triton", "asked for", triton_attention.TritonBackend(*heads))
-    return Choice("sdpa", reason or "our Triton kernels have only been interpreted so far", SegmentsBackend())
+    if (reason := _no_triton(layers)) is not None:
+        raise UnsupportedError(f"--attention-backend triton: {reason}; auto takes what runs")
+    [heads] = {(layer.head_size, layer.dtype) for layer in layers}
+    return Choice("triton", "asked for", triton_attention.TritonBackend(*heads))
 
 
 def _no_triton(layers: Sequence[LayerFacts]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from panscan.engine.attention import AttentionRows, Backend
+from panscan.engine.attention import AttentionRows, Backend, ChunkRows
 from panscan.engine.graphs import Graphs
 from panscan.engine.kv_memory import KVCache
 from panscan.engine.sequence import Sequence, Step
@@ -48,7 +48,8 @@ class Pending:
 
 
 class Executor:
-    """Runs steps on a decoder, a cache and a backend of attention. The host never waits for the device here.
+    """Runs steps on a decoder, a cache and a backend of attention. It does not make the host wait for the device (a
+    backend's plan may).
 
     Args:
         decoder: the model.
@@ -91,6 +92,16 @@ class Executor:
             if rows := [place + shift for place in wanted if chunk.start <= place < chunk.end]:
                 watched[chunk.sequence] = _rows(hidden, rows)
         return Pass(self._decoder.logits(_rows(hidden, sampled)), watched)
+
+    @torch.no_grad()
+    def try_out(self, rows: int) -> None:
+        """A prefill pass of so many rows in the cache's spare block, for what it compiles and allocates."""
+        chunk = ChunkRows.spare(rows, self._cache.spare, self._block_size)
+        attend = self._attention(AttentionRows((chunk,), self._block_size, self._decoder.window))
+        embedded = self._decoder.embed(torch.zeros(rows, dtype=torch.long, device=self._decoder.device))
+        positions = torch.arange(rows, device=self._decoder.device)
+        hidden = self._decoder.run(embedded, positions, self._cache.k, self._cache.v, attend)
+        self._decoder.logits(hidden[0, -1:])
 
     def _embed(
         self, step: Step, features: Callable[[bytes], torch.Tensor], pending: Pending | None

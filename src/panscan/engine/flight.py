@@ -35,9 +35,11 @@ class Mark:
         return cls(now(), mark(device))
 
     def time(self, done: Any, landed: float) -> float:
-        """Seconds of :func:`panscan.core.now`, of a mark before the CUDA event ``done``, which was reached at
-        ``landed``."""
-        if self.event is None or done is None:
+        """Seconds of :func:`panscan.core.now`, of a mark before the CUDA event ``done``.
+
+        That is taken to have been reached at ``landed``, when the host saw it: a little later than it was.
+        """
+        if self.event is None or done is None or self.event.device != done.device:
             return self.at
         return landed - float(self.event.elapsed_time(done)) / 1e3
 
@@ -51,8 +53,10 @@ class Seeing:
     end: Mark
 
     def tell(self, done: Any, landed: float) -> None:
-        """Stamp the jobs."""
+        """Stamp the jobs that have not ended meanwhile."""
         for job in self.jobs:
+            if job.ended:
+                continue
             job.saw(self.start.time(done, landed), self.end.time(done, landed))
 
 

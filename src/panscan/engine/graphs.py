@@ -11,7 +11,6 @@ import torch
 from panscan.engine.attention import AttentionRows, ChunkRows
 from panscan.engine.download import side_stream
 from panscan.engine.kv_memory import KVCache
-from panscan.engine.layout import Segment
 from panscan.engine.triton_attention import DecodeRows, PrefillRows, TritonBackend, TritonPlan
 from panscan.model.decoder import Decoder
 
@@ -70,6 +69,8 @@ class Graphs:
         self.capture, self._width = capture, -(-longest // block_size)
         self.sizes = {"decode": decode_sizes(decode_rows), "short": short_sizes(short_rows)}
         self._recorded: dict[tuple[str, int], _Recorded] = {}
+        # PyTorch keeps a workspace for each stream that products ran on: one stream for all.
+        self._stream = side_stream(decoder.device) if capture and decoder.device.type == "cuda" else None
         self._pool: Any = None
 
     @torch.no_grad()
@@ -109,9 +110,7 @@ class Graphs:
         return replace(rows, chunks=rows.chunks + ((self._spare(count),) if count else ()))
 
     def _spare(self, rows: int) -> ChunkRows:
-        """A chunk of a sequence that stands in the spare block alone, each position in the place of others."""
-        tables = tuple([block] * -(-rows // self._block_size) for block in self._cache.spare)
-        return ChunkRows(0, rows, (Segment(0, rows, image=False),), (tables[0], tables[1]))
+        return ChunkRows.spare(rows, self._cache.spare, self._block_size)
 
     def _plan(self, rows: AttentionRows, kind: str, local: bool) -> TritonPlan:
         return self._backend.plan(rows, local=local, device=self._decoder.device, decode=kind == "decode")
@@ -136,8 +135,8 @@ class Graphs:
         return _Recorded(hidden, positions, plans, self._captured(body) if self.capture else body)
 
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        device = self._decoder.device
-        stream = side_stream(device)
+        stream, device = self._stream, self._decoder.device
+        assert stream is not None  # to be captured
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -146,8 +145,8 @@ class Graphs:
         torch.cuda.synchronize(device)
         graph: Any = torch.cuda.CUDAGraph
         graph = graph()
-        # Only this thread is forbidden to allocate: others may be preparing pixels.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # What other threads do meanwhile, with pixels, is no mistake.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             hidden = body()
         self._pool = self._pool or graph.pool()
 

@@ -75,9 +75,10 @@ class Loop:
             flight = self._launch(step)
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
+            self.land()  # before anything is scheduled again: who was preempted may wait for a token of that pass
             return True
-        self.land()
         self._count(step)
+        self.land()
         self._scheduler.advance(step)
         self._flight = flight
         if not self._overlap or any(self._jobs[each].looks_back for each in flight.sampled if each in self._jobs):

@@ -30,7 +30,8 @@ class EngineOptions:
         preprocess: ``cpu`` or ``device``, as in ``--preprocess``.
         fast_start: compile nothing.
         block_size: tokens of one cache block.
-        overlap: launch a pass before the tokens of the one before are known; None: where the GPU would wait otherwise.
+        overlap: launch a pass before the tokens of the one before are known; None: if all else is done that makes
+            passes fast on a GPU (see :class:`panscan.engine.start.Started`).
 
     Raises:
         SettingError: a size out of its range.

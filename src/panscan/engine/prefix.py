@@ -29,9 +29,10 @@ def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -
 
 
 def extend_hashes(sequence: Sequence, block_size: int) -> None:
-    """Give ``sequence.hashes`` the names of all full blocks of its ids so far."""
+    """Give ``sequence.hashes`` the names of all full blocks of its ids that are known so far."""
     hashes, ids = sequence.hashes, sequence.ids
-    for start in range(len(hashes) * block_size, len(ids) - block_size + 1, block_size):
+    known = len(ids) - sequence.pending
+    for start in range(len(hashes) * block_size, known - block_size + 1, block_size):
         end = start + block_size
         images = [(span.start - start, span.key) for span in sequence.layout.within(start, end)]
         hashes.append(block_hash(hashes[-1] if hashes else b"", ids[start:end], images))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -86,7 +87,7 @@ class Preparer:
         """Pixels of many views, image by image: an image goes to the device once."""
         for _, group in groupby(sights, key=lambda sight: id(sight.image)):
             same = list(group)
-            with torch.cuda.stream(self._stream):  # beside the passes; nothing without a stream
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # beside the passes
                 pixels = self._pixels(same[0].image, [each.view for each in same])
                 for sight, each in zip(same, pixels, strict=True):
                     sight.pixels = each.clone() if len(same) > 1 else each  # a slice would keep them all

@@ -6,28 +6,27 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from panscan.core import now
-from panscan.engine.attention import AttentionRows, ChunkRows
-from panscan.engine.backends import Choice, choose_backend
+from panscan.core import UnsupportedError, now
+from panscan.engine.backends import choose_backend
 from panscan.engine.executor import Executor
 from panscan.engine.graphs import Graphs
 from panscan.engine.kv_memory import KVCache, choose_blocks
-from panscan.engine.layout import Segment
 from panscan.engine.options import EngineOptions
 from panscan.engine.triton_attention import TritonBackend
 from panscan.model.decoder import Decoder
 from panscan.model.fused import fuse_projections
 from panscan.model.load import Loaded
-from panscan.model.machine import release_memory, synchronize
+from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 from panscan.model.tower import VisionTower
 
 __all__ = ["Started"]
 
 log = logging.getLogger("panscan.engine")
+
+_TRIED_ROWS = 211  # of the pass that compiles: a size that the compiler takes for no other one of the model's
 
 
 @dataclass
@@ -53,23 +52,37 @@ class Started:
 
     def __post_init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self.graphs: Graphs | None = None
+        try:
+            self._start()
+        except BaseException as error:  # also an interruption: the model is given back in any case
+            self.close()
+            if is_out_of_memory(error):
+                mend = "lower --kv-cache-gb, --max-num-seqs or --vision-batch-size"
+                raise UnsupportedError(f"out of memory at the engine's start: {mend}") from error
+            raise
+
+    def _start(self) -> None:
+        options = self.options
         self.decoder = Decoder(self.loaded.model)
-        if self.decoder.device.type == "cuda":
-            torch.cuda.set_device(self.decoder.device)  # of this thread: graphs go to its present device
+        choice = choose_backend(options.attention_backend, self.decoder.layers)
+        self.decisions.append(f"attention: {choice.name} ({choice.reason})")
         self.fast = self._is_fast()
         if self.fast:
+            if self.decoder.device.type == "cuda":
+                torch.cuda.set_device(self.decoder.device)  # of this thread: graphs go to its present device
             with self._stage("fused projections"):
                 self._undo.append(fuse_projections(self.loaded.model))
         self.encode = self._tower()
         if self.fast:
             release_memory()  # what a start needed, before the cache is sized by what is free
-        self.blocks = choose_blocks(self.decoder, self.options)
-        self._cache = KVCache(self.decoder, self.blocks, self.options.block_size)
-        choice = choose_backend(self.options.attention_backend, self.decoder.layers)
-        self.decisions.append(f"attention: {choice.name} ({choice.reason})")
-        self._compile(choice)
-        self.graphs = self._graphs(choice)
-        self.executor = Executor(self.decoder, self._cache, choice.backend, self.options.block_size, self.graphs)
+        self.blocks = choose_blocks(self.decoder, options)
+        cache = KVCache(self.decoder, self.blocks, options.block_size)
+        self.executor = Executor(self.decoder, cache, choice.backend, options.block_size)
+        if self.fast:
+            self._compile()
+        if self.fast and isinstance(choice.backend, TritonBackend):
+            self.graphs = self.executor.graphs = self._graphs(cache, choice.backend)
 
     def close(self) -> None:
         """Give the model back as it was."""
@@ -102,41 +115,19 @@ class Started:
 
         return encode
 
-    def _compile(self, choice: Choice) -> None:
+    def _compile(self) -> None:
         """Compile the layers, and all that a prefill pass needs."""
-        if not self.fast:
-            return
         if not self.options.fast_start:
             self.decoder.compile()
         with self._stage("prefill" if self.options.fast_start else "layers compiled for prefill"):
-            self._try_out(choice)
+            self.executor.try_out(_TRIED_ROWS)
 
-    @torch.no_grad()
-    def _try_out(self, choice: Choice) -> None:
-        """One prefill pass of two rows, on the spare block."""
-        spare, device = self._cache.spare, self.decoder.device
-        chunk = ChunkRows(0, 2, (Segment(0, 2, image=False),), ([spare[0]] * 2, [spare[1]] * 2))
-        rows = AttentionRows((chunk,), self.options.block_size, self.decoder.window)
-        kinds = {layer.local for layer in self.decoder.layers}
-        plans = {local: choice.backend.plan(rows, local=local, device=device) for local in kinds}
-
-        def attend(local: bool, *others: Any) -> torch.Tensor:
-            return plans[local].attend(*others)
-
-        ids = torch.tensor([0, 0], device=device)
-        hidden = self.decoder.run(
-            self.decoder.embed(ids), torch.tensor([0, 1], device=device), self._cache.k, self._cache.v, attend
-        )
-        self.decoder.logits(hidden[0])
-
-    def _graphs(self, choice: Choice) -> Graphs | None:
-        if not (self.fast and isinstance(choice.backend, TritonBackend)):
-            return None
-        tokens = min(self.decoder.max_positions, self.options.block_size * max(self.blocks))
+    def _graphs(self, cache: KVCache, backend: TritonBackend) -> Graphs:
+        options = self.options
         graphs = Graphs(
-            self.decoder, self._cache, choice.backend,
-            decode_rows=self.options.max_num_seqs, short_rows=self.options.prefill_chunk_size,
-            longest=tokens, block_size=self.options.block_size, capture=self.decoder.device.type == "cuda",
+            self.decoder, cache, backend, decode_rows=options.max_num_seqs, short_rows=options.prefill_chunk_size,
+            longest=min(self.decoder.max_positions, options.block_size * max(self.blocks)),
+            block_size=options.block_size, capture=self.decoder.device.type == "cuda",
         )  # fmt: skip
         with self._stage("graphs of " + ", ".join(f"{kind} {sizes}" for kind, sizes in graphs.sizes.items())):
             for kind, size in graphs.prepare():

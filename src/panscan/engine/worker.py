@@ -44,7 +44,13 @@ class Worker:
         built: Future[Loop] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
         self._thread.start()
-        self.loop = self._loop = built.result()
+        try:
+            self.loop = self._loop = built.result()
+        except BaseException:  # also an impatient user's: the thread ends as soon as it can
+            self._closed = True
+            self._messages.put(self._close)
+            self._pool.shutdown(wait=False)
+            raise
 
     def accept(self, job: Job) -> None:
         """Take a job. Its result is told in any case."""

@@ -43,11 +43,20 @@ def pixels_pil(
     square = (spec.size, spec.size)
     cut = (image if view.kind == "whole" else image.crop(view.box) for view in views)
     levels = np.stack([np.asarray(part.resize(square, Image.Resampling.BILINEAR)) for part in cut])
-    device = torch.device(device)
-    placed = upload(levels, torch.device("cpu") if device.type == "mps" else device)  # which has no float64
-    scaled = (placed.double() * spec.rescale).float()
-    mean, std = (torch.tensor(value, device=placed.device) for value in (spec.mean, spec.std))
-    return ((scaled - mean) / std).permute(0, 3, 1, 2).contiguous().to(device)
+    return _normalised(upload(levels, torch.device(device)), spec)
+
+
+def _normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
+    """float32 ``[views, 3, size, size]`` of uint8 ``[views, size, size, 3]``, by a table of what each of the 256 levels
+    becomes: scaled in float64 as in Transformers, which not every device has."""
+    scaled = (np.arange(256) * spec.rescale).astype(np.float32)[:, None]
+    mean, std = (np.array(value, dtype=np.float32) for value in (spec.mean, spec.std))
+    table = upload((scaled - mean) / std, levels.device)
+    planes = levels.permute(3, 0, 1, 2)
+    pixels = torch.empty(planes.shape, dtype=torch.float32, device=levels.device)
+    for channel, plane in enumerate(planes):
+        pixels[channel] = table[:, channel].index_select(0, plane.flatten().int()).view(plane.shape)
+    return pixels.transpose(0, 1).contiguous()
 
 
 def image_to_device(image: Image.Image, device: torch.device | str) -> torch.Tensor:

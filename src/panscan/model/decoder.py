@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Gemma3ForCausalLM
 
+from panscan.model.compiling import compiled
 from panscan.model.paged_attention import NAME, Attend, attending
 
 __all__ = ["Decoder", "LayerFacts"]
@@ -109,9 +110,7 @@ class Decoder:
         One graph for local layers and one for global ones, and again for a single row, whose size PyTorch takes for a
         constant.
         """
-        # The limit is for all models of the process together; the default of 8 is less than three of them need.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        self._layer = torch.compile(_call_layer, fullgraph=True, dynamic=True)
+        self._layer = compiled(_call_layer)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from panscan.core import UnsupportedError
+from panscan.model.compiling import compiled as compile_once
 from panscan.model.fused import is_plain
 
 __all__ = ["VisionTower", "choose_vision_attention", "fastest"]
@@ -71,8 +72,7 @@ class VisionTower:
         self._encode: _Step
         self._project: _Step
         self._embed, self._encode, self._project = (
-            torch.compile(step, fullgraph=True, dynamic=True) if compiled and plain else step
-            for step in (_embed, _encode, _project)
+            compile_once(step) if compiled and plain else step for step in (_embed, _encode, _project)
         )
         weight = tower.embeddings.patch_embedding.weight
         head_size = tower.config.hidden_size // tower.config.num_attention_heads

@@ -52,15 +52,17 @@ class EngineRunner(GenerateRunner):
         return () if self._engine is None else self._engine.decisions
 
     def close(self) -> None:
-        """Drop the engine and the model, and give their memory back."""
-        self._drop()
+        """Drop the model too."""
+        self.drop()
         super().close()
 
     def _opened(self) -> Engine:
         """The engine of the present settings; its cache is allocated on first need, when truths are computed."""
         options = EngineOptions.of(self.settings)
-        if self._engine is None or self._engine.options != options:
-            self._drop()
+        # Whether products use TF32 is part of what an engine compiled and recorded.
+        kept = self._engine is not None and self._engine.settings.tf32 == self.settings.tf32
+        if self._engine is None or not kept or self._engine.options != options:
+            self.drop()
             self._engine = Engine(self.loaded, options, self.settings)
         return self._engine
 
@@ -72,7 +74,8 @@ class EngineRunner(GenerateRunner):
                 raise error
         return [results[index] for index in range(len(requests))]
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Drop the engine and give its memory back; the model stays, and is as it was loaded."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
