@@ -26,7 +26,7 @@ from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import build_tokenizer
 
 PARTS = {
-    "w1": {"throughput", "alone", "decode", "vision", "ratios"},
+    "w1": {"throughput", "alone", "decode", "vision", "decisions", "ratios"},
     "w2": {"image_major", "round_robin", "all_cached", "follow_up"},
     "w3": {"at_once", "at_50%", "at_80%", "at_95%"},
 }
