@@ -88,6 +88,8 @@ LETTERS = "ab01|\\`*_[]<>~@#&!-+().{}\n$é\U0001f600 "
 @example("`x` ```\n``` <script>x</script> <!-- --> &lt; &#35;")
 @example("@somebody #12 ![x](http://y) [z](w) **b** ~~s~~ \\")
 @example("***")
+@example("___")
+@example("a__b _ c_d __e")
 @example("\\|")
 def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
     source = markdown(hostile(text, tmp_path))

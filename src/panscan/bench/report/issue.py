@@ -11,7 +11,7 @@ from panscan.bench.unmeasured import Unmeasured
 
 __all__ = ["render_markdown"]
 
-_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|\b_|_\b)")
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word means itself
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
 _SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
 
