@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from panscan.core import Result, Stamps
 
-__all__ = ["Interval", "decode_window", "goodput", "idle_share", "latencies", "spread", "stage_means", "step_ms"]
+__all__ = [
+    "Interval",
+    "decode_window",
+    "e2e_ms",
+    "goodput",
+    "idle_share",
+    "latencies",
+    "spread",
+    "stage_means",
+    "step_ms",
+    "ttft_ms",
+]
 
 Interval = tuple[float, float]
 """Start and end, in any unit of time."""
@@ -69,34 +81,42 @@ def stage_means(results: Sequence[Result]) -> dict[str, float]:
 
 
 def latencies(results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Median, 95th and 99th percentile (nearest rank) of TTFT, TPOT and end to end, milliseconds."""
-    found = {"ttft_ms": [_ttft(result) for result in results], "e2e_ms": [_e2e(result) for result in results]}
+    """Median, 95th and 99th percentile (as the project has them: ``numpy.percentile``) of TTFT, TPOT and end to end,
+    milliseconds."""
+    found = {"ttft_ms": [ttft_ms(result) for result in results], "e2e_ms": [e2e_ms(result) for result in results]}
     found["tpot_ms"] = [_tpot(result) for result in results if result.output_tokens > 1]
     return {
-        name: {label: _percentile(values, share) for label, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
+        name: {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 95, 99)}
         for name, values in found.items()
         if values
     }
 
 
-def goodput(results: Sequence[Result], seconds: float, *, ttft_ms: float, tpot_ms: float) -> dict[str, float]:
+def goodput(
+    results: Sequence[Result], seconds: float, *, limit_ttft_ms: float, limit_tpot_ms: float
+) -> dict[str, float]:
     """Requests per second that kept both limits, and their share of all. A request of one token has no TPOT."""
     good = sum(
-        _ttft(result) <= ttft_ms and (result.output_tokens < 2 or _tpot(result) <= tpot_ms) for result in results
+        first <= limit_ttft_ms and (result.output_tokens < 2 or _tpot(result) <= limit_tpot_ms)
+        for first, result in ((ttft_ms(result), result) for result in results)
     )
     return {"requests_per_s": good / seconds, "share": good / len(results)}
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[ceil(share * len(values)) - 1]
+def ttft_ms(result: Result) -> float:
+    """Of a result with tokens."""
+    return 1e3 * _known(result.stamps.ttft)
 
 
-def _ttft(result: Result) -> float:
-    return 1e3 * (result.stamps.tokens[0] - result.stamps.accepted)
+def e2e_ms(result: Result) -> float:
+    """Of a result with tokens."""
+    return 1e3 * _known(result.stamps.e2e)
 
 
-def _e2e(result: Result) -> float:
-    return 1e3 * (result.stamps.tokens[-1] - result.stamps.accepted)
+def _known(seconds: float | None) -> float:
+    if seconds is None:
+        raise ValueError("a result without tokens has no latency")
+    return seconds
 
 
 def _tpot(result: Result) -> float:

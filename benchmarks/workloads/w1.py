@@ -27,7 +27,7 @@ from benchmarks.workloads.common import (
     verdicts,
 )
 from benchmarks.workloads.device import decode_idle, start_profiler
-from benchmarks.workloads.figures import decode_window, spread, stage_means, step_ms
+from benchmarks.workloads.figures import decode_window, e2e_ms, spread, stage_means, step_ms, ttft_ms
 from benchmarks.workloads.floors import ratios
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, now
@@ -48,8 +48,8 @@ def alone(runner: GenerateRunner, requests: Sequence[Request]) -> dict[str, Any]
     first = [runner.run([with_tokens(request, 1)])[0] for request in requests[: _ALONE + 1]][1:]
     whole = [runner.run([request])[0] for request in requests[: _ALONE + 1]][1:]
     return {
-        "ttft_ms": spread([1e3 * (result.stamps.ttft or 0.0) for result in first]),
-        "e2e_ms": spread([1e3 * (result.stamps.e2e or 0.0) for result in whole]),
+        "ttft_ms": spread([ttft_ms(result) for result in first]),
+        "e2e_ms": spread([e2e_ms(result) for result in whole]),
         "stages_ms": stage_means(whole),
     }
 

@@ -24,7 +24,7 @@ from benchmarks.workloads.common import (
     say,
     verdicts,
 )
-from benchmarks.workloads.figures import spread
+from benchmarks.workloads.figures import spread, ttft_ms
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, SettingError
 from panscan.runners.engine import EngineRunner
@@ -53,7 +53,7 @@ def follow_ups(work: Work, runner: GenerateRunner) -> dict[str, Any]:
         first, second = ask(work, runner.loaded, asked)
         runner.run([first])  # from empty caches
         [result] = runner.generate([second])
-        found.append((1e3 * (result.stamps.ttft or 0.0), result.cached_tokens))
+        found.append((ttft_ms(result), result.cached_tokens))
     return {"ttft_ms": spread([ms for ms, _ in found[1:]]), "cached_tokens": found[-1][1]}
 
 

@@ -25,7 +25,7 @@ from panscan.engine.engine import Engine
 _SIZES = {(1240, 1754): 30, (600, 2400): 25, (2400, 900): 15, (1920, 1080): 20, (1024, 1024): 10}
 """Pixels of an A4 page, a receipt, a chart, a screenshot and a photo, and of how many percent of requests."""
 _SHARES = (0.5, 0.8, 0.95)  # of the capacity
-_LIMITS = {"ttft_ms": 2000.0, "tpot_ms": 50.0}
+_LIMITS = {"limit_ttft_ms": 2000.0, "limit_tpot_ms": 50.0}
 _WARM = 16  # requests of the turn that is thrown away
 
 

@@ -127,9 +127,10 @@ def test_nothing_is_idle_of_nothing() -> None:
 def test_latencies_and_goodput_by_hand() -> None:
     results = [result(0.0, [0.1, 0.2, 0.3]), result(1.0, [1.4]), result(2.0, [5.0, 5.01])]
     found = latencies(results)
-    assert found["ttft_ms"]["p50"] == pytest.approx(400) and found["ttft_ms"]["p99"] == pytest.approx(3000)
-    assert found["tpot_ms"] == pytest.approx({"p50": 10, "p95": 100, "p99": 100})
-    kept = goodput(results, 2.0, ttft_ms=2000, tpot_ms=50)  # the first is slow to go on, the last to begin
+    assert found["ttft_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2600, "p99": 400 + 0.98 * 2600})
+    assert found["e2e_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2610, "p99": 400 + 0.98 * 2610})
+    assert found["tpot_ms"] == pytest.approx({"p50": 55, "p95": 10 + 0.95 * 90, "p99": 10 + 0.99 * 90})
+    kept = goodput(results, 2.0, limit_ttft_ms=2000, limit_tpot_ms=50)  # the first is slow to go on, the last to begin
     assert kept == {"requests_per_s": 0.5, "share": pytest.approx(1 / 3)}
 
 

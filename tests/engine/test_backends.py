@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.engine import triton_here  # noqa: F401 - skips this module where there is no Triton
 
 from panscan.core import SettingError, UnsupportedError
 from panscan.engine.backends import choose_backend
@@ -13,7 +14,8 @@ from panscan.engine.segments import SegmentsBackend
 from panscan.engine.triton_attention import TritonBackend
 from panscan.model.decoder import LayerFacts
 
-LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, device=torch.device("cpu"))
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, device=DEVICE)
 
 
 def test_pytorchs_kernels_are_taken_until_ours_are_measured_and_it_is_said() -> None:

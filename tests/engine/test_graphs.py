@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.pages import Pages, ask, decoder_of
 from tests.engine.test_executor import check, led
+from tests.engine.triton_here import interpreted
 
 from panscan.engine.attention import AttentionRows
 from panscan.engine.executor import Executor
@@ -60,6 +61,7 @@ def graphed(
     return pages, graphs
 
 
+@interpreted
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([4, 16]))
 @settings(deadline=None, max_examples=1)
@@ -72,6 +74,7 @@ def test_padded_passes_have_the_logits_of_one_eager_pass(name: str, seed: int, b
     assert graphs.ran > graphs.left
 
 
+@interpreted
 def test_tiles_of_a_pass_do_not_outlive_it() -> None:
     """Many short chunks, then a single one whose rows are where theirs were."""
     name, draw = "text only", random.Random(0)

@@ -6,17 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine import triton_here  # noqa: F401 - skips this module where there is no Triton
+from tests.engine.test_triton_attention import DEVICE, SCALING, new_tensors_full_of_nan
 
+from panscan.engine import kernels
 from panscan.engine.attention import AttentionRows
 from panscan.engine.kernel_sizes import HEAD_SIZES, choose_splits, decode_sizes, prefill_sizes
 from panscan.engine.layout import Layout
 from panscan.engine.sequence import Chunk, Sequence, Step
 from panscan.engine.triton_attention import TritonBackend
-
-pytest.importorskip("triton", reason="Triton has no package for this platform")
-from tests.engine.test_triton_attention import DEVICE, SCALING, new_tensors_full_of_nan
-
-from panscan.engine import kernels
 
 
 @pytest.mark.parametrize("splits", range(1, 17))

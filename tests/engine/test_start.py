@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.engine.driving import Reference, requests
+from tests.engine.triton_here import interpreted
 
 from panscan import GenerateRunner
 from panscan.core import UnsupportedError
@@ -22,6 +23,7 @@ def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@interpreted
 @pytest.mark.parametrize("fast_start", [True, False])
 @pytest.mark.usefixtures("fast_on_a_cpu")
 def test_the_fast_path_has_the_tokens_of_generate(mini: GenerateRunner, reference: Reference, fast_start: bool) -> None:
@@ -41,6 +43,7 @@ def test_the_fast_path_has_the_tokens_of_generate(mini: GenerateRunner, referenc
     assert type(query) is own
 
 
+@interpreted
 @pytest.mark.usefixtures("fast_on_a_cpu")
 def test_a_start_that_fails_leaves_the_model_as_it_was(mini: GenerateRunner) -> None:
     query = mini.loaded.model.model.language_model.layers[0].self_attn.q_proj

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine import triton_here  # noqa: F401 - skips this module where there is no Triton
 from tests.engine.test_attention import BLOCKS, interval, sequences
 
 from panscan.engine.attention import AttentionRows, Plan
@@ -25,8 +26,6 @@ from panscan.engine.layout import Layout, Span
 from panscan.engine.segments import SegmentsBackend
 from panscan.engine.sequence import Chunk, Sequence, Step
 from panscan.engine.triton_attention import DecodeRows, TritonBackend, TritonPlan, unsupported_reason
-
-pytest.importorskip("triton", reason="Triton has no package for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALING = 0.3

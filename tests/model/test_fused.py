@@ -13,15 +13,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import noise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from panscan.core import Request
 from panscan.model.fused import fuse_projections
-from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.random_weights import random_model
 from panscan.model.reference import float32_model, weights_digest
 from panscan.model.shapes import Shape, TextShape, VisionShape
@@ -245,19 +242,13 @@ def test_the_float32_truth_is_the_same(shape: Shape) -> None:
     assert difference <= (short - expected).norm()
 
 
-def test_generate_gives_the_same_tokens(mini: GenerateRunner) -> None:
-    model, reader = mini.loaded.model, mini.loaded.reader
-    asked = [
-        Request(prompt="What is it?", images=[noise(300, 900)]),
-        Request(prompt="And this?", images=[noise(90, 70)]),
-    ]
-    ready = [prepare(read_images(item), reader, torch.device("cpu"), torch.float32, on_device=False) for item in asked]
-    inputs = collate(ready, mini.loaded, None)
-    expected = model.generate(**inputs, max_new_tokens=8)
+def test_generate_gives_the_same_tokens(mini: GenerateRunner, two_asked: dict[str, torch.Tensor]) -> None:
+    model = mini.loaded.model
+    expected = model.generate(**two_asked, max_new_tokens=8)
     with fused(model), Products() as seen:
-        assert torch.equal(model.generate(**inputs, max_new_tokens=8), expected)
+        assert torch.equal(model.generate(**two_asked, max_new_tokens=8), expected)
     with Products() as apart:
-        model.generate(**inputs, max_new_tokens=8)
+        model.generate(**two_asked, max_new_tokens=8)
     assert seen.count < apart.count
 
 

@@ -13,14 +13,12 @@ from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import noise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
-from panscan.core import Request, UnsupportedError
+from panscan.core import UnsupportedError
 from panscan.model.fused import fuse_projections
-from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.random_weights import random_model
 from panscan.model.reference import float32_model, weights_digest
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
@@ -104,16 +102,17 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_model() -> None:
     assert far(found, truth) <= 1.5 * far(features(model, pixels), truth) < 0.1
 
 
-def test_the_model_is_untouched_between_calls_and_after_a_failure(mini: GenerateRunner) -> None:
-    model, reader = mini.loaded.model, mini.loaded.reader
-    asked = [
-        Request(prompt="What is it?", images=[noise(300, 900)]),
-        Request(prompt="And this?", images=[noise(90, 70)]),
-    ]
-    ready = [prepare(read_images(item), reader, torch.device("cpu"), torch.float32, on_device=False) for item in asked]
-    inputs, pixels = collate(ready, mini.loaded, None), pixels_for(model, 3)
+def test_the_model_is_untouched_between_calls_and_after_a_failure(
+    mini: GenerateRunner, two_asked: dict[str, torch.Tensor]
+) -> None:
+    model = mini.loaded.model
+    pixels = pixels_for(model, 3)
     classes = [type(module) for module in model.modules()]
-    tokens, views, digest = model.generate(**inputs, max_new_tokens=6), features(model, pixels), weights_digest(model)
+    tokens, views, digest = (
+        model.generate(**two_asked, max_new_tokens=6),
+        features(model, pixels),
+        weights_digest(model),
+    )
     tower = VisionTower(model, compiled=False)
     tower(pixels)
     hook = model.model.vision_tower.encoder.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -123,7 +122,7 @@ def test_the_model_is_untouched_between_calls_and_after_a_failure(mini: Generate
     assert [type(module) for module in model.modules()] == classes
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert torch.equal(features(model, pixels), views)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=6), tokens)
+    assert torch.equal(model.generate(**two_asked, max_new_tokens=6), tokens)
     assert weights_digest(model) == digest
 
 

@@ -20,16 +20,14 @@ __all__ = ["Flight", "Mark", "Seeing"]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment of a device's work. On a CPU, which works at once, that of its making."""
+    """A moment of a device's work."""
 
     at: float
     event: Any
 
     @classmethod
     def set(cls, device: torch.device) -> Self:
-        """The moment when all work so far is done."""
-        if device.type == "mps":
-            torch.mps.synchronize()
+        """The moment when all work so far is done; elsewhere than on CUDA, now."""
         if device.type != "cuda":
             return cls(now(), None)
         return cls(now(), mark(device))

@@ -20,7 +20,7 @@ from panscan.engine.start import Started
 from panscan.engine.stats import Stats
 from panscan.engine.vision import VisionCache, VisionEncoder
 from panscan.model.load import Loaded
-from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 
 __all__ = ["Loop"]
 
@@ -211,7 +211,11 @@ class Loop:
         encoded = self._encoder.encode([(key, partial(self.preparer.see, sight)) for key, sight in wanted])
         for _, sight in wanted:
             sight.pixels = None
-        return Seeing(seeing, start, Mark.set(self.loaded.device)) if encoded else None
+        if not encoded:
+            return None
+        if self.loaded.device.type != "cuda":
+            synchronize(self.loaded.device)
+        return Seeing(seeing, start, Mark.set(self.loaded.device))
 
     def _places(self, step: Step) -> dict[Tokens, Sequence[int]]:
         """Positions of this step whose hidden states somebody wants."""

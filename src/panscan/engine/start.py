@@ -66,8 +66,8 @@ class Started:
         options = self.options
         self.decoder = Decoder(self.loaded.model)
         choice = choose_backend(options.attention_backend, self.decoder.layers)
-        self.decisions.append(f"attention: {choice.name} ({choice.reason})")
         self.fast = self._is_fast()
+        self._say(f"attention: {choice.name} ({choice.reason})")
         if self.fast:
             if self.decoder.device.type == "cuda":
                 torch.cuda.set_device(self.decoder.device)  # of this thread: graphs go to its present device
@@ -104,7 +104,7 @@ class Started:
         if not (self.fast and self.decoder.view_bytes):
             return self.decoder.encode
         tower = VisionTower(self.loaded.model, compiled=not self.options.fast_start)
-        self.decisions.append(f"vision attention: {tower.attention} ({tower.reason})")
+        self._say(f"vision attention: {tower.attention} ({tower.reason})")
         size = self.loaded.model.config.vision_config.image_size
         with self._stage("vision tower" if self.options.fast_start else "vision tower compiled"):
             for power in range(self.options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
@@ -140,5 +140,9 @@ class Started:
         started = now()
         yield
         synchronize(self.decoder.device)
-        self.decisions.append(f"{what}: {now() - started:.1f} s")
-        log.info("%s: %.1f s", what, now() - started)
+        self._say(f"{what}: {now() - started:.1f} s")
+
+    def _say(self, decision: str) -> None:
+        """Keep it, and tell it where a start takes long enough to be watched."""
+        self.decisions.append(decision)
+        log.log(logging.INFO if self.fast else logging.DEBUG, "%s", decision)

@@ -41,11 +41,11 @@ class Worker:
         self._lock = threading.Lock()
         self._closed = self._closing = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
-        built: Future[Loop] = Future()
+        built: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
         self._thread.start()
         try:
-            self.loop = self._loop = built.result()
+            built.result()
         except BaseException:  # also an impatient user's: the thread ends as soon as it can
             self._closed = True
             self._messages.put(self._close)
@@ -89,13 +89,13 @@ class Worker:
                 raise EngineError("the engine is closed")
             self._messages.put(message)
 
-    def _live(self, build: Callable[[], Loop], built: Future[Loop]) -> None:
+    def _live(self, build: Callable[[], Loop], built: Future[None]) -> None:
         try:
-            self._loop = build()
+            self.loop = build()
         except BaseException as error:  # the maker's to handle, whatever it is
             built.set_exception(error)
             return
-        built.set_result(self._loop)
+        built.set_result(None)
         self._turn()
 
     def _turn(self) -> None:
@@ -103,7 +103,7 @@ class Worker:
             while not self._closing:
                 try:
                     self._prepare_ahead()
-                    if self._broken is not None or not self._loop.step():
+                    if self._broken is not None or not self.loop.step():
                         self._messages.get()()
                     while not self._messages.empty():
                         self._messages.get()()
@@ -117,7 +117,7 @@ class Worker:
             self._accepted.append(job)
 
     def _prepare_ahead(self) -> None:
-        while self._accepted and len(self._preparing) + self._loop.waiting < self._ahead:
+        while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
             job = self._accepted.popleft()
             self._preparing.add(job)
             self._pool.submit(self._prepare, job)
@@ -127,7 +127,7 @@ class Worker:
         error: PanscanError | None = None
         try:
             if not job.ended:
-                self._loop.preparer.prepare(job)
+                self.loop.preparer.prepare(job)
         except PanscanError as known:
             error = known
         except BaseException as unknown:  # whatever a file makes a decoder raise, a panic too, is its request's failure
@@ -142,14 +142,14 @@ class Worker:
         if error is not None:
             job.end("error", error)
         else:
-            self._loop.add(job)
+            self.loop.add(job)
 
     def _end(self, job: Job, reason: FinishReason, error: PanscanError | None = None) -> None:
         if job.ended:
             return
         if job in self._accepted:
             self._accepted.remove(job)
-        self._loop.end(job, reason, error)
+        self.loop.end(job, reason, error)
 
     def _break(self, error: BaseException) -> None:
         """Nothing that the bookkeeping says can be trusted any more: end all jobs, and take no others."""
@@ -163,7 +163,7 @@ class Worker:
         self._closing = True
         for job in self._left():
             self._end(job, "cancelled")
-        self._loop.close()
+        self.loop.close()
 
     def _left(self) -> list[Job]:
-        return [*self._loop.jobs, *self._preparing, *self._accepted]
+        return [*self.loop.jobs, *self._preparing, *self._accepted]

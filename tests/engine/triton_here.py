@@ -1,0 +1,16 @@
+"""Whether tests of the Triton kernels can run: imported first by those that do."""
+
+from __future__ import annotations
+
+import platform
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+# Where the dev extra brings Triton it has to be there: its absence must not pass for a green suite.
+if find_spec("triton") is None and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+    pytest.skip("Triton has no package for this platform", allow_module_level=True)
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: test_gpu.py has it for a GPU")
+"""Of tests whose tensors are on the CPU, where only the interpreter takes them (see the suite's conftest)."""
