@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.engine import triton_here  # noqa: F401 - skips this module where there is no Triton
+from tests import triton_here  # noqa: F401 - skips this module where there is no Triton
 
 from panscan.core import SettingError, UnsupportedError
 from panscan.engine.backends import choose_backend

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.pages import Pages, ask, decoder_of
 from tests.engine.test_executor import check, led
-from tests.engine.triton_here import interpreted
+from tests.triton_here import interpreted
 
 from panscan.engine.attention import AttentionRows
 from panscan.engine.executor import Executor

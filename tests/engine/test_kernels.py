@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine import triton_here  # noqa: F401 - skips this module where there is no Triton
-from tests.engine.test_triton_attention import DEVICE, SCALING, new_tensors_full_of_nan
+from tests.engine.test_triton_attention import SCALING, new_tensors_full_of_nan
+from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
 from panscan.engine.attention import AttentionRows

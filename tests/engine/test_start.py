@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.engine.driving import Reference, requests
-from tests.engine.triton_here import interpreted
+from tests.triton_here import interpreted
 
 from panscan import GenerateRunner
 from panscan.core import UnsupportedError

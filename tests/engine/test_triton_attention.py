@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine import triton_here  # noqa: F401 - skips this module where there is no Triton
 from tests.engine.test_attention import BLOCKS, interval, sequences
+from tests.triton_here import DEVICE
 
 from panscan.engine.attention import AttentionRows, Plan
 from panscan.engine.kernel_sizes import HEAD_SIZES
@@ -27,7 +27,6 @@ from panscan.engine.segments import SegmentsBackend
 from panscan.engine.sequence import Chunk, Sequence, Step
 from panscan.engine.triton_attention import DecodeRows, TritonBackend, TritonPlan, unsupported_reason
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALING = 0.3
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16

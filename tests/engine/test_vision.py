@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -136,16 +137,21 @@ def test_keys_tell_all_that_pixels_depend_on() -> None:
     picture = noise(40, 30)
     spec = PixelSpec(48)
     digests = {
-        image_digest(image)
+        image_digest(np.array(image))
         for image in (picture, noise(40, 30, 1), picture.crop((0, 0, 40, 29)), Image.new("RGB", (2, 3)),
                       Image.new("RGB", (3, 2)))
     }  # fmt: skip
     assert len(digests) == 5
-    assert image_digest(picture.copy()) in digests
+    assert image_digest(np.array(picture)) in digests
+    large = np.zeros((2, 1 << 19, 3), np.uint8)  # three pieces, which several threads hash
+    large[0, 0, 0] = 1
+    turned, other = large.copy(), large.copy()
+    turned[0, 0, 0], turned[-1, -1, -1], other[-1, -1, -1] = 0, 1, 1
+    assert len({image_digest(each) for each in (large, turned, other, large.copy())}) == 3
     keys = {
         view_key(digest, box, preprocess, each)
         for digest in digests for box in ((0, 0, 4, 3), (0, 0, 3, 4)) for preprocess in ("cpu", "device")
         for each in (spec, replace(spec, size=96), replace(spec, mean=(0.5, 0.5, 0.4)))
     }  # fmt: skip
     assert len(keys) == 5 * 2 * 2 * 3
-    assert view_key(image_digest(picture), (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys
+    assert view_key(image_digest(np.array(picture)), (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys

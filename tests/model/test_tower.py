@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
 from panscan.core import UnsupportedError
@@ -69,7 +66,7 @@ class Seen(TorchFunctionMode):
 @pytest.mark.parametrize("shape", [TINY, ODD, SHAPES["mini"]], ids=["tiny", "odd", "mini"])
 def test_views_are_those_of_the_model(shape: Shape, fused: bool) -> None:
     model = model_of(shape)
-    tower = VisionTower(model, compiled=False)
+    tower = VisionTower(model)
     expected = features(model, pixels_for(model, 5))
     if fused:
         fuse_projections(model)
@@ -84,7 +81,7 @@ def test_views_are_those_of_the_model(shape: Shape, fused: bool) -> None:
 @pytest.mark.parametrize("attention", ["cudnn", "flash", "efficient", "math", "default"])
 def test_every_kernel_computes_the_same_or_gives_way_to_one_that_does(attention: str) -> None:
     model = model_of(TINY)
-    tower = VisionTower(model, compiled=False)
+    tower = VisionTower(model)
     tower.attention = attention
     pixels = pixels_for(model, 2)
     torch.testing.assert_close(tower(pixels), features(model, pixels), rtol=1e-4, atol=1e-6)
@@ -97,7 +94,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_model() -> None:
     with float32_model(model):
         truth = features(model, pixels)
     fuse_projections(model)
-    found = VisionTower(model, compiled=False)(pixels)
+    found = VisionTower(model)(pixels)
     assert found.dtype == torch.bfloat16
     assert far(found, truth) <= 1.5 * far(features(model, pixels), truth) < 0.1
 
@@ -113,9 +110,9 @@ def test_the_model_is_untouched_between_calls_and_after_a_failure(
         features(model, pixels),
         weights_digest(model),
     )
-    tower = VisionTower(model, compiled=False)
+    tower = VisionTower(model)
     tower(pixels)
-    hook = model.model.vision_tower.encoder.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    hook = model.model.vision_tower.encoder.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tower(pixels)
     hook.remove()
@@ -126,16 +123,15 @@ def test_the_model_is_untouched_between_calls_and_after_a_failure(
     assert weights_digest(model) == digest
 
 
-def test_the_float32_truth_is_the_same_and_the_tower_can_be_upcast_too() -> None:
+def test_the_float32_truth_is_the_same_beside_a_tower() -> None:
     model = model_of(TINY, torch.bfloat16)
     pixels = pixels_for(model, 2)
     with float32_model(model):
         expected = features(model, pixels)
-    tower = VisionTower(model, compiled=False)
+    tower = VisionTower(model)
     before = tower(pixels)
     with float32_model(model):
         assert torch.equal(features(model, pixels), expected)
-        torch.testing.assert_close(tower(pixels), expected, rtol=1e-4, atol=1e-6)
     assert torch.equal(tower(pixels), before)
 
 
@@ -146,8 +142,8 @@ def test_values_of_a_token_lie_next_to_each_other_in_every_layer(hooks: bool) ->
     model = hooked(model) if hooks else model
     seen: list[int] = []
     for layer in model.model.vision_tower.encoder.layers:
-        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].stride(-1)))
-    VisionTower(model, compiled=False)(pixels_for(model, 2))
+        layer.layer_norm2.register_forward_pre_hook(lambda _, given: seen.append(given[0].stride(-1)))
+    VisionTower(model)(pixels_for(model, 2))
     assert seen == [1, 1, 1]
 
 
@@ -155,36 +151,13 @@ def test_views_go_in_few_different_numbers() -> None:
     """A kernel that is planned for each number of views is planned for few: powers of two."""
     model = model_of(TINY)
     seen: list[int] = []
-    model.model.vision_tower.encoder.layers[0].register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    tower = VisionTower(model, compiled=False)
+    model.model.vision_tower.encoder.layers[0].mlp.register_forward_pre_hook(
+        lambda _, given: seen.append(len(given[0]))
+    )
+    tower = VisionTower(model)
     for views in (16, 13, 7, 6, 1):
         assert len(tower(pixels_for(model, views))) == views
     assert seen == [16, 8, 4, 1, 4, 2, 1, 4, 2, 1]
-
-
-@pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Compile, but generate no code: what is traced and guarded is ours, what a CPU makes of it is PyTorch's."""
-    torch.compiler.reset()
-    backend = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    yield backend
-    torch.compiler.reset()
-
-
-def test_compiled_once_for_one_view_and_once_for_more(counter: CompileCounterWithBackend) -> None:
-    model = model_of(TINY)
-    fuse_projections(model)
-    tower = VisionTower(model, compiled=True)
-    tower.attention = "math"  # a kernel by name, as on a GPU
-    pixels = pixels_for(model, 7)
-    expected = features(model, pixels)
-    for views, graphs in ((2, 3), (4, 3), (5, 6), (1, 6), (7, 6), (3, 6)):
-        torch.testing.assert_close(tower(pixels[:views]), expected[:views], rtol=1e-4, atol=1e-6)
-        found = [graph.graph for graph in counter.graphs if len(graph.graph.nodes)]
-        assert len(found) == graphs
-    products = [sum(node.target is nn.functional.linear for node in graph.nodes) for graph in found]
-    assert products[:3] == [1, 4, 0]  # patches; queries, keys and values, their output, the MLP's two
 
 
 def hooked(model: Any) -> Any:
@@ -224,31 +197,35 @@ def quantised(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("change", [hooked, offloaded, packed, quantised])
-def test_a_tower_with_hooks_or_quantised_runs_as_it_is(counter: CompileCounterWithBackend, change: Any) -> None:
+def watched(model: Any) -> Any:
+    model.model.vision_tower.encoder.layers[2].register_forward_hook(lambda _, __, hidden: hidden * 1)
+    return model
+
+
+@pytest.mark.parametrize("change", [hooked, offloaded, packed, quantised, watched])
+def test_a_tower_with_hooks_or_quantised_runs_as_it_is(change: Any) -> None:
     model = model_of(TINY)
     pixels = pixels_for(model, 3)
     expected = features(model, pixels)
     model = change(model)
-    tower = VisionTower(model, compiled=True)
+    tower = VisionTower(model)
     with Seen() as seen:
         found = tower(pixels)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert counter.frame_count == 0
     assert "conv2d" in seen.names
 
 
 def test_the_patch_convolution_is_a_product() -> None:
     model = model_of(TINY)
     with Seen() as seen:
-        VisionTower(model, compiled=False)(pixels_for(model, 1))
+        VisionTower(model)(pixels_for(model, 1))
     assert "conv2d" not in seen.names
     assert "_addmm_activation" not in seen.names  # which is another GELU on a CPU
 
 
 def test_a_model_that_reads_text_only_has_no_tower() -> None:
     with pytest.raises(UnsupportedError, match="text only"):
-        VisionTower(model_of(Shape("blind", TEXT)), compiled=False)
+        VisionTower(model_of(Shape("blind", TEXT)))
 
 
 @given(st.dictionaries(st.sampled_from(["cudnn", "flash", "efficient"]), st.none() | st.floats(0.01, 50), min_size=1))
@@ -274,8 +251,7 @@ def test_a_kernel_is_chosen_by_time(dtype: torch.dtype, among: set[str]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_it_is_as_near_to_the_truth_as_the_model(compiled: bool) -> None:
+def test_on_a_gpu_it_is_as_near_to_the_truth_as_the_model() -> None:
     """With every stand-in, in bfloat16, on SigLIP's widths: its head size, and an MLP that no power of two divides."""
     eyes = VisionShape(hidden=1152, intermediate=4304, layers=3, heads=16, image_size=224)
     model = model_of(Shape("wide", TEXT, eyes, image_tokens=16), torch.bfloat16, "cuda")
@@ -284,12 +260,11 @@ def test_on_a_gpu_it_is_as_near_to_the_truth_as_the_model(compiled: bool) -> Non
         truth = features(model, pixels.float())
     own = far(features(model, pixels), truth)
     fuse_projections(model)
-    tower = VisionTower(model, compiled=compiled)
+    tower = VisionTower(model)
     with Seen() as seen:
         found = tower(pixels)
-    if not compiled:
-        assert "_addmm_activation" in seen.names
-        assert "gelu" not in seen.names
+    assert "_addmm_activation" in seen.names
+    assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
     for views in range(1, 6):
         assert far(tower(pixels[:views]), truth[:views]) <= 2 * own
     assert far(found, truth) <= 2 * own

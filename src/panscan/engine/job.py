@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
@@ -20,12 +22,13 @@ __all__ = ["Job", "Sight", "Watched"]
 
 @dataclass(slots=True)
 class Sight:
-    """One view of a job: its image (RGB) and place in it, and its pixels ``[3, size, size]`` while they wait.
+    """One view of a job: its image (RGB; levels where a GPU is to resize them) and place in it, and its pixels
+    ``[3, size, size]`` while they wait.
 
     ``ready``: CUDA event behind which the pixels are there; None: they are.
     """
 
-    image: Image.Image
+    image: Image.Image | NDArray[np.uint8]
     view: View
     pixels: torch.Tensor | None = None
     ready: Any = None

@@ -6,20 +6,16 @@ a block of the engine's: "block" is Triton's word for something else. Scores are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from panscan.engine.kernel_sizes import choose_splits, decode_sizes, prefill_sizes
+from panscan.model.jit import kernel
 
-__all__ = ["INTERPRETED", "decode", "prefill", "write"]
-
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs these kernels, on CPU tensors; decided when they are decorated."""
+__all__ = ["decode", "prefill", "write"]
 
 _LOG2E = 1.4426950408889634
 _EVERYTHING = 1 << 30  # a window that no sequence fills
@@ -121,13 +117,7 @@ def _precision(query: torch.Tensor) -> str:
     return "ieee" if query.dtype == torch.float32 else "tf32"
 
 
-def _kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """``triton.jit``, typed. A kernel is compiled anew for 1 and for multiples of 16, but not of ``any_value``."""
-    decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=any_value)
-    return decorate
-
-
-@_kernel()
+@kernel()
 def _write(
     k, v, k_cache, v_cache, slots, k_row, k_head, v_row, v_head,
     kv_heads: tl.constexpr, kv_heads_padded: tl.constexpr, head_size: tl.constexpr,
@@ -141,18 +131,17 @@ def _write(
     tl.store(v_cache + to, tl.load(v + row * v_row + head * v_head + d, mask=there), mask=there)
 
 
-@_kernel()
+@kernel()
 def _absorb(
-    top, total, sums, query, k_cache, v_cache, table, at_key, held, seen, kv_head, scale,
+    top, total, sums, query, k_cache, v_cache, page, at_key, held, seen, kv_head, scale,
     page_size: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of rows (highest score, sum of weights, weighted sum of values) with some more keys.
 
-    ``at_key``: their positions; ``held``: those that may be read; ``seen``: by which row.
+    ``page`` and ``at_key``: of the keys; ``held``: those that may be read; ``seen``: by which row.
     """
     d = tl.arange(0, head_size)
-    page = tl.load(table + at_key // page_size, mask=held, other=0).to(tl.int64)
-    place = (page * page_size + at_key % page_size) * (kv_heads * head_size) + kv_head * head_size
+    place = (page.to(tl.int64) * page_size + at_key % page_size) * (kv_heads * head_size) + kv_head * head_size
     key = tl.load(k_cache + place[None, :] + d[:, None], mask=held[None, :], other=0.0)
     score = tl.where(seen, tl.dot(query, key, input_precision=precision) * scale, float("-inf"))
     # "top" begins finite: infinite less infinite would be NaN in a row that has not seen a key yet.
@@ -165,7 +154,7 @@ def _absorb(
     return higher, total * before + tl.sum(weight, 1), sums
 
 
-@_kernel(any_value=["table_row", "start"])
+@kernel(any_value=["table_row", "start"])
 def _prefill(
     q, k_cache, v_cache, output, tiles, ends, tables, scale, q_row, q_head, table_row, start, window,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
@@ -193,19 +182,25 @@ def _prefill(
     top = tl.full([rows], -1e30, tl.float32)
     total = tl.full([rows], 0.0, tl.float32)
     sums = tl.full([rows, head_size], 0.0, tl.float32)
-    for begin in range(first // keys * keys, last, keys):
+    begin_at = first // keys * keys
+    at_key = begin_at + tl.arange(0, keys)
+    # One turn ahead: loads whose addresses are loaded in the same turn get no buffers of their own from Triton.
+    page = tl.load(table + at_key // page_size, mask=(at_key >= first) & (at_key < last), other=0)
+    for begin in range(begin_at, last, keys):
         at_key = begin + tl.arange(0, keys)
         held = (at_key >= first) & (at_key < last)
         seen = (at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None])
+        ahead = tl.load(table + (at_key + keys) // page_size, mask=at_key + keys < last, other=0)
         top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, table, at_key, held, seen, kv_head, scale,
+            top, total, sums, query, k_cache, v_cache, page, at_key, held, seen, kv_head, scale,
             page_size, kv_heads, head_size, precision,
         )  # fmt: skip
+        page = ahead
     found = (sums / tl.where(there, total, 1.0)[:, None]).to(output.dtype.element_ty)
     tl.store(output + row[:, None] * (heads * head_size) + head * head_size + d[None, :], found, mask=there[:, None])
 
 
-@_kernel(any_value=["table_row"])
+@kernel(any_value=["table_row"])
 def _decode(
     q, k_cache, v_cache, parts, part_sums, tables, lengths, scale, q_row, q_head, table_row, window,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
@@ -232,8 +227,9 @@ def _decode(
     for begin in range(first, last, keys):
         at_key = begin + tl.arange(0, keys)
         held = at_key < last
+        page = tl.load(table + at_key // page_size, mask=held, other=0)
         top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, table, at_key, held, held[None, :], kv_head, scale,
+            top, total, sums, query, k_cache, v_cache, page, at_key, held, held[None, :], kv_head, scale,
             page_size, kv_heads, head_size, precision,
         )  # fmt: skip
     to = sequence * heads + head
@@ -248,7 +244,7 @@ def _decode(
     tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
 
 
-@_kernel()
+@kernel()
 def _merge(
     parts, part_sums, output, splits: tl.constexpr, splits_padded: tl.constexpr, head_size: tl.constexpr
 ):  # fmt: skip

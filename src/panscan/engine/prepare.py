@@ -6,7 +6,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import View, now
@@ -54,10 +56,11 @@ class Preparer:
         keys: list[bytes] = []
         sights: dict[bytes, Sight] = {}
         for image, plan in zip(read.images, plans, strict=True):
-            digest = image_digest(image)
+            levels = np.array(image)
+            digest = image_digest(levels)
             for view in plan.views:
                 keys.append(view_key(digest, view.box, self._preprocess, self._spec))
-                sights.setdefault(keys[-1], Sight(image, view))
+                sights.setdefault(keys[-1], Sight(levels if self._on_device else image, view))
         self._see_all([sight for key, sight in sights.items() if not self._known(key)])
         job.sights, job.views, job.crops = sights, len(keys), sum(plan.crops for plan in plans)
         job.image_tokens = prompt.image_tokens
@@ -93,5 +96,5 @@ class Preparer:
                     sight.pixels = each.clone() if len(same) > 1 else each  # a slice would keep them all
                     sight.ready = None if self._stream is None else mark(self._device)
 
-    def _pixels(self, image: Image.Image, views: list[View]) -> torch.Tensor:
-        return view_pixels(image, views, self._spec, self._device, on_device=self._on_device).to(self._dtype)
+    def _pixels(self, image: Image.Image | NDArray[np.uint8], views: list[View]) -> torch.Tensor:
+        return view_pixels(image, views, self._spec, self._device).to(self._dtype)

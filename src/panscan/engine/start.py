@@ -103,10 +103,10 @@ class Started:
         """What encodes views: on an NVIDIA GPU another way through the same modules."""
         if not (self.fast and self.decoder.view_bytes):
             return self.decoder.encode
-        tower = VisionTower(self.loaded.model, compiled=not self.options.fast_start)
+        tower = VisionTower(self.loaded.model)
         self._say(f"vision attention: {tower.attention} ({tower.reason})")
         size = self.loaded.model.config.vision_config.image_size
-        with self._stage("vision tower" if self.options.fast_start else "vision tower compiled"):
+        with self._stage("vision tower"):
             for power in range(self.options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
                 tower(torch.zeros(1 << power, 3, size, size, device=self.decoder.device, dtype=self.decoder.dtype))
 

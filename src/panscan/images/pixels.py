@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
 
 from panscan.core import View
 from panscan.images.transfer import upload
 
-__all__ = ["PixelSpec", "image_to_device", "pixels_pil", "pixels_torch"]
+__all__ = ["PixelSpec", "levels_to_device", "pixels_pil", "pixels_torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ def _normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
     return pixels.transpose(0, 1).contiguous()
 
 
-def image_to_device(image: Image.Image, device: torch.device | str) -> torch.Tensor:
-    """An RGB image as uint8 ``[3, height, width]`` on ``device``: a quarter of the bytes of float32 over the link."""
-    levels = np.array(image)  # a copy: Pillow's own buffer is read-only
+def levels_to_device(levels: NDArray[np.uint8], device: torch.device | str) -> torch.Tensor:
+    """Levels ``[height, width, 3]`` as ``[3, height, width]`` on ``device``: a quarter of the bytes of float32 over the
+    link. The array must be writable, as PyTorch asks for."""
     return upload(levels, torch.device(device)).permute(2, 0, 1)
 
 

@@ -52,7 +52,7 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         self.image_tokens: int = getattr(loaded_model.config, "mm_tokens_per_image", 0)
-        self._layer: Callable[..., torch.Tensor] = _call_layer
+        self._compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self.layers, self.device, self.dtype = self._probe()
 
     @property
@@ -99,18 +99,32 @@ class Decoder:
         """
         rotary = {kind: self._text.rotary_emb(hidden, positions[None], kind) for kind in set(self._kinds)}
         with self._paged(), attending(attend):
-            for kind, layer, k_cache, v_cache in zip(self._kinds, self._text.layers, k_caches, v_caches, strict=True):
-                hidden = self._layer(layer, hidden, rotary[kind], k_cache, v_cache)
+            places = [(rotary[kind], *caches) for kind, *caches in zip(self._kinds, k_caches, v_caches, strict=True)]
+            if self._compiled is not None:
+                return self._run_compiled(self._compiled, hidden, places)
+            for layer, (rotated, k_cache, v_cache) in zip(self._text.layers, places, strict=True):
+                hidden = layer(hidden, position_embeddings=rotated, k_cache=k_cache, v_cache=v_cache)
         normed: torch.Tensor = self._text.norm(hidden)
+        return normed
+
+    def _run_compiled(
+        self, step: Callable[..., tuple[torch.Tensor, torch.Tensor]], hidden: torch.Tensor, places: Sequence[Any]
+    ) -> torch.Tensor:
+        layers = self._text.layers
+        norms = [*(layer.input_layernorm for layer in layers), self._text.norm]
+        normed: torch.Tensor = norms[0](hidden)
+        for layer, following, place in zip(layers, norms[1:], places, strict=True):
+            hidden, normed = step(layer, following, hidden, normed, *place)
         return normed
 
     def compile(self) -> None:
         """Compile what a layer does, once for all layers and numbers of rows; the first passes after it are slow.
 
         One graph for local layers and one for global ones, and again for a single row, whose size PyTorch takes for a
-        constant.
+        constant. For a model without hooks: layers are not called as a whole, but cut behind the norm that the next
+        one begins with, which then reads memory together with the sum before it.
         """
-        self._layer = compiled(_call_layer)
+        self._compiled = compiled(_layer_and_norm)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -156,9 +170,15 @@ class Decoder:
             config._attn_implementation = before
 
 
-def _call_layer(
-    layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor],
-    k_cache: torch.Tensor, v_cache: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    done: torch.Tensor = layer(hidden, position_embeddings=rotary, k_cache=k_cache, v_cache=v_cache)
-    return done
+def _layer_and_norm(
+    layer: Any, following: Any, hidden: torch.Tensor, normed: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor], k_cache: torch.Tensor, v_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """A layer without its first norm, and the norm that follows it: the sum, and the sum normed."""
+    attended, _ = layer.self_attn(
+        hidden_states=normed, position_embeddings=rotary, attention_mask=None, k_cache=k_cache, v_cache=v_cache
+    )
+    hidden = hidden + layer.post_attention_layernorm(attended)
+    activated = layer.mlp(layer.pre_feedforward_layernorm(hidden))
+    hidden = hidden + layer.post_feedforward_layernorm(activated)
+    return hidden, following(hidden)

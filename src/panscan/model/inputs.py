@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import Request, View
 from panscan.images.files import expand_images, open_image
-from panscan.images.pixels import PixelSpec, image_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import PixelSpec, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.load import Loaded, Reader
 from panscan.model.prompt import Prompt
@@ -75,7 +77,7 @@ def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype
     if not read.images or reader.pixels is None:
         return Prepared(read.request, plans, prompt, None)
     parts = [
-        view_pixels(image, plan.views, reader.pixels, device, on_device=on_device).to(dtype)
+        view_pixels(np.array(image) if on_device else image, plan.views, reader.pixels, device).to(dtype)
         for image, plan in zip(read.images, plans, strict=True)
     ]
     return Prepared(read.request, plans, prompt, torch.cat(parts))
@@ -88,13 +90,13 @@ def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
 
 
 def view_pixels(
-    image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device, *, on_device: bool
+    image: Image.Image | NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device
 ) -> torch.Tensor:
-    """Normalised pixels of views, float32 ``[views, 3, size, size]``, on ``device``; cut and resized there if
-    ``on_device``."""
-    if on_device:
-        return pixels_torch(image_to_device(image, device), views, spec)
-    return pixels_pil(image, views, spec, device)
+    """Normalised pixels of views, float32 ``[views, 3, size, size]``, on ``device``: levels ``[height, width, 3]`` are
+    cut and resized there, an image with Pillow on the CPU."""
+    if isinstance(image, Image.Image):
+        return pixels_pil(image, views, spec, device)
+    return pixels_torch(levels_to_device(image, device), views, spec)
 
 
 def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int | None) -> dict[str, Any]:

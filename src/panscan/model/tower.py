@@ -2,8 +2,9 @@
 
 The modules are Transformers', called one by one. SigLIP's embeddings leave with the tokens of a view next to each
 other in memory instead of the values of a token, and every residual after them inherits it: they are copied once.
-Three parts are computed another way while the tower runs: attention by the kernel that this machine is fastest with,
-the patch convolution as one product, and on a GPU the activation at the end of the product before it.
+Four parts are computed another way while the tower runs: attention by the kernel that this machine is fastest with,
+the patch convolution as one product, and on a GPU the activation at the end of the product before it, and each sum
+together with the layer norm behind it. What is left are products: there is nothing to compile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -19,9 +21,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from panscan.core import UnsupportedError
-from panscan.model.compiling import compiled as compile_once
 from panscan.model.fused import is_plain
 
 __all__ = ["VisionTower", "choose_vision_attention", "fastest"]
@@ -35,8 +37,8 @@ _KERNELS = {
 _HEADS, _PATCHES = 16, 4096  # of one view, in every published model that sees
 _ROUNDS = 5  # timed, after one that is not
 
-_Step = Callable[..., torch.Tensor]
-"""A part of the way from pixels to encoded views; the modules that it calls are its first arguments."""
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.LayerNorm], tuple[torch.Tensor, torch.Tensor]]
+"""A sum (of nothing, where there is no second part) and its layer norm."""
 
 _StandIn = tuple[nn.Module, type[nn.Module], type[nn.Module]]
 """A module, its own class, and the class that it has while the tower runs."""
@@ -47,33 +49,25 @@ class VisionTower:
 
     Between calls the model is as it was: ``generate()`` and the float32 truth run Transformers' own. While views are
     encoded, no other thread may run it. ``attention`` and ``reason``: the kernel, and why it was chosen
-    (:func:`choose_vision_attention`).
+    (:func:`choose_vision_attention`). ``add_norm``: what computes sums and layer norms.
 
-    A tower that is quantised, or has accelerate's hooks (spread over devices, offloaded), runs with neither compilation
-    nor stand-ins.
+    A tower that is quantised, or has hooks (accelerate's, when it is spread over devices or offloaded), runs as it is.
 
     Args:
         model: in evaluation mode. Later calls find projections that :func:`panscan.model.fused.fuse_projections` fused.
-        compiled: compile embeddings, encoder layers and projector: each once for one view and once for more, all layers
-            together, at the first calls.
 
     Raises:
         UnsupportedError: the model reads text only.
     """
 
-    def __init__(self, model: Any, *, compiled: bool) -> None:
+    def __init__(self, model: Any) -> None:
         tower = getattr(model.model, "vision_tower", None)
         if tower is None:
             raise UnsupportedError("the model reads text only: it has no vision tower")
         self._tower, self._projector = tower, model.model.multi_modal_projector
-        plain = _is_plain_tower(tower, self._projector)
-        self._stand_ins = _stand_ins(tower) if plain else []
-        self._embed: _Step
-        self._encode: _Step
-        self._project: _Step
-        self._embed, self._encode, self._project = (
-            compile_once(step) if compiled and plain else step for step in (_embed, _encode, _project)
-        )
+        self._plain = _is_plain_tower(tower, self._projector)
+        self._stand_ins = _stand_ins(tower) if self._plain else []
+        self.add_norm = _choose_add_norm(tower.post_layernorm.weight.device)
         weight = tower.embeddings.patch_embedding.weight
         head_size = tower.config.hidden_size // tower.config.num_attention_heads
         self.attention, self.reason = choose_vision_attention(weight.device, head_size, weight.dtype)
@@ -83,15 +77,29 @@ class VisionTower:
         """Encoded views ``[views, image_tokens, hidden]`` of pixels ``[views, 3, size, size]``, as
         ``model.get_image_features(pixels).pooler_output`` has them, in the tower's type."""
         with self._installed():
-            # Copies: a compiled graph is guarded by where in its memory a tensor begins.
-            encoded = [self._views(piece.clone()) for piece in torch.split(pixels, _pieces(len(pixels)))]
-        return torch.cat(encoded)
+            return torch.cat([self._views(piece) for piece in torch.split(pixels, _pieces(len(pixels)))])
 
     def _views(self, pixels: torch.Tensor) -> torch.Tensor:
-        hidden = self._embed(self._tower.embeddings, pixels)
+        hidden = self._tower.embeddings(pixels).contiguous()
+        encode = self._encoded if self._plain else self._encoded_by_layers
+        features: torch.Tensor = self._projector(encode(hidden))
+        return features
+
+    def _encoded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layers do, with each sum put off until the norm behind it."""
+        part: torch.Tensor | None = None
         for layer in self._tower.encoder.layers:
-            hidden = self._encode(layer, hidden)
-        return self._project(self._tower.post_layernorm, self._projector, hidden)
+            hidden, normed = self.add_norm(hidden, part, layer.layer_norm1)
+            part, _ = layer.self_attn(hidden_states=normed, attention_mask=None)
+            hidden, normed = self.add_norm(hidden, part, layer.layer_norm2)
+            part = layer.mlp(normed)
+        return self.add_norm(hidden, part, self._tower.post_layernorm)[1]
+
+    def _encoded_by_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self._tower.encoder.layers:
+            hidden = layer(hidden, None)
+        normed: torch.Tensor = self._tower.post_layernorm(hidden)
+        return normed
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -161,19 +169,19 @@ def _pieces(views: int) -> list[int]:
     return [1 << bit for bit in reversed(range(views.bit_length())) if views >> bit & 1]
 
 
-def _embed(embeddings: Any, pixels: torch.Tensor) -> torch.Tensor:
-    hidden: torch.Tensor = embeddings(pixels).contiguous()
-    return hidden
+def _choose_add_norm(device: torch.device) -> AddNorm:
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from panscan.model.norm_kernels import add_norm
+
+        return add_norm
+    return _add_norm
 
 
-def _encode(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    encoded: torch.Tensor = layer(hidden, None)
-    return encoded
-
-
-def _project(norm: Any, projector: Any, hidden: torch.Tensor) -> torch.Tensor:
-    projected: torch.Tensor = projector(norm(hidden))
-    return projected
+def _add_norm(
+    hidden: torch.Tensor, part: torch.Tensor | None, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    total = hidden if part is None else hidden + part
+    return total, norm(total)
 
 
 def _is_plain_tower(tower: Any, projector: nn.Module) -> bool:
@@ -182,6 +190,7 @@ def _is_plain_tower(tower: Any, projector: nn.Module) -> bool:
     layers = tower.encoder.layers.named_modules()
     return (
         not any(hasattr(module, "_hf_hook") for module in modules)
+        and all(is_plain(layer, SiglipEncoderLayer) for layer in tower.encoder.layers)
         and all(type(p) is nn.Parameter and not p.is_meta for part in (tower, projector) for p in part.parameters())
         and all(isinstance(module, nn.Linear) for name, module in layers if name.endswith(("_proj", "fc1", "fc2")))
     )

@@ -12,5 +12,7 @@ import torch
 if find_spec("triton") is None and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
     pytest.skip("Triton has no package for this platform", allow_module_level=True)
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: test_gpu.py has it for a GPU")
 """Of tests whose tensors are on the CPU, where only the interpreter takes them (see the suite's conftest)."""
