@@ -1,6 +1,6 @@
 """W1: distinct documents, all at once. Throughput, the request alone, decode steps, the vision tower, and the floor.
 
-    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --attention-backend triton --output w1.json
+    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --output w1.json
     python -m benchmarks.workloads.w1 --model mini --num-requests 8 --max-new-tokens 8 --output w1.json
 
 Each request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with as many prompt
@@ -134,7 +134,7 @@ def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare, write the record."""
-    work = parse("w1", __doc__ or "", argv, requests=128, max_new_tokens=128, max_num_seqs=128)
+    work = parse("w1", __doc__ or "", argv, requests=128, max_new_tokens=128)
     runners = open_runners(work)
     first = next(iter(runners.values()))
     start_profiler(first.loaded.device)

@@ -1,6 +1,6 @@
 """W3: a mixed pile that arrives over time. How much of the engine's capacity may be offered before latencies give way.
 
-    python -m benchmarks.workloads.w3 --model-shape 27b --random-weights --attention-backend triton --output w3.json
+    python -m benchmarks.workloads.w3 --model-shape 27b --random-weights --output w3.json
     python -m benchmarks.workloads.w3 --model mini --num-requests 8 --max-new-tokens 8 --output w3.json
 
 Pages of five sizes and answers of 1/16 of ``--max-new-tokens`` up to all of it. First all at once: that is the
@@ -95,7 +95,7 @@ def measure(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare, write the record."""
-    work: Work = parse("w3", __doc__ or "", argv, requests=256, max_new_tokens=256, max_num_seqs=128)
+    work: Work = parse("w3", __doc__ or "", argv, requests=256, max_new_tokens=256)
     if work.runners != ("engine",):
         raise SettingError("W3 is the engine's: nothing else takes requests as they come")
     runner = open_runners(work)["engine"]

@@ -111,14 +111,14 @@ class Settings:
     tf32: bool = _axis(False, "let float32 products use TF32")
     batch_size: int = _axis(1, "requests per generate() call")
     max_concurrency: int | None = _axis(None, "engine: requests in flight at once; none: all of them")
-    max_num_seqs: int = _axis(64, "engine: requests that compute at once")
+    max_num_seqs: int = _axis(128, "engine: requests that compute at once")
     kv_cache_gb: float | None = _axis(None, "engine: size of the KV cache in GB (10^9 bytes); none: from free memory")
     prefix_caching: bool = _axis(True, "engine: requests that begin alike share what was computed")
     vision_cache_gb: float = _axis(1.0, "engine: encoded views that are kept, in GB (10^9 bytes)")
     vision_batch_size: int = _axis(16, "engine: views encoded at once")
     attention_backend: str = _axis(
         "auto",
-        "engine: kernels of paged attention; triton: ours, with all that is new on a GPU",
+        "engine: kernels of paged attention; triton: ours, for NVIDIA GPUs; sdpa: PyTorch's, one sequence at a time",
         choices=ATTENTION_BACKENDS,
     )
     fast_start: bool = _axis(False, "engine: compile nothing; ready sooner, slower then")

@@ -18,10 +18,15 @@ DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, device=DEVICE)
 
 
-def test_pytorchs_kernels_are_taken_until_ours_are_measured_and_it_is_said() -> None:
+def test_ours_are_taken_on_a_gpu_and_it_is_said_why_not_elsewhere() -> None:
     choice = choose_backend("auto", [LAYER, replace(LAYER, local=False)])
-    assert isinstance(choice.backend, SegmentsBackend)
-    assert choice.name == "sdpa" and "only been interpreted" in choice.reason
+    if DEVICE.type == "cuda":
+        assert isinstance(choice.backend, TritonBackend) and choice.name == "triton"
+        choice = choose_backend("auto", [replace(LAYER, head_size=48)])
+        assert "heads of size 48" in choice.reason
+    else:
+        assert choice.reason == "layers are not on NVIDIA GPUs", "interpreted or not"
+    assert isinstance(choice.backend, SegmentsBackend) and choice.name == "sdpa"
 
 
 def test_what_is_asked_for_is_taken() -> None:

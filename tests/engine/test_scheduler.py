@@ -31,6 +31,7 @@ class History(RuleBasedStateMachine):
         spare=st.just((6, 30)) | st.just((30, 6)) | st.tuples(st.integers(0, 20), st.integers(0, 20)),
         caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
+        worth=st.sampled_from([1, 5, 128]),
     )
     def build(
         self,
@@ -44,6 +45,7 @@ class History(RuleBasedStateMachine):
         spare: tuple[int, int],
         caching: bool,
         overlap: bool,
+        worth: int,
     ) -> None:
         """Pools that hold a sequence of ``tokens`` and a few blocks more. ``overlap``: a step is scheduled before the
         tokens of the one before are known."""
@@ -57,6 +59,7 @@ class History(RuleBasedStateMachine):
                 local_blocks=counts[1],
                 window=window,
                 prefix_caching=caching,
+                worth_waiting=worth,
             )
 
         needed = blocks((1, 1)).needed(tokens, chunk)
@@ -66,7 +69,7 @@ class History(RuleBasedStateMachine):
         self.cached: dict[Sequence, int] = {}
         self.slots: dict[tuple[int, int, int], object] = {}  # group, block, offset: what was written there last
         self.preemptions = self.added = 0
-        self.overlap = overlap
+        self.overlap, self.worth, self.caching = overlap, worth, caching
         self.flying: dict[Sequence, int] = {}  # tokens that are not known yet
 
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
@@ -147,7 +150,7 @@ class History(RuleBasedStateMachine):
     def remove(self, one: Sequence) -> None:
         self.scheduler.remove(one)
         del self.ids[one]
-        assert one.tables == ([], [])
+        assert not any(one.tables)
 
     def check_rules(self, step: Step, before: tuple[Sequence, ...]) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
@@ -159,13 +162,18 @@ class History(RuleBasedStateMachine):
         growing = [each for each in self.ids if len(each.ids) < each.limit]
         assert step.chunks and min(growing, key=lambda each: each.number) in [c.sequence for c in step.chunks]
         for each in step.preempted:
-            assert (each.computed, each.registered, each.tables) == (0, 0, ([], []))
+            assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
             assert each.ids[: len(each.ids) - each.pending] == self.ids[each]
         for each in admitted:
             assert each.cached == self.cached.setdefault(each, each.computed)
             assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
             older = [chunk for chunk in step.chunks if chunk.sequence.number < each.number]
             assert sum(chunk.end - chunk.start for chunk in older if not chunk.sequence.decodes) < self.chunk
+            end = (each.computed + self.worth) // self.size * self.size
+            for other in (chunk.sequence for chunk in older) if self.caching and each.reuse and end else ():
+                same = all(content(each, at) == content(other, at) for at in range(min(end, len(other.ids))))
+                makes = other.reuse and same and other.computed < end <= len(other.ids)
+                assert not makes or end > len(each.ids), "computed twice"
 
     def check_chunks(self, step: Step) -> None:
         """Each running sequence has the chunk that plain search gives it, oldest first, within the budgets."""
@@ -230,7 +238,7 @@ class History(RuleBasedStateMachine):
         order = [each.number for each in (*running, *waiting)]
         assert order == sorted(each.number for each in self.ids), "one is lost, or overtook another"
         assert len(running) <= self.seats
-        assert all(each.tables == ([], []) and each.computed == 0 for each in waiting)
+        assert all(not any(each.tables) and each.computed == 0 for each in waiting)
         assert all(each.ids[: len(each.ids) - each.pending] == self.ids[each] for each in self.ids)
         for group in (0, 1):
             tables = [[block for block in each.tables[group] if block != -1] for each in running]
@@ -282,6 +290,24 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
             if len(each.ids) == each.limit:
                 scheduler.remove(each)
     assert scheduler.preemptions == 0
+
+
+def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() -> None:
+    blocks = KVBlocks(block_size=2, global_blocks=40, local_blocks=0, window=None, prefix_caching=True, worth_waiting=4)
+    scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=20)
+    first, same, other = (
+        sequence(number, [tail], outputs=2) for number, tail in enumerate([(1,) * 9, (1,) * 9, (2,) * 9])
+    )
+    for each in (first, same, other):
+        scheduler.add(each)
+    steps = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        steps.append([(chunk.sequence, chunk.start) for chunk in step.chunks])
+        scheduler.advance(step)
+        first.settle(1)
+    assert steps == [[(first, 0)], [(first, 9), (same, 8), (other, 0)]]
 
 
 @pytest.mark.parametrize(("local_blocks", "fits"), [(LONGEST, False), (LONGEST + 1, True)])

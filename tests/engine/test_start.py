@@ -19,7 +19,7 @@ from panscan.engine.start import Started
 @pytest.fixture
 def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU is all that is missing; without one nothing is recorded, and the same passes run launch by launch."""
-    monkeypatch.setattr(Started, "_is_fast", lambda started: started.options.attention_backend == "triton")
+    monkeypatch.setattr(Started, "_is_fast", lambda started, _: started.options.attention_backend == "triton")
     yield
 
 

@@ -28,7 +28,8 @@ def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
     """The backend of paged attention for a model's layers.
 
     Args:
-        name: ``triton``, ``sdpa``, or ``auto``: PyTorch's, until our kernels have been measured on a GPU.
+        name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on an NVIDIA GPU that takes
+            them, which is several times as fast there (``benchmarks/records``).
         layers: what is attended on.
 
     Raises:
@@ -38,14 +39,19 @@ def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
     if name not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
         raise SettingError(f"--attention-backend takes {known}; got {name!r}{nearest(name, ATTENTION_BACKENDS)}")
-    if name == "auto":
-        return Choice("sdpa", "our Triton kernels have only been interpreted so far", SegmentsBackend())
     if name == "sdpa":
         return Choice("sdpa", "asked for", SegmentsBackend())
-    if (reason := _no_triton(layers)) is not None:
+    reason = _no_triton(layers)
+    if name == "auto":
+        if any(layer.device.type != "cuda" for layer in layers):
+            reason = "layers are not on NVIDIA GPUs"
+        if reason is not None:
+            return Choice("sdpa", reason, SegmentsBackend())
+    if reason is not None:
         raise UnsupportedError(f"--attention-backend triton: {reason}; auto takes what runs")
     [heads] = {(layer.head_size, layer.dtype) for layer in layers}
-    return Choice("triton", "asked for", triton_attention.TritonBackend(*heads))
+    why = "asked for" if name == "triton" else "layers are on NVIDIA GPUs"
+    return Choice("triton", why, triton_attention.TritonBackend(*heads))
 
 
 def _no_triton(layers: Sequence[LayerFacts]) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = ["Graphs", "decode_sizes", "short_sizes"]
 
 _WARM_UPS = 2  # passes before a capture: what is compiled or allocated once must not happen while it is recorded
 _CHUNKS = 16  # of a short pass at most: their single rows cost more there than among decode rows
+_one_at_a_time = Lock()
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -69,8 +72,7 @@ class Graphs:
         self.capture, self._width = capture, -(-longest // block_size)
         self.sizes = {"decode": decode_sizes(decode_rows), "short": short_sizes(short_rows)}
         self._recorded: dict[tuple[str, int], _Recorded] = {}
-        # PyTorch keeps a workspace for each stream that products ran on: one stream for all.
-        self._stream = side_stream(decoder.device) if capture and decoder.device.type == "cuda" else None
+        self._tables: dict[tuple[str, bool], torch.Tensor] = {}
         self._pool: Any = None
 
     @torch.no_grad()
@@ -119,10 +121,8 @@ class Graphs:
         """A pass of rows that all pad. Its tensors live as long as it does: a graph knows nothing but addresses."""
         device = self._decoder.device
         spare = self._padded(AttentionRows((), self._block_size, self._decoder.window), kind, size)
-        plans = {
-            local: _widened(self._plan(spare, kind, local), self._width)
-            for local in {layer.local for layer in self._decoder.layers}
-        }
+        kinds = {layer.local for layer in self._decoder.layers}
+        plans = {local: self._widened(self._plan(spare, kind, local), kind, local) for local in kinds}
         hidden = self._decoder.embed(torch.zeros(size, dtype=torch.long, device=device))
         positions = torch.zeros(size, dtype=torch.long, device=device)
 
@@ -134,20 +134,36 @@ class Graphs:
 
         return _Recorded(hidden, positions, plans, self._captured(body) if self.capture else body)
 
+    def _widened(self, plan: TritonPlan, kind: str, local: bool) -> TritonPlan:
+        """The same with tables for sequences of any length, and room for the tiles and tables of more chunks. Tables
+        are those of the largest pass of a kind: only one of them runs at a time."""
+        if (decode := plan.decode) is not None:
+            if (kind, local) not in self._tables:
+                self._tables[kind, local] = _room(decode.tables, len(decode.tables), self._width)
+            tables = self._tables[kind, local][: len(decode.tables)]
+            return replace(plan, decode=DecodeRows(tables, decode.lengths, decode.window))
+        prefill = plan.prefill
+        assert prefill is not None  # the only other kind
+        if (kind, local) not in self._tables:
+            self._tables[kind, local] = _room(prefill.tables, _CHUNKS, self._width)
+        tiles = _room(prefill.tiles, len(prefill.tiles) + _CHUNKS, 4)
+        return replace(plan, prefill=replace(prefill, tiles=tiles, tables=self._tables[kind, local]))
+
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        stream, device = self._stream, self._decoder.device
-        assert stream is not None  # to be captured
+        device = self._decoder.device
+        stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                body()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        torch.cuda.synchronize(device)
         graph: Any = torch.cuda.CUDAGraph
         graph = graph()
-        # What other threads do meanwhile, with pixels, is no mistake.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            hidden = body()
+        with _one_at_a_time:  # of all engines: they share the stream
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    body()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.synchronize(device)
+            # What other threads do meanwhile, with pixels, is no mistake.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                hidden = body()
         self._pool = self._pool or graph.pool()
 
         def replay() -> torch.Tensor:
@@ -157,15 +173,10 @@ class Graphs:
         return replay
 
 
-def _widened(plan: TritonPlan, blocks: int) -> TritonPlan:
-    """The same with tables for sequences of so many blocks, and room for the tiles and tables of more chunks."""
-    if (decode := plan.decode) is not None:
-        tables = _room(decode.tables, len(decode.tables), blocks)
-        return replace(plan, decode=DecodeRows(tables, decode.lengths, decode.window))
-    prefill = plan.prefill
-    assert prefill is not None  # the only other kind
-    tiles = _room(prefill.tiles, len(prefill.tiles) + _CHUNKS, 4)
-    return replace(plan, prefill=replace(prefill, tiles=tiles, tables=_room(prefill.tables, _CHUNKS, blocks)))
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """One for all engines of a process: PyTorch keeps 32 MiB for each stream that products ever ran on."""
+    return side_stream(device)
 
 
 def _room(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

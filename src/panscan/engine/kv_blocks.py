@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -11,6 +12,8 @@ from panscan.engine.prefix import extend_hashes
 from panscan.engine.sequence import Sequence
 
 __all__ = ["KVBlocks"]
+
+_WORTH_WAITING = 128  # tokens: a pass takes about as long as these for its weights alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class _Group:
         positions = self.window - 1 + chunk
         return (positions + self.block_size - 2) // self.block_size + 1  # they may begin anywhere in a block
 
-    def table(self, sequence: Sequence) -> list[int]:
+    def table(self, sequence: Sequence) -> MutableSequence[int]:
         return sequence.tables[self.index]
 
     def cached(self, sequence: Sequence, hit: int) -> list[int]:
@@ -57,12 +60,14 @@ class KVBlocks:
         local_blocks: blocks of the layers with a window.
         window: keys that a row of a local layer sees, itself included; None: the model has no such layer.
         prefix_caching: blocks are found again by content.
+        worth_waiting: tokens that are worth a pass's time (:meth:`in_the_making`).
     """
 
     def __init__(
-        self, *, block_size: int, global_blocks: int, local_blocks: int, window: int | None, prefix_caching: bool
-    ) -> None:
-        self.block_size = block_size
+        self, *, block_size: int, global_blocks: int, local_blocks: int, window: int | None, prefix_caching: bool,
+        worth_waiting: int = _WORTH_WAITING,
+    ) -> None:  # fmt: skip
+        self.block_size, self._worth = block_size, worth_waiting
         self.prefix_caching = prefix_caching
         self.pools = (BlockPool(global_blocks), BlockPool(0 if window is None else local_blocks))
         self._groups: list[_Group] = []
@@ -110,6 +115,20 @@ class KVBlocks:
             if takes + claimed[group.index] > group.pool.available:
                 return False
         return True
+
+    def in_the_making(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether one of the others, which hold blocks, will have computed so much more of the sequence's prompt before
+        long that it should wait and take that over."""
+        if not (self.prefix_caching and sequence.reuse):
+            return False
+        blocks = (self._hit(sequence) + self._worth) // self.block_size
+        if not 0 < blocks <= len(sequence.hashes):
+            return False
+        name = sequence.hashes[blocks - 1]
+        return any(
+            other.computed < blocks * self.block_size and other.hashes[blocks - 1 : blocks] == [name]
+            for other in others
+        )  # fmt: skip
 
     def begin(self, sequence: Sequence) -> int:
         """Let a sequence that holds nothing take over the cached blocks of its longest known prefix.
@@ -166,7 +185,7 @@ class KVBlocks:
             for block in reversed(table):
                 if block != -1:
                     group.pool.release(block)
-            table.clear()
+            del table[:]
         sequence.computed = sequence.registered = 0
 
     def reset(self) -> None:

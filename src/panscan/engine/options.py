@@ -11,6 +11,7 @@ from panscan.settings import RANGES, Settings
 __all__ = ["EngineOptions"]
 
 _CHUNK = 2048  # tokens: a prompt of seven views in one pass
+_BLOCK = 2  # tokens: a prefix is taken over up to a block's end; Gemma 3 writes two tokens behind an image
 _RANGES = {**RANGES, "block_size": Range(whole=True, least=1)}
 
 
@@ -39,14 +40,14 @@ class EngineOptions:
 
     attention_backend: str = "auto"
     prefill_chunk_size: int = _CHUNK
-    max_num_seqs: int = 64
+    max_num_seqs: int = 128
     kv_cache_gb: float | None = None
     vision_cache_gb: float = 1.0
     vision_batch_size: int = 16
     prefix_caching: bool = True
     preprocess: Literal["cpu", "device"] = "cpu"
     fast_start: bool = False
-    block_size: int = 16
+    block_size: int = _BLOCK
     overlap: bool | None = None
 
     def __post_init__(self) -> None:

@@ -166,9 +166,15 @@ class Scheduler:
         plan.add(Chunk(sequence, sequence.computed, end))
 
     def _admit(self, plan: _Plan) -> None:
-        """Let waiting sequences run, in order, while there are seats, prompt tokens and blocks."""
+        """Let waiting sequences run, in order, while there are seats, prompt tokens and blocks.
+
+        Who begins as a running sequence that still computes its prompt waits until that is done, and takes it over
+        then. Younger ones wait with it: what a step computes at most is for those that run.
+        """
         while self._waiting and len(self._running) < self._max_num_seqs and plan.budget.tokens:
             oldest = self._waiting[0]
+            if self._blocks.in_the_making(oldest, self._running):
+                return
             if not self._blocks.can_begin(oldest, self.longest_chunk(oldest), self._claimed()):
                 return
             self._waiting.pop(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -41,7 +43,7 @@ class Sequence:
     reuse: bool = True
     computed: int = 0
     cached: int | None = None
-    tables: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    tables: tuple[MutableSequence[int], MutableSequence[int]] = field(default_factory=lambda: (array("i"), array("i")))
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
     pending: bool = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from panscan.core import UnsupportedError, now
+from panscan.engine.attention import Backend
 from panscan.engine.backends import choose_backend
 from panscan.engine.executor import Executor
 from panscan.engine.graphs import Graphs
@@ -66,7 +67,7 @@ class Started:
         options = self.options
         self.decoder = Decoder(self.loaded.model)
         choice = choose_backend(options.attention_backend, self.decoder.layers)
-        self.fast = self._is_fast()
+        self.fast = self._is_fast(choice.backend)
         self._say(f"attention: {choice.name} ({choice.reason})")
         if self.fast:
             if self.decoder.device.type == "cuda":
@@ -89,10 +90,10 @@ class Started:
         while self._undo:
             self._undo.pop()()
 
-    def _is_fast(self) -> bool:
-        """Whether modules are fused and compiled, passes recorded and overlapped: where our kernels are asked for, on a
-        model that is on one NVIDIA GPU, in its own precision and without hooks."""
-        if self.decoder.device.type != "cuda" or self.options.attention_backend != "triton":
+    def _is_fast(self, backend: Backend) -> bool:
+        """Whether modules are fused and compiled, passes recorded and overlapped: where our kernels attend, on a model
+        that is on one NVIDIA GPU, in its own precision and without hooks."""
+        if self.decoder.device.type != "cuda" or not isinstance(backend, TritonBackend):
             return False
         model = self.loaded.model
         devices = {layer.device for layer in self.decoder.layers} | {self.decoder.device}

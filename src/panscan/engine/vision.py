@@ -17,17 +17,17 @@ from panscan.images.pixels import PixelSpec
 
 __all__ = ["VisionCache", "VisionEncoder", "image_digest", "view_key"]
 
-_MIB = 1 << 20
-_HASHERS = 4  # threads: a page of 2.4 million pixels takes one of them 6 ms, which nobody should wait for
+_PIECE = 1 << 19  # bytes
+_HASHERS = 8  # threads: a page of 2.4 million pixels takes one of them 6 ms, which nobody should wait for
 
 Pixels = Callable[[], torch.Tensor] | torch.Tensor
 """Of one view, ``[3, size, size]``, or what makes them."""
 
 
 def image_digest(levels: NDArray[np.uint8]) -> bytes:
-    """SHA-256 of an image's shape and of the SHA-256 of every MiB of its levels, which several threads compute."""
+    """SHA-256 of an image's shape and of the SHA-256 of every half MiB of its levels, which several threads compute."""
     flat = levels.reshape(-1).data
-    parts = _hashers().map(lambda at: hashlib.sha256(flat[at : at + _MIB]).digest(), range(0, len(flat), _MIB))
+    parts = _hashers().map(lambda at: hashlib.sha256(flat[at : at + _PIECE]).digest(), range(0, len(flat), _PIECE))
     return hashlib.sha256(repr(levels.shape).encode() + b"".join(parts)).digest()
 
 
