@@ -15,7 +15,7 @@ from tests.triton_here import interpreted
 
 from panscan.engine.attention import AttentionRows
 from panscan.engine.executor import Executor
-from panscan.engine.graphs import Graphs, decode_sizes, short_sizes
+from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes
 from panscan.engine.layout import Layout
 from panscan.engine.sequence import Chunk, Sequence
 from panscan.engine.triton_attention import TritonBackend
@@ -43,7 +43,7 @@ class Counted(Graphs):
 
 
 def graphed(
-    name: str, block_size: int, draw: random.Random, decode_rows: int, short_rows: int
+    name: str, block_size: int, draw: random.Random, decode_rows: int, chunk_rows: int
 ) -> tuple[Pages, Counted]:
     pages = Pages(name, block_size, draw)
     for free in pages.free:  # block 0, which a wrong spare one would be, is somebody's
@@ -53,10 +53,9 @@ def graphed(
     backend = TritonBackend(facts.head_size, facts.dtype)
     graphs = Counted(
         pages.decoder, pages.cache, backend,
-        decode_rows=decode_rows, short_rows=short_rows, longest=500, block_size=block_size, capture=False,
+        decode_rows=decode_rows, chunk_rows=chunk_rows, longest=500, block_size=block_size, capture=False,
     )  # fmt: skip
-    sizes = [("decode", size) for size in reversed(decode_sizes(decode_rows))]
-    assert list(graphs.prepare()) == sizes + [("short", size) for size in reversed(short_sizes(short_rows))]
+    assert sorted(graphs.prepare()) == sorted(graph_sizes(decode_rows, chunk_rows))
     pages.executor = Executor(pages.decoder, pages.cache, backend, block_size, graphs)
     return pages, graphs
 
@@ -69,7 +68,7 @@ def test_padded_passes_have_the_logits_of_one_eager_pass(name: str, seed: int, b
     """Also where one pass had longer tables, more chunks or more tiles than the next, and other rows padded it."""
     draw = random.Random(seed)
     batch = [ask(name, draw, number=number, longest=5) for number in range(3)]
-    pages, graphs = graphed(name, block_size, draw, decode_rows=2, short_rows=64)
+    pages, graphs = graphed(name, block_size, draw, decode_rows=2, chunk_rows=64)
     check(name, batch, led(name, batch, pages, draw, 40))
     assert graphs.ran > graphs.left
 
@@ -78,7 +77,7 @@ def test_padded_passes_have_the_logits_of_one_eager_pass(name: str, seed: int, b
 def test_tiles_of_a_pass_do_not_outlive_it() -> None:
     """Many short chunks, then a single one whose rows are where theirs were."""
     name, draw = "text only", random.Random(0)
-    pages, graphs = graphed(name, 16, draw, decode_rows=1, short_rows=32)
+    pages, graphs = graphed(name, 16, draw, decode_rows=1, chunk_rows=32)
     short = [Sequence(number, [20 + number] * 7, 7, Layout(), 9) for number in range(4)]
     pages.run([Chunk(each, 0, 7) for each in short], {})
     whole = ask(name, draw, longest=30)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from tests.engine.test_attention import BLOCKS, interval, sequences
 from tests.triton_here import DEVICE
 
+from panscan.engine import kernels
 from panscan.engine.attention import AttentionRows, Plan
 from panscan.engine.kernel_sizes import HEAD_SIZES
 from panscan.engine.layout import Layout, Span
@@ -131,8 +133,10 @@ def in_float64(of: Pass) -> torch.Tensor:
     return torch.stack(found)[None]
 
 
-def check(of: Pass) -> None:
-    output, caches = of.attend(of.triton())
+def check(of: Pass, multiprocessors: int = 1) -> None:
+    """``multiprocessors``: that the GPU seems to have; keys are cut into parts where they would have nothing to do."""
+    with patch.object(kernels, "_multiprocessors", lambda _: multiprocessors):
+        output, caches = of.attend(of.triton())
     close = CLOSE[output.dtype]
     torch.testing.assert_close(output.cpu().double(), in_float64(of), rtol=close, atol=close)
     expected, expected_caches = of.attend(SegmentsBackend().plan(of.rows, local=of.local, device=DEVICE))
@@ -144,19 +148,21 @@ def check(of: Pass) -> None:
 
 SEEDS = st.integers(0, 2**32)
 SHAPES = {
-    "block_size": st.sampled_from([8, 16, 32]), "window": st.sampled_from([1, 5, 16, 50]), "local": st.booleans(),
+    "block_size": st.sampled_from([2, 8, 16, 32]), "window": st.sampled_from([1, 5, 16, 50]), "local": st.booleans(),
     "heads": st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2)]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(seed=SEEDS, size=st.sampled_from([16, 32, 64]), **SHAPES)
+@given(seed=SEEDS, size=st.sampled_from([16, 32, 64]), multiprocessors=st.sampled_from([1, 15, 60]), **SHAPES)
 @settings(deadline=None, max_examples=18)
 def test_every_row_sees_its_interval_of_keys(
-    dtype: torch.dtype, seed: int, size: int, block_size: int, window: int, local: bool, heads: tuple[int, int]
-) -> None:
+    dtype: torch.dtype, seed: int, size: int, multiprocessors: int, block_size: int, window: int, local: bool,
+    heads: tuple[int, int],
+) -> None:  # fmt: skip
     draw = random.Random(seed)
-    check(drawn(draw, sequences(draw, block_size, window), block_size, window, local, heads, size, dtype))
+    chunks = sequences(draw, block_size, window)
+    check(drawn(draw, chunks, block_size, window, local, heads, size, dtype), multiprocessors)
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -167,8 +173,9 @@ def test_the_large_heads_of_the_published_models(dtype: torch.dtype, size: int, 
     check(drawn(draw, sequences(draw, 16, 20), 16, 20, local, (2, 2), size, dtype))
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("local", [False, True])
-def test_chunks_of_many_tiles_behind_a_prefix(local: bool) -> None:
+def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int) -> None:
     """An image block larger than a tile and than the window, in the middle of a prompt; two rows in a last tile."""
     chunks = []
     for number, (layout, start, end) in enumerate([(Layout([Span(100, 240, b"")]), 30, 260), (Layout(), 100, 166)]):
@@ -176,7 +183,7 @@ def test_chunks_of_many_tiles_behind_a_prefix(local: bool) -> None:
         chunks.append(
             Chunk(Sequence(number, [0] * end, end, layout, end, tables=(blocks[:17], blocks[17:])), start, end)
         )
-    check(drawn(random.Random(0), chunks, 16, 50, local, (1, 2), 16, torch.float32))
+    check(drawn(random.Random(0), chunks, 16, 50, local, (1, 2), 16, torch.float32), multiprocessors)
 
 
 @given(seed=SEEDS, window=SHAPES["window"], local=st.booleans())

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import PanAndScan
-from panscan.images.pixels import PixelSpec, levels_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import plan_views
 
 SPEC = PixelSpec(size=112)
@@ -45,7 +45,7 @@ def test_pil_backend_equals_transformers_bit_for_bit(width: int, height: int, se
 def test_torch_backend_is_within_two_levels_of_pillow(width: int, height: int, seed: int) -> None:
     image = noise(width, height, seed)
     views = plan_views(width, height, CHOSEN).views
-    ours = pixels_torch(levels_to_device(np.array(image), "cpu"), views, SPEC)
+    ours = pixels_torch(levels_to_device(levels_of(image), "cpu"), views, SPEC)
     theirs = pixels_pil(image, views, SPEC)
     level = 2 / 255  # of the normalised range -1..1
     assert ours.shape == theirs.shape
@@ -62,7 +62,7 @@ def test_torch_backend_equals_transformers_torchvision_backend(device: str) -> N
     for seed, size in enumerate([(300, 90), (90, 300), (224, 224), (113, 400), (112, 112)]):
         image = noise(*size, seed)
         theirs = theirs_of(image, return_tensors="pt", device=device, **CHOSEN.processor_kwargs())["pixel_values"]
-        ours = pixels_torch(levels_to_device(np.array(image), device), plan_views(*size, CHOSEN).views, SPEC)
+        ours = pixels_torch(levels_to_device(levels_of(image), device), plan_views(*size, CHOSEN).views, SPEC)
         level = 2 / 255
         # torchvision resizes uint8 on a CPU with integer weights of its own: a level of difference there.
         assert (ours - theirs).abs().max() <= (level + 1e-6 if device == "cpu" else 1e-6)
@@ -72,7 +72,10 @@ def test_a_view_of_the_right_size_is_not_resampled() -> None:
     image = noise(112, 112, 3)
     views = plan_views(112, 112, CHOSEN).views
     expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
-    for pixels in (pixels_pil(image, views, SPEC), pixels_torch(levels_to_device(np.array(image), "cpu"), views, SPEC)):
+    for pixels in (
+        pixels_pil(image, views, SPEC),
+        pixels_torch(levels_to_device(levels_of(image), "cpu"), views, SPEC),
+    ):
         assert torch.allclose(pixels[0], expected, atol=1e-6)
 
 

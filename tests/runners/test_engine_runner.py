@@ -121,10 +121,10 @@ def test_its_verdict_in_bf16_is_exact(tmp_path: Path, changes: dict[str, int]) -
 def test_each_call_begins_with_empty_caches(mini: GenerateRunner) -> None:
     runner = EngineRunner(mini.loaded, settings_from(SMALL))
     first, second = runner.run(batch()), runner.run(batch())
-    assert runner._engine is not None and runner._engine.generate(batch())[0].cached_tokens > 0
+    assert runner._engine is not None and runner._engine.generate(batch())[0].cached_tokens > 20
     runner.drop()
     assert [each.token_ids for each in first] == [each.token_ids for each in second]
-    assert [each.cached_tokens for each in [*first, *second]] == [0] * 6
+    assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
 
 
 def test_an_engine_is_made_anew_for_other_products(mini: GenerateRunner) -> None:

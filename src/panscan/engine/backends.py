@@ -28,8 +28,8 @@ def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
     """The backend of paged attention for a model's layers.
 
     Args:
-        name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on an NVIDIA GPU that takes
-            them, which is several times as fast there (``benchmarks/records``).
+        name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on NVIDIA GPUs that take
+            them, and where everything else depends on them that is fast there.
         layers: what is attended on.
 
     Raises:

@@ -13,14 +13,17 @@ import torch
 from panscan.engine.attention import AttentionRows, ChunkRows
 from panscan.engine.download import side_stream
 from panscan.engine.kv_memory import KVCache
-from panscan.engine.triton_attention import DecodeRows, PrefillRows, TritonBackend, TritonPlan
+from panscan.engine.triton_attention import DecodeRows, PrefillRows, TritonBackend, TritonPlan, leading_singles
 from panscan.model.decoder import Decoder
 
-__all__ = ["Graphs", "decode_sizes", "short_sizes"]
+__all__ = ["Graphs", "decode_sizes", "graph_sizes"]
 
 _WARM_UPS = 2  # passes before a capture: what is compiled or allocated once must not happen while it is recorded
-_CHUNKS = 16  # of a short pass at most: their single rows cost more there than among decode rows
+_CHUNKS = 16  # of a pass, beside its decoding rows, at most
 _one_at_a_time = Lock()
+
+Size = tuple[int, int]
+"""Rows of a recorded pass: single ones, each the last of its sequence, and behind them those of longer chunks."""
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -32,10 +35,18 @@ def decode_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-def short_sizes(most: int) -> list[int]:
-    """Numbers of rows that short passes are recorded for: questions about known images, tails of prompts. Longer ones
-    keep the device busy while they are launched one by one."""
-    return [size for size in (32, 64, 128, 256) if size <= most]
+def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
+    """What passes are recorded for: decoding alone, short chunks alone (questions about known images, tails of
+    prompts), and both together. Longer ones keep the device busy while they are launched one by one.
+
+    Args:
+        decode_rows: of the largest pass of single rows.
+        chunk_rows: of the largest other pass.
+    """
+    short = [rows for rows in (32, 64, 128, 256, 512) if rows <= chunk_rows]
+    beside = sorted({min(rows, decode_rows) for rows in (16, 64, decode_rows)})
+    alone = [(rows, 0) for rows in decode_sizes(decode_rows)] + [(0, rows) for rows in short]
+    return alone + [(single, rows) for single in beside for rows in short[1:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +69,7 @@ class Graphs:
         cache: of keys and values.
         backend: of attention.
         decode_rows: of the largest pass of single rows.
-        short_rows: of the largest other pass.
+        chunk_rows: of the largest other pass.
         longest: tokens of the longest sequence.
         block_size: tokens of a block.
         capture: record graphs. Without, the same passes run launch by launch, on any device.
@@ -66,22 +77,21 @@ class Graphs:
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, backend: TritonBackend, *,
-        decode_rows: int, short_rows: int, longest: int, block_size: int, capture: bool = True,
+        decode_rows: int, chunk_rows: int, longest: int, block_size: int, capture: bool = True,
     ) -> None:  # fmt: skip
         self._decoder, self._cache, self._backend, self._block_size = decoder, cache, backend, block_size
-        self.capture, self._width = capture, -(-longest // block_size)
-        self.sizes = {"decode": decode_sizes(decode_rows), "short": short_sizes(short_rows)}
-        self._recorded: dict[tuple[str, int], _Recorded] = {}
+        self.capture, self._width, self._decode_rows = capture, -(-longest // block_size), decode_rows
+        self.sizes = graph_sizes(decode_rows, chunk_rows)
+        self._recorded: dict[Size, _Recorded] = {}
         self._tables: dict[tuple[str, bool], torch.Tensor] = {}
         self._pool: Any = None
 
     @torch.no_grad()
-    def prepare(self) -> Iterator[tuple[str, int]]:
-        """Record all passes, the largest of a kind first, as the others share its memory; gives each as it is done."""
-        for kind, sizes in self.sizes.items():
-            for size in reversed(sizes):
-                self._recorded[kind, size] = self._record(kind, size)
-                yield kind, size
+    def prepare(self) -> Iterator[Size]:
+        """Record all passes, the largest first, as the others share its memory; gives each as it is done."""
+        for size in sorted(self.sizes, key=sum, reverse=True):
+            self._recorded[size] = self._record(size)
+            yield size
 
     @torch.no_grad()
     def run(self, rows: AttentionRows, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
@@ -92,39 +102,52 @@ class Graphs:
             hidden: embeddings ``[1, T, hidden]``.
             positions: int64 ``[T]``, on the device.
         """
-        count = hidden.shape[1]
-        kind = "decode" if count == len(rows.chunks) else "short"
-        size = min((size for size in self.sizes[kind] if size >= count), default=None)
-        if size is None or (kind == "short" and len(rows.chunks) >= _CHUNKS):
+        singles = leading_singles(rows.chunks)
+        others, chunks = hidden.shape[1] - singles, len(rows.chunks) - singles
+        size = self._fitting(singles, others)
+        if size is None or chunks >= _CHUNKS:
             return None
-        recorded = self._recorded[kind, size]
-        recorded.hidden[:, :count].copy_(hidden)
-        recorded.positions[:count].copy_(positions)
-        padded = self._padded(rows, kind, size - count)
+        recorded, first = self._recorded[size], size[0]
+        for place, given in ((recorded.hidden, hidden), (recorded.positions[None], positions[None])):
+            place[:, :singles].copy_(given[:, :singles])
+            place[:, first : first + others].copy_(given[:, singles:])
+        padded = self._padded(rows, singles, size)
         for local, plan in recorded.plans.items():
-            _copy(self._plan(padded, kind, local), plan)
-        return recorded.replay()[:, :count]
+            _copy(self._plan(padded, local), plan)
+        found = recorded.replay()
+        if singles == first or not others:
+            return found[:, : singles + others]
+        return torch.cat((found[:, :singles], found[:, first : first + others]), 1)
 
-    def _padded(self, rows: AttentionRows, kind: str, count: int) -> AttentionRows:
-        """With so many rows more: single ones, or all of one chunk."""
-        if kind == "decode":
-            return replace(rows, chunks=rows.chunks + (self._spare(1),) * count)
-        return replace(rows, chunks=rows.chunks + ((self._spare(count),) if count else ()))
+    def _fitting(self, singles: int, others: int) -> Size | None:
+        """The smallest pass with room for so many rows; one without such rows if there are none."""
+        fitting = (
+            (first, second) for first, second in self.sizes
+            if first >= singles and second >= others and bool(first) == bool(singles) and bool(second) == bool(others)
+        )  # fmt: skip
+        return min(fitting, key=lambda size: (size[1], size[0]), default=None)
+
+    def _padded(self, rows: AttentionRows, singles: int, size: Size) -> AttentionRows:
+        """With single rows behind the single ones, and one chunk behind the others."""
+        others = sum(chunk.end - chunk.start for chunk in rows.chunks[singles:])
+        more = (self._spare(1),) * (size[0] - singles)
+        last = (self._spare(size[1] - others),) if size[1] > others else ()
+        return replace(rows, chunks=rows.chunks[:singles] + more + rows.chunks[singles:] + last)
 
     def _spare(self, rows: int) -> ChunkRows:
         return ChunkRows.spare(rows, self._cache.spare, self._block_size)
 
-    def _plan(self, rows: AttentionRows, kind: str, local: bool) -> TritonPlan:
-        return self._backend.plan(rows, local=local, device=self._decoder.device, decode=kind == "decode")
+    def _plan(self, rows: AttentionRows, local: bool) -> TritonPlan:
+        return self._backend.plan(rows, local=local, device=self._decoder.device)
 
-    def _record(self, kind: str, size: int) -> _Recorded:
+    def _record(self, size: Size) -> _Recorded:
         """A pass of rows that all pad. Its tensors live as long as it does: a graph knows nothing but addresses."""
-        device = self._decoder.device
-        spare = self._padded(AttentionRows((), self._block_size, self._decoder.window), kind, size)
+        device, count = self._decoder.device, sum(size)
+        spare = self._padded(AttentionRows((), self._block_size, self._decoder.window), 0, size)
         kinds = {layer.local for layer in self._decoder.layers}
-        plans = {local: self._widened(self._plan(spare, kind, local), kind, local) for local in kinds}
-        hidden = self._decoder.embed(torch.zeros(size, dtype=torch.long, device=device))
-        positions = torch.zeros(size, dtype=torch.long, device=device)
+        plans = {local: self._widened(self._plan(spare, local), local) for local in kinds}
+        hidden = self._decoder.embed(torch.zeros(count, dtype=torch.long, device=device))
+        positions = torch.zeros(count, dtype=torch.long, device=device)
 
         def body() -> torch.Tensor:
             def attend(local: bool, *others: Any) -> torch.Tensor:
@@ -134,20 +157,24 @@ class Graphs:
 
         return _Recorded(hidden, positions, plans, self._captured(body) if self.capture else body)
 
-    def _widened(self, plan: TritonPlan, kind: str, local: bool) -> TritonPlan:
-        """The same with tables for sequences of any length, and room for the tiles and tables of more chunks. Tables
-        are those of the largest pass of a kind: only one of them runs at a time."""
+    def _widened(self, plan: TritonPlan, local: bool) -> TritonPlan:
+        """The same with tables for sequences of any length, and room for the tiles and tables of more chunks. All
+        passes have the same tables: only one of them runs at a time."""
         if (decode := plan.decode) is not None:
-            if (kind, local) not in self._tables:
-                self._tables[kind, local] = _room(decode.tables, len(decode.tables), self._width)
-            tables = self._tables[kind, local][: len(decode.tables)]
-            return replace(plan, decode=DecodeRows(tables, decode.lengths, decode.window))
-        prefill = plan.prefill
-        assert prefill is not None  # the only other kind
-        if (kind, local) not in self._tables:
-            self._tables[kind, local] = _room(prefill.tables, _CHUNKS, self._width)
-        tiles = _room(prefill.tiles, len(prefill.tiles) + _CHUNKS, 4)
-        return replace(plan, prefill=replace(prefill, tiles=tiles, tables=self._tables[kind, local]))
+            tables = self._room_for("decode", local, decode.tables, self._decode_rows)
+            plan = replace(plan, decode=DecodeRows(tables[: len(decode.tables)], decode.lengths, decode.window))
+        if (prefill := plan.prefill) is not None:
+            tables = self._room_for("prefill", local, prefill.tables, _CHUNKS)
+            tiles = _room(prefill.tiles, len(prefill.tiles) + _CHUNKS, 4)
+            plan = replace(plan, prefill=replace(prefill, tiles=tiles, tables=tables))
+        return plan
+
+    def _room_for(self, kind: str, local: bool, tables: torch.Tensor, rows: int) -> torch.Tensor:
+        held = self._tables.get((kind, local))
+        if held is None:
+            held = self._tables[kind, local] = tables.new_zeros(rows, max(self._width, tables.shape[1]))
+        held[: len(tables), : tables.shape[1]].copy_(tables)
+        return held
 
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         device = self._decoder.device

@@ -35,20 +35,21 @@ def prefill_sizes(head_size: int, itemsize: int) -> Sizes:
 def decode_sizes(head_size: int, itemsize: int, group: int) -> Sizes:
     """Those of the decode kernel, as :func:`prefill_sizes`. ``group``: query heads of a kv head, which are its rows.
 
-    Head size 128 in 16 bits: the fastest of those that were measured on an H200.
+    Head sizes 128 and 256 in 16 bits: the fastest of those that were measured on an H200.
     """
     rows = max(_FEWEST_ROWS, 1 << (group - 1).bit_length())
     if itemsize == 4:
         return Sizes(rows, 32 if head_size < 256 else 16, 4, 4)
-    return Sizes(rows, 64, 2, 4) if head_size < 256 else Sizes(rows, 32, 4, 4)
+    return Sizes(rows, 64 if head_size < 256 else 32, 2, 4)
 
 
-def choose_splits(sequences: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts that the keys of each decoding sequence are cut into, each a program's: a power of two, at most 16.
+def choose_splits(programs: int, wanted: int) -> int:
+    """Parts that the keys of each program are cut into, each a program of its own: a power of two, at most 16, the
+    least that makes as many programs as wanted.
 
-    Three programs for every multiprocessor, whatever the lengths: so a captured graph stays right as they grow.
+    Whatever the lengths: so a captured graph stays right as they grow.
     """
     splits = 1
-    while splits < _MOST_SPLITS and sequences * kv_heads * splits < 3 * multiprocessors:
+    while splits < _MOST_SPLITS and programs * splits < wanted:
         splits *= 2
     return splits

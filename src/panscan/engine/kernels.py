@@ -36,9 +36,9 @@ def write(
 def prefill(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, output: torch.Tensor, *,
     start: int, tiles: torch.Tensor, tile_rows: int, ends: torch.Tensor, tables: torch.Tensor,
-    window: int, page_size: int, scaling: float,
+    window: int, page_size: int, scaling: float, splits: int | None = None,
 ) -> None:  # fmt: skip
-    """Attend with the rows of the tiles.
+    """Attend with the rows of the tiles. Every row from ``start`` on is in one.
 
     Args:
         query: ``[1, heads, T, D]``, contiguous in D.
@@ -53,17 +53,22 @@ def prefill(
         window: positions that a row sees, its own included; 0: all.
         page_size: tokens of a page.
         scaling: of the scores.
+        splits: parts of the keys; None chooses: few rows with many keys would leave most of a GPU idle.
     """
-    _, heads, _, size = query.shape
-    if not len(tiles):
+    (_, heads, _, size), count = query.shape, len(ends)
+    if not count:
         return
+    if splits is None:
+        splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
     sizes = prefill_sizes(size, query.element_size())
-    _prefill[(len(tiles), heads)](
-        query, k_cache, v_cache, output, tiles, ends, tables, scaling * _LOG2E,
-        query.stride(2), query.stride(1), tables.stride(0), start, window or _EVERYTHING,
+    parts, sums = _partial(splits, count, heads, size, output[:, start:])
+    _prefill[(len(tiles), heads, splits)](
+        query, k_cache, v_cache, parts, sums, tiles, ends, tables, scaling * _LOG2E,
+        query.stride(2), query.stride(1), tables.stride(0), start, count, window or _EVERYTHING,
         page_size=page_size, heads=heads, kv_heads=k_cache.shape[1], head_size=size, rows=tile_rows, keys=sizes.keys,
-        precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
+        splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
+    _merged(parts, sums, output[:, start:], splits, count * heads)
 
 
 def decode(
@@ -87,22 +92,34 @@ def decode(
     (_, heads, _, size), kv_heads, sequences = query.shape, k_cache.shape[1], len(lengths)
     if not sequences:
         return
-    splits = splits or choose_splits(sequences, kv_heads, _multiprocessors(query.device))
+    splits = splits or choose_splits(sequences * kv_heads, 3 * _multiprocessors(query.device))
     sizes = decode_sizes(size, query.element_size(), heads // kv_heads)
-    sums, parts = output, output
-    if splits > 1:
-        parts = torch.empty(splits, sequences, heads, size, dtype=torch.float32, device=query.device)
-        sums = torch.empty(2, splits, sequences, heads, dtype=torch.float32, device=query.device)
+    parts, sums = _partial(splits, sequences, heads, size, output)
     _decode[(sequences, kv_heads, splits)](
         query, k_cache, v_cache, parts, sums, tables, lengths, scaling * _LOG2E,
         query.stride(2), query.stride(1), tables.stride(0), window or _EVERYTHING,
         page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=sizes.rows, keys=sizes.keys,
         splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
+    _merged(parts, sums, output, splits, sequences * heads)
+
+
+def _partial(
+    splits: int, rows: int, heads: int, size: int, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Where programs put weighted sums of values, float32 ``[splits, rows, heads, D]``, and the highest scores and sums
+    of weights, ``[2, splits, rows, heads]``. One part is the output itself."""
+    if splits == 1:
+        return output, output
+    parts = torch.empty(splits, rows, heads, size, dtype=torch.float32, device=output.device)
+    return parts, torch.empty(2, splits, rows, heads, dtype=torch.float32, device=output.device)
+
+
+def _merged(parts: torch.Tensor, sums: torch.Tensor, output: torch.Tensor, splits: int, programs: int) -> None:
     if splits > 1:
-        _merge[(sequences * heads,)](
-            parts, sums, output, splits=splits, splits_padded=triton.next_power_of_2(splits), head_size=size,
-            num_warps=1,
+        _merge[(programs,)](
+            parts, sums, output, splits=splits, splits_padded=triton.next_power_of_2(splits),
+            head_size=output.shape[-1], num_warps=1,
         )  # fmt: skip
 
 
@@ -154,13 +171,13 @@ def _absorb(
     return higher, total * before + tl.sum(weight, 1), sums
 
 
-@kernel(any_value=["table_row", "start"])
+@kernel(any_value=["table_row", "start", "row_count"])
 def _prefill(
-    q, k_cache, v_cache, output, tiles, ends, tables, scale, q_row, q_head, table_row, start, window,
-    page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
-    rows: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
+    q, k_cache, v_cache, parts, part_sums, tiles, ends, tables, scale, q_row, q_head, table_row, start, row_count,
+    window, page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
+    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile, one query head."""
+    """One program: one tile, one query head, one part of the keys."""
     tile = tiles + tl.program_id(0) * 4
     count = tl.load(tile + 1)
     if count == 0:
@@ -183,10 +200,13 @@ def _prefill(
     total = tl.full([rows], 0.0, tl.float32)
     sums = tl.full([rows, head_size], 0.0, tl.float32)
     begin_at = first // keys * keys
+    share = tl.cdiv(tl.cdiv(last - begin_at, keys), splits) * keys
+    begin_at += tl.program_id(2) * share
+    end = tl.minimum(begin_at + share, last)
     at_key = begin_at + tl.arange(0, keys)
     # One turn ahead: loads whose addresses are loaded in the same turn get no buffers of their own from Triton.
     page = tl.load(table + at_key // page_size, mask=(at_key >= first) & (at_key < last), other=0)
-    for begin in range(begin_at, last, keys):
+    for begin in range(begin_at, end, keys):
         at_key = begin + tl.arange(0, keys)
         held = (at_key >= first) & (at_key < last)
         seen = (at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None])
@@ -196,8 +216,16 @@ def _prefill(
             page_size, kv_heads, head_size, precision,
         )  # fmt: skip
         page = ahead
-    found = (sums / tl.where(there, total, 1.0)[:, None]).to(output.dtype.element_ty)
-    tl.store(output + row[:, None] * (heads * head_size) + head * head_size + d[None, :], found, mask=there[:, None])
+    to = (row - start) * heads + head
+    if splits > 1:
+        # As in _decode: what a row sees of a part may be nothing.
+        all_rows = row_count.to(tl.int64) * heads
+        to += tl.program_id(2) * all_rows
+        tl.store(part_sums + to, top, mask=there)
+        tl.store(part_sums + splits * all_rows + to, total, mask=there)
+    else:
+        sums = sums / tl.where(there, total, 1.0)[:, None]
+    tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
 
 
 @kernel(any_value=["table_row"])

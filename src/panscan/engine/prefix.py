@@ -32,7 +32,10 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
     """Give ``sequence.hashes`` the names of all full blocks of its ids that are known so far."""
     hashes, ids = sequence.hashes, sequence.ids
     known = len(ids) - sequence.pending
-    for start in range(len(hashes) * block_size, known - block_size + 1, block_size):
-        end = start + block_size
-        images = [(span.start - start, span.key) for span in sequence.layout.within(start, end)]
-        hashes.append(block_hash(hashes[-1] if hashes else b"", ids[start:end], images))
+    images: dict[int, list[tuple[int, bytes]]] = {}
+    for span in sequence.layout.within(len(hashes) * block_size, known):
+        images.setdefault(span.start // block_size, []).append((span.start % block_size, span.key))
+    for block in range(len(hashes), known // block_size):
+        start = block * block_size
+        parent = hashes[-1] if hashes else b""
+        hashes.append(block_hash(parent, ids[start : start + block_size], images.get(block, ())))

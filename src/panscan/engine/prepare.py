@@ -19,7 +19,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.sequence import Sequence
 from panscan.engine.text import Text
 from panscan.engine.vision import image_digest, view_key
-from panscan.images.pixels import PixelSpec
+from panscan.images.pixels import PixelSpec, levels_of
 from panscan.model.inputs import plan_request, read_images, view_pixels
 from panscan.model.load import Loaded
 
@@ -56,7 +56,7 @@ class Preparer:
         keys: list[bytes] = []
         sights: dict[bytes, Sight] = {}
         for image, plan in zip(read.images, plans, strict=True):
-            levels = np.array(image)
+            levels = levels_of(image)
             digest = image_digest(levels)
             for view in plan.views:
                 keys.append(view_key(digest, view.box, self._preprocess, self._spec))

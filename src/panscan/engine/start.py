@@ -126,13 +126,14 @@ class Started:
     def _graphs(self, cache: KVCache, backend: TritonBackend) -> Graphs:
         options = self.options
         graphs = Graphs(
-            self.decoder, cache, backend, decode_rows=options.max_num_seqs, short_rows=options.prefill_chunk_size,
+            self.decoder, cache, backend, decode_rows=options.max_num_seqs, chunk_rows=options.prefill_chunk_size,
             longest=min(self.decoder.max_positions, options.block_size * max(self.blocks)),
             block_size=options.block_size, capture=self.decoder.device.type == "cuda",
         )  # fmt: skip
-        with self._stage("graphs of " + ", ".join(f"{kind} {sizes}" for kind, sizes in graphs.sizes.items())):
-            for kind, size in graphs.prepare():
-                log.debug("graph of a %s pass of %d rows", kind, size)
+        decode, short = (max(rows) for rows in zip(*graphs.sizes, strict=True))
+        with self._stage(f"{len(graphs.sizes)} graphs of passes of up to {decode} decoding and {short} other rows"):
+            for size in graphs.prepare():
+                log.debug("graph of a pass of %d decoding and %d other rows", *size)
         return graphs
 
     @contextmanager

@@ -17,7 +17,7 @@ from panscan.engine.attention import AttentionRows, ChunkRows
 from panscan.engine.kernel_sizes import HEAD_SIZES, prefill_sizes
 from panscan.images.transfer import upload
 
-__all__ = ["DecodeRows", "PrefillRows", "TritonBackend", "TritonPlan", "unsupported_reason"]
+__all__ = ["DecodeRows", "PrefillRows", "TritonBackend", "TritonPlan", "leading_singles", "unsupported_reason"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 0)  # the first with bfloat16
@@ -128,16 +128,14 @@ class TritonBackend:
     def __init__(self, head_size: int, dtype: torch.dtype) -> None:
         self._tile_rows = prefill_sizes(head_size, dtype.itemsize).rows
 
-    def plan(
-        self, rows: AttentionRows, *, local: bool, device: torch.device, decode: bool = True
-    ) -> TritonPlan:  # fmt: skip
-        """Slots, tables, ends and tiles of one pass. ``decode``: the leading single rows are taken for decode rows."""
+    def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> TritonPlan:
+        """Slots, tables, ends and tiles of one pass. Its leading single rows decode."""
         placed, size, window = _Placed.of(rows.chunks), rows.block_size, rows.window if local else 0
         host_tables, host_ends = _tables(rows, local), _ends(rows.chunks, placed)
         blocks = host_tables[placed.chunks, placed.positions // size].astype(np.int64)
         slots = upload(blocks * size + placed.positions % size, device)
         tables, ends = upload(host_tables, device), upload(host_ends, device)
-        single = next((at for at, count in enumerate(placed.counts) if count > 1), len(rows.chunks)) if decode else 0
+        single = leading_singles(rows.chunks)
         first = prefill = None
         if single:
             first = DecodeRows(tables[:single], ends[:single], window)
@@ -145,6 +143,11 @@ class TritonBackend:
             tiles = upload(_tiles(placed, host_ends, single, self._tile_rows, window), device)
             prefill = PrefillRows(single, tiles, self._tile_rows, ends[single:], tables[single:], window)
         return TritonPlan(size, slots, first, prefill)
+
+
+def leading_singles(chunks: Sequence[ChunkRows]) -> int:
+    """How many chunks of one row a pass begins with."""
+    return next((at for at, chunk in enumerate(chunks) if chunk.end - chunk.start > 1), len(chunks))
 
 
 _Ints = NDArray[np.int32]

@@ -20,7 +20,7 @@ from torch.nn import functional
 from panscan.core import View
 from panscan.images.transfer import upload
 
-__all__ = ["PixelSpec", "levels_to_device", "pixels_pil", "pixels_torch"]
+__all__ = ["PixelSpec", "levels_of", "levels_to_device", "pixels_pil", "pixels_torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,14 @@ def _normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
     return pixels.transpose(0, 1).contiguous()
 
 
+def levels_of(image: Image.Image) -> NDArray[np.uint8]:
+    """Levels ``[height, width, 3]`` of an RGB image, copied once; read-only."""
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
+
+
 def levels_to_device(levels: NDArray[np.uint8], device: torch.device | str) -> torch.Tensor:
     """Levels ``[height, width, 3]`` as ``[3, height, width]`` on ``device``: a quarter of the bytes of float32 over the
-    link. The array must be writable, as PyTorch asks for."""
+    link."""
     return upload(levels, torch.device(device)).permute(2, 0, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -11,8 +12,11 @@ __all__ = ["upload"]
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array as a tensor on a device, in the order of the present stream. The host may reuse the array at once."""
-    host = torch.from_numpy(array)
+    """An array, which may be read-only, as a tensor on a device, in the order of the present stream. The host may reuse
+    the array at once."""
     if device.type != "cuda":
-        return host.to(device, copy=True)
-    return host.pin_memory().to(device, non_blocking=True)  # PyTorch keeps the pinned copy until it was read
+        return torch.from_numpy(array.copy()).to(device)
+    kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    host = torch.empty(array.shape, dtype=kind, pin_memory=True)
+    host.numpy()[...] = array
+    return host.to(device, non_blocking=True)  # PyTorch keeps the pinned copy until it was read

@@ -13,7 +13,7 @@ from PIL import Image
 
 from panscan.core import Request, View
 from panscan.images.files import expand_images, open_image
-from panscan.images.pixels import PixelSpec, levels_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.load import Loaded, Reader
 from panscan.model.prompt import Prompt
@@ -77,7 +77,7 @@ def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype
     if not read.images or reader.pixels is None:
         return Prepared(read.request, plans, prompt, None)
     parts = [
-        view_pixels(np.array(image) if on_device else image, plan.views, reader.pixels, device).to(dtype)
+        view_pixels(levels_of(image) if on_device else image, plan.views, reader.pixels, device).to(dtype)
         for image, plan in zip(read.images, plans, strict=True)
     ]
     return Prepared(read.request, plans, prompt, torch.cat(parts))
