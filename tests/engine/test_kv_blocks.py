@@ -49,7 +49,7 @@ def used_by(blocks: KVBlocks, users: list[tuple[list, int, bool]]) -> None:
     """A history: prompts computed one after the other, some of which stay."""
     for number, (pieces, chunk, stays) in enumerate(users):
         one = sequence(number, pieces)
-        blocks.begin(one)
+        blocks.begin(one, blocks.hit(one))
         if not compute(blocks, one, max(chunk, one.layout.longest)) or not stays:
             blocks.release(one)
 
@@ -84,7 +84,7 @@ def test_a_lone_sequence_is_computed_with_the_blocks_it_needs(
     needed = blocks_of(size, window, (99, 99)).needed(len(one.ids), chunk)
     blocks = blocks_of(size, window, needed)
     assert blocks.fits(len(one.ids), chunk)
-    blocks.begin(one)
+    blocks.begin(one, blocks.hit(one))
     assert compute(blocks, one, chunk)
 
 
@@ -125,7 +125,9 @@ def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
 
     expected = max(hit for hit in range(len(one.ids)) if usable(hit))
     there = {(pool, block): pool.find(one.hashes[block]) for pool, reach in pools for block in reads(expected, reach)}
-    assert blocks.begin(one) == one.computed == one.cached == expected
+    assert blocks.hit(one) == expected
+    blocks.begin(one, expected)
+    assert one.computed == one.cached == expected
     assert one.registered == expected // size
     for pool, reach in pools:
         table = one.tables[blocks.pools.index(pool)]
@@ -145,13 +147,13 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
     one = sequence(99, pieces, outputs=size)
     chunk = max(chunk, one.layout.longest)
     before = blocks.usage()
-    assume(blocks.can_begin(one, chunk, (0, 0)))
+    assume(blocks.can_begin(one, blocks.hit(one), chunk, (0, 0)))
     claimed = (
-        max(count for count in range(30) if blocks.can_begin(one, chunk, (count, 0))),
-        max(count for count in range(30) if blocks.can_begin(one, chunk, (0, count))),
+        max(count for count in range(30) if blocks.can_begin(one, blocks.hit(one), chunk, (count, 0))),
+        max(count for count in range(30) if blocks.can_begin(one, blocks.hit(one), chunk, (0, count))),
     )
     assert blocks.usage() == before and not any(one.tables)
-    blocks.begin(one)
+    blocks.begin(one, blocks.hit(one))
     for pool, count in zip(blocks.pools, claimed, strict=True):
         for _ in range(count if pool.count else 0):
             assert pool.allocate() is not None
@@ -167,7 +169,7 @@ def test_whatever_fits_can_begin_when_nobody_holds_a_block(
     used_by(blocks, [(each, step, False) for each, step, _ in users])
     one = sequence(99, pieces)
     chunk = max(chunk, one.layout.longest)
-    assert blocks.can_begin(one, chunk, (0, 0)) or not blocks.fits(one.limit, chunk)
+    assert blocks.can_begin(one, blocks.hit(one), chunk, (0, 0)) or not blocks.fits(one.limit, chunk)
 
 
 @given(PIECES, st.integers(1, 12), SIZES, WINDOWS)
@@ -175,7 +177,7 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, 
     one = sequence(0, pieces, outputs=3 * size)
     chunk = max(chunk, one.layout.longest)
     blocks = blocks_of(size, window, (99, 99))
-    blocks.begin(one)
+    blocks.begin(one, blocks.hit(one))
     goal = len(one.ids) + size
     while one.computed < len(one.ids):
         held = [used for used, _ in blocks.usage()]
@@ -195,7 +197,7 @@ def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -
     one = sequence(0, pieces)
     count = -(-len(one.ids) // size)
     blocks = blocks_of(size, None, (count, 0))
-    blocks.begin(one)
+    blocks.begin(one, blocks.hit(one))
     compute(blocks, one, len(one.ids))
     blocks.release(one)
     full = len(one.ids) // size
@@ -211,9 +213,10 @@ def test_a_sequence_that_must_compute_everything_takes_nothing_over(refuses: str
     blocks = blocks_of(2, 4, (20, 20), prefix_caching=refuses != "prefix_caching")
     first = sequence(0, [(1, 2, 1), b"long"])
     second = sequence(1, [(1, 2, 1), b"long"], reuse=refuses != "reuse")
-    blocks.begin(first)
+    blocks.begin(first, blocks.hit(first))
     compute(blocks, first, 7)
-    assert blocks.begin(second) == second.cached == 0
+    blocks.begin(second, blocks.hit(second))
+    assert second.cached == 0
     assert not any(second.tables)
 
 
@@ -221,21 +224,21 @@ def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
     blocks = blocks_of(1, None, (20, 0))
     held, gone = sequence(0, [(1, 2, 1)]), sequence(1, [(2, 2, 2, 1, 2)])
     for one in (held, gone):
-        blocks.begin(one)
+        blocks.begin(one, blocks.hit(one))
         compute(blocks, one, 8)
     blocks.release(gone)
     blocks.release(gone)  # a second time changes nothing
     assert blocks.usage()[0] == (3, 20)
     blocks.reset()
-    assert blocks.begin(sequence(2, [(1, 2, 1)])) == 2
-    assert blocks.begin(sequence(3, [(2, 2, 2, 1, 2)])) == 0
+    assert blocks.hit(sequence(2, [(1, 2, 1)])) == 2
+    assert blocks.hit(sequence(3, [(2, 2, 2, 1, 2)])) == 0
 
 
 @given(st.integers(1, 9), st.integers(1, 30))
 def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, tokens: int) -> None:
     blocks = blocks_of(3, window, (40, 40))
     one = Sequence(0, [1] * tokens, tokens, sequence(0, [(1,)]).layout, tokens + 1)
-    blocks.begin(one)
+    blocks.begin(one, blocks.hit(one))
     compute(blocks, one, 1)
     low = max(0, tokens - window + 1)
     kept = [block != -1 for block in one.tables[1]]

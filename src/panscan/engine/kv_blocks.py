@@ -106,9 +106,27 @@ class KVBlocks:
             counts[group.index] = max(0, group.peak(sequence.computed, self._soon(sequence), chunk) - holds)
         return counts[0], counts[1]
 
-    def can_begin(self, sequence: Sequence, chunk: int, claimed: tuple[int, int]) -> bool:
+    def hit(self, sequence: Sequence) -> int:
+        """Length in tokens of the longest prefix that the sequence may take over. It ends at a block's end and inside
+        no image block, leaves at least one token to compute, and has every global block and every local one that its
+        next token reads."""
+        if not (self.prefix_caching and sequence.reuse):
+            return 0
+        extend_hashes(sequence, self.block_size)
+        hit = len(sequence.ids) - 1
+        for group in self._groups:
+            if group.window is None:
+                known = takewhile(lambda name: self.pools[0].find(name) is not None, sequence.hashes)
+                hit = min(hit, sum(self.block_size for _ in known))
+        while True:
+            hit = self._aligned(sequence.layout, hit)
+            missing = self._missing(sequence, hit)
+            if missing is None:
+                return hit
+            hit = missing * self.block_size  # every longer hit reads that block too
+
+    def can_begin(self, sequence: Sequence, hit: int, chunk: int, claimed: tuple[int, int]) -> bool:
         """Whether all that a sequence which holds nothing will take before long is available beside what is claimed."""
-        hit = self._hit(sequence)
         for group in self._groups:
             shared = sum(group.pool.held(block) for block in group.cached(sequence, hit))
             takes = group.peak(hit, self._soon(sequence), chunk, shared)
@@ -116,12 +134,12 @@ class KVBlocks:
                 return False
         return True
 
-    def in_the_making(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+    def in_the_making(self, sequence: Sequence, hit: int, others: Iterable[Sequence]) -> bool:
         """Whether one of the others, which hold blocks, will have computed so much more of the sequence's prompt before
         long that it should wait and take that over."""
         if not (self.prefix_caching and sequence.reuse):
             return False
-        blocks = (self._hit(sequence) + self._worth) // self.block_size
+        blocks = (hit + self._worth) // self.block_size
         if not 0 < blocks <= len(sequence.hashes):
             return False
         name = sequence.hashes[blocks - 1]
@@ -130,17 +148,12 @@ class KVBlocks:
             for other in others
         )  # fmt: skip
 
-    def begin(self, sequence: Sequence) -> int:
-        """Let a sequence that holds nothing take over the cached blocks of its longest known prefix.
+    def begin(self, sequence: Sequence, hit: int) -> None:
+        """Let a sequence that holds nothing take over the cached blocks of a prefix of this length (:meth:`hit`, called
+        just before).
 
-        Sets ``computed``, ``registered`` and, the first time, ``cached``. A hit ends at a block's end and inside no
-        image block, leaves at least one token to compute, and has every global block and every local one that its next
-        token reads.
-
-        Returns:
-            The hit's length in tokens.
+        Sets ``computed``, ``registered`` and, the first time, ``cached``.
         """
-        hit = self._hit(sequence)
         for group in self._groups:
             table = group.table(sequence)
             table.extend([-1] * group.first(hit))
@@ -151,7 +164,6 @@ class KVBlocks:
         sequence.registered = hit // self.block_size
         if sequence.cached is None:
             sequence.cached = hit
-        return hit
 
     def extend(self, sequence: Sequence, end: int) -> bool:
         """Blocks of all groups for the positions before ``end``; False, and nothing changed, if they do not suffice."""
@@ -209,23 +221,6 @@ class KVBlocks:
             for index in range(sequence.registered, full):
                 group.pool.register(table[index], sequence.hashes[index])
         sequence.registered = full
-
-    def _hit(self, sequence: Sequence) -> int:
-        """Length of the longest prefix that the sequence may take over; see :meth:`begin`."""
-        if not (self.prefix_caching and sequence.reuse):
-            return 0
-        extend_hashes(sequence, self.block_size)
-        hit = len(sequence.ids) - 1
-        for group in self._groups:
-            if group.window is None:
-                known = takewhile(lambda name: self.pools[0].find(name) is not None, sequence.hashes)
-                hit = min(hit, sum(self.block_size for _ in known))
-        while True:
-            hit = self._aligned(sequence.layout, hit)
-            missing = self._missing(sequence, hit)
-            if missing is None:
-                return hit
-            hit = missing * self.block_size  # every longer hit reads that block too
 
     def _aligned(self, layout: Layout, hit: int) -> int:
         """The longest prefix up to ``hit`` that ends at a block's end and inside no image block."""

@@ -68,13 +68,13 @@ class Layout:
 
     def cut_back(self, position: int) -> int:
         """The last place up to ``position`` where a chunk may end: ``position`` itself unless inside an image block."""
-        span = self._around(position)
+        span = self.around(position)
         return position if span is None else span.start
 
     def cut(self, start: int, end: int) -> int:
         """Where a chunk from ``start`` that would like to end at ``end`` ends: before an image block that ``end`` is
         inside of, or behind it if the chunk would be empty otherwise."""
-        span = self._around(end)
+        span = self.around(end)
         if span is None:
             return end
         return span.start if span.start > start else span.end
@@ -90,7 +90,7 @@ class Layout:
         if at < end:
             yield Segment(at, end, image=False)
 
-    def _around(self, position: int) -> Span | None:
+    def around(self, position: int) -> Span | None:
         """The image block that has ``position`` strictly between its first token and its end."""
         index = bisect_right(self._starts, position) - 1
         if index < 0:

@@ -50,7 +50,7 @@ class Preparer:
             ImageError: an image cannot be read.
             SettingError: images and their places do not match, and the like.
         """
-        read = read_images(job.request)
+        read = read_images(job.request, copy=not self._on_device)  # their levels are copied below
         job.stamps.loaded = now()
         plans, prompt = plan_request(read, self._reader)
         keys: list[bytes] = []

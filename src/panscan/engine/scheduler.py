@@ -173,13 +173,14 @@ class Scheduler:
         """
         while self._waiting and len(self._running) < self._max_num_seqs and plan.budget.tokens:
             oldest = self._waiting[0]
-            if self._blocks.in_the_making(oldest, self._running):
+            hit = self._blocks.hit(oldest)
+            if self._blocks.in_the_making(oldest, hit, self._running):
                 return
-            if not self._blocks.can_begin(oldest, self.longest_chunk(oldest), self._claimed()):
+            if not self._blocks.can_begin(oldest, hit, self.longest_chunk(oldest), self._claimed()):
                 return
             self._waiting.pop(0)
             _insert(self._running, oldest)
-            self._blocks.begin(oldest)
+            self._blocks.begin(oldest, hit)
             self._take(oldest, plan)
 
     def _claimed(self) -> tuple[int, int]:

@@ -156,8 +156,9 @@ def page_index(count: int, page: int | None, name: str) -> int:
     return (page or 1) - 1
 
 
-def upright_rgb(image: Image.Image, name: str) -> Image.Image:
+def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Image:
     """A new RGB image, turned as its EXIF orientation says, without metadata. ``image`` keeps its pixels and mode.
+    Without ``copy`` it is ``image`` itself, metadata and all, if that is RGB and upright.
 
     Transparency is composited over white, as a page would show it. (The ``do_convert_rgb`` of Transformers' processor
     drops the alpha channel instead and shows whatever colour lies beneath, often black on black; handing it RGB avoids
@@ -170,6 +171,8 @@ def upright_rgb(image: Image.Image, name: str) -> Image.Image:
     with _reading(name):
         _check_size(image, name)
         image.load()
+        if not copy and image.mode == "RGB" and _orientation(image) == 1:
+            return image
         rgb = _to_rgb(image)
         # Only the orientation goes along: exif_transpose writes all the EXIF data anew and fails on odd values in it.
         rgb.info = {}

@@ -135,12 +135,13 @@ def load_page(page: Page) -> Image.Image:
         return read_page(stream, page.page, page.name)
 
 
-def open_image(image: Any) -> Image.Image:
+def open_image(image: Any, *, copy: bool = True) -> Image.Image:
     """One image as :func:`load_page` gives it: from a page, path, URL, the bytes of a file, a PIL image or an array.
 
     Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: those of NumPy, tensors in the
     memory of the CPU, and whatever else has ``__array__``. Channels come last; ``[3, height, width]`` is refused.
-    PIL images and arrays are not changed: the result is a new image.
+    PIL images and arrays are not changed: the result is a new image, unless ``copy`` is off and a PIL image is as it
+    should be already.
 
     Raises:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
@@ -152,7 +153,7 @@ def open_image(image: Any) -> Image.Image:
     if isinstance(image, bytes):
         return read_page(BytesIO(image), None, "image bytes")
     if isinstance(image, Image.Image):
-        return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image")
+        return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image", copy=copy)
     return _array(image, "image")
 
 

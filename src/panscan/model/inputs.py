@@ -47,13 +47,14 @@ class Prepared:
         return sum(plan.crops for plan in self.plans)
 
 
-def read_images(request: Request) -> Read:
-    """Decode a request's images; a file of several pages gives several images.
+def read_images(request: Request, *, copy: bool = True) -> Read:
+    """Decode a request's images; a file of several pages gives several images. Without ``copy`` those that are decoded
+    already may be the caller's own, to be read before the call returns and never later.
 
     Raises:
         ImageError: naming the file.
     """
-    images = [open_image(image) for image in expand_images(request.images)]
+    images = [open_image(image, copy=copy) for image in expand_images(request.images)]
     return Read(replace(request, images=images), images)
 
 
