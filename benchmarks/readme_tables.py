@@ -11,8 +11,9 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from panscan.bench.floor import floor_of
 from panscan.bench.metrics import replica_shares
@@ -137,6 +138,89 @@ def engine_on_cpu() -> str:
     return table(["", "against", "throughput", "at least"], rows) + "\n\n" + where
 
 
+def workload(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
+    return found
+
+
+def workload_machine(record: dict[str, Any], name: str) -> str:
+    """One line on model, verdict, hardware, power, versions and command of a workload's record."""
+    facts, verdict, work = record["environment"], record["verdict"]["engine"], record["work"]
+    turns = next(iter(record["measured"]["engine"].values()))
+    watts = statistics.median(turn["power"]["mean_w"] for turn in turns)
+    clock = statistics.median(turn["power"]["median_sm_mhz"] for turn in turns)
+    packages = facts["packages"]
+    return (
+        f"{record['model']['name']}, {record['model']['dtype']}: {verdict['verdict']}"
+        f" ({number(verdict['ratio'], 2)}x noise); {work['requests']} requests of {work['views']} views,"
+        f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens, {work['repeats']} turns; one"
+        f" {facts['gpus'][0]['name']} at {number(watts, 0)} W and {number(clock, 0)} MHz (driver"
+        f" {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, transformers"
+        f" {packages['transformers']}, triton {packages['triton']}, {record['created'][:10]}. Record:"
+        f" `benchmarks/records/{name}.json`. Command: `{record['command']}`"
+    )
+
+
+def ranged(values: Sequence[float], digits: int) -> str:
+    """The median, and the range of several."""
+    median = number(statistics.median(values), digits)
+    if len(values) < 2:
+        return median
+    return f"{median} ({number(min(values), digits)}-{number(max(values), digits)})"
+
+
+def distinct_documents(name: str) -> Callable[[], str]:
+    """A record of W1 or W4: each figure, its floor on this machine, and how many times that it is."""
+
+    def write() -> str:
+        record = workload(name)
+        found, floor = record["measured"]["engine"], record["floor"]["engine"]
+        alone, seen = found["alone"], found["vision"][-1]
+        figures = [
+            ("requests/s, all at once", [turn["requests_per_s"] for turn in found["throughput"]], 2, "requests_per_s"),
+            ("TTFT of one request alone, ms", alone["ttft_ms"]["all"], 0, "ttft_ms"),
+            ("end to end, one request alone, ms", alone["e2e_ms"]["all"], 0, "e2e_ms"),
+            *(
+                (f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
+                for each in found["decode"]
+            ),
+            (f"vision, ms per view, {seen['views']} at once", seen["ms_per_view"]["all"], 1, "vision_ms_per_view"),
+        ]
+        rows = [
+            [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
+            for what, values, digits, key in figures
+        ]
+        rows += [
+            [f"GPU idle in decode steps of {each['batch']}", f"{number(100 * each['idle']['share'], 1)}%", "-", "-"]
+            for each in found["decode"]
+            if each["idle"] and each["idle"]["share"] is not None
+        ]
+        return table(["", "engine", "floor", "times floor"], rows) + "\n\n" + workload_machine(record, name)
+
+    return write
+
+
+def questions() -> str:
+    """The record of W2: four questions about each page."""
+    record = workload("w2-27b")
+    found = record["measured"]["engine"]
+    names = {"image_major": "page after page", "round_robin": "in rounds over the pages", "all_cached": "all known"}
+    rows = [
+        [
+            f"requests/s, {what}",
+            ranged([turn["requests_per_s"] for turn in found[key]], 2),
+            f"{number(100 * statistics.median(turn['cached_share'] for turn in found[key]), 0)}%",
+        ]
+        for key, what in names.items()
+    ]
+    follow = found["follow_up"]
+    share = follow["cached_tokens"] / record["work"]["prompt_tokens"]
+    rows.append(
+        ["TTFT of a question on a known page, ms", ranged(follow["ttft_ms"]["all"], 0), f"{number(100 * share, 0)}%"]
+    )
+    return table(["", "engine", "of the prompt cached"], rows) + "\n\n" + workload_machine(record, "w2-27b")
+
+
 def harness() -> str:
     """The harness's own speed."""
     overhead = json.loads((RECORDS / "harness-overhead.json").read_text())
@@ -157,6 +241,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
     "h200-4b-engine": by_settings("h200-4b-engine", "runner", "batch_size"),
+    "w1-27b": distinct_documents("w1-27b"),
+    "w2-27b": questions,
+    "w4-4b": distinct_documents("w4-4b"),
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,
 }

@@ -27,6 +27,10 @@ from panscan.settings import ENGINE_LIMITS, Settings, axes, foreign_settings, pa
 __all__ = ["command"]
 
 _NOT_HERE = ("batch_size", "equal_views", "max_concurrency", "max_num_seqs")
+_DEFAULTS = {
+    "runner": "engine; generate where the engine lacks a setting",
+    "fast_start": "true: compiling takes longer than one answer",
+}
 
 EPILOG = """\b
 Examples
@@ -44,7 +48,7 @@ Examples
 @click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@axis_options(leave_out=_NOT_HERE, defaults={"runner": "engine; generate where the engine lacks a setting"})
+@axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
 @common_options
 def command(**options: Any) -> None:
     """Ask one question about images, all of them in one prompt; every page of a PDF or TIFF is an image."""
@@ -93,7 +97,9 @@ def _settings(options: dict[str, Any]) -> Settings:
         say_left_out(options["preset"], f"runner {runner}", idle)
     kept = {name: value for name, value in preset.items() if name not in idle}
     settings = settings_from({**kept, **given, "runner": runner})
-    return replace(settings, max_num_seqs=1) if runner == "engine" else settings
+    if runner != "engine":
+        return settings
+    return replace(settings, max_num_seqs=1, fast_start={"fast_start": True, **kept, **given}["fast_start"])
 
 
 def _runner_for(preset: dict[str, Any], given: dict[str, Any]) -> str:
