@@ -150,9 +150,10 @@ def workload_machine(record: dict[str, Any], name: str) -> str:
     watts = statistics.median(turn["power"]["mean_w"] for turn in turns)
     clock = statistics.median(turn["power"]["median_sm_mhz"] for turn in turns)
     packages = facts["packages"]
+    ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
     return (
         f"{record['model']['name']}, {record['model']['dtype']}: {verdict['verdict']}"
-        f" ({number(verdict['ratio'], 2)}x noise); {work['requests']} requests of {work['views']} views,"
+        f" ({number(ratio, 2)}x the noise); {work['requests']} requests of {work['views']} views,"
         f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens, {work['repeats']} turns; one"
         f" {facts['gpus'][0]['name']} at {number(watts, 0)} W and {number(clock, 0)} MHz (driver"
         f" {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, transformers"
@@ -240,7 +241,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-4b-chunks": by_settings("h200-4b-chunks", "prefill_chunk_size"),
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
-    "h200-4b-engine": by_settings("h200-4b-engine", "runner", "batch_size"),
     "w1-27b": distinct_documents("w1-27b"),
     "w2-27b": questions,
     "w4-4b": distinct_documents("w4-4b"),

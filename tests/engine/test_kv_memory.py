@@ -75,14 +75,19 @@ def test_memory_is_that_of_the_tensors() -> None:
 def test_asked_for_gigabytes_are_kept_to() -> None:
     decoder = decoder_of(NAME)
     shape = KVShape.of(decoder.layers)
-    blocks, local = choose_blocks(decoder, EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64))
+    blocks, local = choose_blocks(
+        decoder, EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64, block_size=16)
+    )
     used = 16 * (blocks * shape.global_bytes + local * shape.local_bytes)
     assert 10_000_000 - 16 * shape.global_bytes < used <= 10_000_000
     assert 16 * local * shape.local_bytes <= 5_000_000 < 16 * (local + 1) * shape.local_bytes
 
 
 def test_layers_of_two_devices_take_no_more_than_those_of_one() -> None:
-    decoder, options = decoder_of(NAME), EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64)
+    decoder, options = (
+        decoder_of(NAME),
+        EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64, block_size=16),
+    )
     spread = copy(decoder)
     spread.layers = tuple(
         replace(facts, device=torch.device("meta" if facts.local else "cpu")) for facts in decoder.layers
@@ -101,8 +106,8 @@ def test_without_a_size_a_cpu_takes_little(monkeypatch: pytest.MonkeyPatch) -> N
 
     def taken(available: int, **options: Any) -> int:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-        blocks, local = choose_blocks(decoder, EngineOptions(**options))
-        assert blocks <= options.get("max_num_seqs", 64) * decoder.max_positions // 16
+        blocks, local = choose_blocks(decoder, EngineOptions(block_size=16, **options))
+        assert blocks <= options.get("max_num_seqs", 128) * decoder.max_positions // 16
         return 16 * (blocks * shape.global_bytes + local * shape.local_bytes)
 
     assert 0.44e9 < taken(2 * 10**9, vision_cache_gb=1.35) <= 0.45e9  # 90%, less the views
