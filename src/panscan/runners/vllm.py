@@ -1,6 +1,7 @@
 """Runner ``vllm``: an installed vLLM (0.24 or later), driven offline, for comparison. Not a dependency.
 
-It needs an NVIDIA GPU and is not run in CI; what is pure here is tested with objects of the shapes that vLLM returns.
+It needs an NVIDIA GPU, or vLLM for CPUs, and is not run in CI; what is pure here is tested with objects of the shapes
+that vLLM returns. By hand it was run on vLLM 0.32 for CPUs.
 vLLM has its own weights, processor (which does pan and scan) and scheduler, in a process of its own: peaks of memory in
 the records are not its. A request's times are its arrival, first and last token; those of the tokens between are spread
 evenly, so gaps between tokens are means.
@@ -73,8 +74,9 @@ class VllmRunner:
         self.settings = settings
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
         arguments = llm_arguments(
-            settings, _source_of(self._source), self.loaded.dtype, positions, images=self.loaded.reader.reads_images
-        )
+            settings, _source_of(self._source), self.loaded.dtype, positions,
+            images=self.loaded.reader.reads_images, device=self.loaded.device.type,
+        )  # fmt: skip
         if self._llm is None or arguments != self._arguments:
             self._shut()
             self._llm, self._arguments = _start(arguments), arguments

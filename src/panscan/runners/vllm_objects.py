@@ -27,7 +27,7 @@ __all__ = [
 
 LIKELIEST = 20
 """Log-probabilities of a position that the verdict sees; vLLM's default limit."""
-_GPU_SHARE = 0.9  # of the GPU's memory, vLLM's; the rest holds the verdict's output matrix
+_SHARES = {"cuda": 0.9, "cpu": 0.4}  # of a device's memory, vLLM's; the verdict's output matrix needs some too
 _IMAGES = 16  # of a prompt
 _LONGEST = 32_768  # tokens of a request: vLLM reserves room for one as long as its context
 
@@ -36,7 +36,7 @@ LogprobRow = Mapping[int, Any]
 
 
 def llm_arguments(
-    settings: Settings, source: str, dtype: torch.dtype, positions: int, *, images: bool
+    settings: Settings, source: str, dtype: torch.dtype, positions: int, *, images: bool, device: str
 ) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM``.
 
@@ -46,6 +46,7 @@ def llm_arguments(
         dtype: of the weights.
         positions: of the model's context.
         images: whether the checkpoint reads images.
+        device: ``cuda`` or ``cpu``.
     """
     chosen: dict[str, Any] = {
         "model": source,
@@ -54,7 +55,7 @@ def llm_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy" if settings.random_weights else "auto",
         "max_model_len": min(positions, _LONGEST),
-        "gpu_memory_utilization": _GPU_SHARE,
+        "gpu_memory_utilization": _SHARES[device],
         "enable_prefix_caching": True,
         "max_logprobs": LIKELIEST,
         "disable_log_stats": False,  # without them a request has no times
