@@ -65,7 +65,9 @@ def test_slots_beyond_32_bits() -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_sizes_are_what_triton_takes(head_size: int, itemsize: int) -> None:
     for group in range(1, 40):
-        for sizes in (prefill_sizes(head_size, itemsize), decode_sizes(head_size, itemsize, group)):
+        least, most = (prefill_sizes(head_size, itemsize, shared) for shared in (0, 1 << 20))
+        assert least.rows == most.rows, "which plans do not depend on"
+        for sizes in (least, most, decode_sizes(head_size, itemsize, group)):
             assert all(number >= 16 and number.bit_count() == 1 for number in (sizes.rows, sizes.keys))
             assert sizes.warps.bit_count() == 1
         assert sizes.rows >= group

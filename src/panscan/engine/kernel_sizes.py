@@ -9,6 +9,7 @@ __all__ = ["HEAD_SIZES", "Sizes", "choose_splits", "decode_sizes", "prefill_size
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _FEWEST_ROWS = 16  # of a tensor core's product
 _MOST_SPLITS = 16
+_THREE_STAGES = 160_000  # bytes of shared memory: sm80 has 166,912, sm90 232,448
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,21 @@ class Sizes:
     stages: int
 
 
-def prefill_sizes(head_size: int, itemsize: int) -> Sizes:
-    """Those of the prefill kernel. ``head_size``: one of ``HEAD_SIZES``; ``itemsize``: bytes of a value.
+def prefill_sizes(head_size: int, itemsize: int, shared_bytes: int) -> Sizes:
+    """Those of the prefill kernel.
 
-    Head size 128 in 16 bits: the fastest of those that were measured on an H200, with keys that were not in pages. The
-    others were not measured. All stay below 99 KiB of shared memory, which sm86 and sm89 have, and in the registers.
+    Head size 128 in 16 bits: the fastest of those that were measured on an H200. The others were not measured. They
+    stay in the registers, and in 99 KiB of shared memory, all that sm86, sm89 and sm120 have, by one stage less there.
+
+    Args:
+        head_size: one of ``HEAD_SIZES``.
+        itemsize: bytes of a value.
+        shared_bytes: that one program may use of a multiprocessor's shared memory.
     """
+    stages = 3 if shared_bytes >= _THREE_STAGES else 2
     if itemsize == 4:
-        return Sizes(64, 32, 8, 3) if head_size < 256 else Sizes(32, 16, 8, 3)
-    return Sizes(64, 64, 4, 3) if head_size < 256 else Sizes(64, 32, 8, 3)
+        return Sizes(64, 32, 8, stages) if head_size < 256 else Sizes(32, 16, 8, stages)
+    return Sizes(64, 64, 4, stages) if head_size < 256 else Sizes(64, 32, 8, stages)
 
 
 def decode_sizes(head_size: int, itemsize: int, group: int) -> Sizes:

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.compiler.compiler import max_shared_mem
 
 from panscan.engine.kernel_sizes import choose_splits, decode_sizes, prefill_sizes
 from panscan.model.jit import kernel
@@ -60,7 +61,7 @@ def prefill(
         return
     if splits is None:
         splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
-    sizes = prefill_sizes(size, query.element_size())
+    sizes = prefill_sizes(size, query.element_size(), _shared_bytes(query.device))
     parts, sums = _partial(splits, count, heads, size, output[:, start:])
     _prefill[(len(tiles), heads, splits)](
         query, k_cache, v_cache, parts, sums, tiles, ends, tables, scaling * _LOG2E,
@@ -127,6 +128,12 @@ def _merged(parts: torch.Tensor, sums: torch.Tensor, output: torch.Tensor, split
 def _multiprocessors(device: torch.device) -> int:
     """Of a GPU; the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """What Triton lets a program take of a GPU's shared memory; the interpreter has none to run out of."""
+    return max_shared_mem(device.index) if device.type == "cuda" else 1 << 30
 
 
 def _precision(query: torch.Tensor) -> str:

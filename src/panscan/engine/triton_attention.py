@@ -126,7 +126,7 @@ class TritonBackend:
     """
 
     def __init__(self, head_size: int, dtype: torch.dtype) -> None:
-        self._tile_rows = prefill_sizes(head_size, dtype.itemsize).rows
+        self._tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes=0).rows  # the same for any
 
     def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> TritonPlan:
         """Slots, tables, ends and tiles of one pass. Its leading single rows decode."""

@@ -1,0 +1,67 @@
+"""Compiles the attention kernels of the published models' heads for some GPUs, and prints the shared memory of each.
+
+    python compiled_kernels.py '{"86": 101376}'
+
+The argument: compute capabilities, and the bytes of shared memory that a program may use there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from panscan.engine import kernels
+from panscan.engine.kernel_sizes import Sizes, decode_sizes, prefill_sizes
+
+TYPES = {2: "*bf16", 4: "*fp32"}
+COMMON = {"page_size": 2, "heads": 8, "kv_heads": 4, "splits": 4}
+POINTERS = {
+    "parts": "*fp32",
+    "part_sums": "*fp32",
+    "tiles": "*i32",
+    "ends": "*i32",
+    "tables": "*i32",
+    "lengths": "*i32",
+}
+
+
+def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability: int) -> int:
+    """Bytes of shared memory of a kernel."""
+    constants = {**COMMON, "head_size": head_size, "rows": sizes.rows, "keys": sizes.keys}
+    constants["precision"] = "ieee" if itemsize == 4 else "tf32"
+    kinds = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
+    kinds |= {"scale": "fp32"} | dict.fromkeys(("q", "k_cache", "v_cache"), TYPES[itemsize])
+    source = ASTSource(
+        fn=kernel,
+        signature={name: kinds[name] for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if kinds[name].startswith("*")
+        },
+    )
+    options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+    target = GPUTarget("cuda", capability, 32)
+    return int(triton.compile(source, target=target, options=options).metadata.shared)
+
+
+def main() -> None:
+    found = {}
+    for (capability, most), head_size, itemsize in product(json.loads(sys.argv[1]).items(), (128, 256), (2, 4)):
+        each = {
+            "prefill": (kernels._prefill, prefill_sizes(head_size, itemsize, most)),
+            "decode": (kernels._decode, decode_sizes(head_size, itemsize, 2)),
+        }
+        for name, (kernel, sizes) in each.items():
+            taken = shared(kernel, sizes, head_size, itemsize, int(capability))
+            found[f"{capability} {name} {head_size} {itemsize}"] = taken
+    print(json.dumps(found))  # noqa: T201 - for whoever called
+
+
+if __name__ == "__main__":
+    main()
