@@ -19,7 +19,11 @@ from panscan.engine.start import Started
 @pytest.fixture
 def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU is all that is missing; without one nothing is recorded, and the same passes run launch by launch."""
-    monkeypatch.setattr(Started, "_is_fast", lambda started, _: started.options.attention_backend == "triton")
+
+    def slow_reason(started: Started, _: object) -> str | None:
+        return None if started.options.attention_backend == "triton" else "not asked for"
+
+    monkeypatch.setattr(Started, "_slow_reason", slow_reason)
     yield
 
 
@@ -70,5 +74,6 @@ def test_an_interrupted_start_leaves_no_thread(mini: GenerateRunner, monkeypatch
 def test_a_cpu_does_none_of_it(mini: GenerateRunner) -> None:
     with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
         assert engine._loop.started.graphs is None
-        [line] = engine.decisions
-    assert line.startswith("attention: sdpa (")
+        attention, layers = engine.decisions
+    assert attention.startswith("attention: sdpa (")
+    assert layers == "layers: eager, launched one by one (not on an NVIDIA GPU)"

@@ -67,8 +67,11 @@ class Started:
         options = self.options
         self.decoder = Decoder(self.loaded.model)
         choice = choose_backend(options.attention_backend, self.decoder.layers)
-        self.fast = self._is_fast(choice.backend)
+        slow = self._slow_reason(choice.backend)
+        self.fast = slow is None
         self._say(f"attention: {choice.name} ({choice.reason})")
+        if not self.fast:
+            self._say(f"layers: eager, launched one by one ({slow})")
         if self.fast:
             if self.decoder.device.type == "cuda":
                 torch.cuda.set_device(self.decoder.device)  # of this thread: graphs go to its present device
@@ -90,15 +93,18 @@ class Started:
         while self._undo:
             self._undo.pop()()
 
-    def _is_fast(self, backend: Backend) -> bool:
-        """Whether modules are fused and compiled, passes recorded and overlapped: where our kernels attend, on a model
-        that is on one NVIDIA GPU, in its own precision and without hooks."""
-        if self.decoder.device.type != "cuda" or not isinstance(backend, TritonBackend):
-            return False
-        model = self.loaded.model
-        devices = {layer.device for layer in self.decoder.layers} | {self.decoder.device}
-        hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-        return len(devices) == 1 and not hooked and getattr(model, "hf_quantizer", None) is None
+    def _slow_reason(self, backend: Backend) -> str | None:
+        """Why modules are not fused and compiled, passes not recorded and overlapped; None if they are: where our
+        kernels attend, on a model that is on one NVIDIA GPU, in its own precision and without hooks."""
+        model, layers = self.loaded.model, self.decoder.layers
+        reasons = {
+            "not on an NVIDIA GPU": self.decoder.device.type != "cuda",
+            "attention is PyTorch's": not isinstance(backend, TritonBackend),
+            "spread over devices": len({layer.device for layer in layers} | {self.decoder.device}) > 1,
+            "hooks on its modules": any(hasattr(module, "_hf_hook") for module in model.modules()),
+            "quantised": getattr(model, "hf_quantizer", None) is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _tower(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """What encodes views: on an NVIDIA GPU another way through the same modules."""
@@ -145,6 +151,6 @@ class Started:
         self._say(f"{what}: {now() - started:.1f} s")
 
     def _say(self, decision: str) -> None:
-        """Keep it, and tell it where a start takes long enough to be watched."""
+        """Keep it, and tell it on a GPU: a start takes long enough to be watched there, or is slow for a reason."""
         self.decisions.append(decision)
-        log.log(logging.INFO if self.fast else logging.DEBUG, "%s", decision)
+        log.log(logging.INFO if self.decoder.device.type == "cuda" else logging.DEBUG, "%s", decision)
