@@ -61,6 +61,15 @@ def test_images_of_equal_tokens_that_begin_elsewhere_have_other_names() -> None:
     assert first.hashes != second.hashes
 
 
+def test_image_blocks_of_other_lengths_share_no_name_not_even_of_where_they_are_alike() -> None:
+    """What a token of an image block is depends on the whole block."""
+    ids = [1] + [9] * 8 + [1]
+    first, second = (Sequence(0, ids, 10, Layout([Span(1, end, b"key")]), 11) for end in (7, 9))
+    for each in (first, second):
+        extend_hashes(each, 2)
+    assert len(first.hashes) == 5 and not set(first.hashes) & set(second.hashes)
+
+
 def test_a_token_that_is_not_known_yet_is_in_no_name() -> None:
     one, other = (sequence(number, [(1, 2, 1)], outputs=2) for number in range(2))
     one.expect()

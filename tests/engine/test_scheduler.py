@@ -172,7 +172,7 @@ class History(RuleBasedStateMachine):
             end = (each.computed + self.worth) // self.size * self.size
             for other in (chunk.sequence for chunk in older) if self.caching and each.reuse and end else ():
                 same = all(content(each, at) == content(other, at) for at in range(min(end, len(other.ids))))
-                makes = other.reuse and same and other.computed < end <= len(other.ids)
+                makes = other.reuse and same and other.computed < end <= other.prompt_tokens
                 assert not makes or end > len(each.ids), "computed twice"
 
     def check_chunks(self, step: Step) -> None:

@@ -221,6 +221,10 @@ def test_a_pil_image_is_not_changed_and_its_result_is_stable():
     plain = Image.fromarray(upright)
     upright_rgb(plain, "x").putpixel((0, 0), (1, 2, 3))
     assert plain.getpixel((0, 0)) == (255, 0, 0)
+    assert upright_rgb(plain, "x", copy=False) is plain, "as it should be already"
+    for other in (plain.convert("L"), plain.convert("RGBA"), stored):
+        assert upright_rgb(other, "x", copy=False) is not other
+    assert np.array_equal(pixels(upright_rgb(stored, "x", copy=False)), upright)
 
 
 @settings(max_examples=100, deadline=None)
