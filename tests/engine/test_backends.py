@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import triton_here  # noqa: F401 - skips this module where there is no Triton
+from tests.triton_here import DEVICE
 
 from panscan.core import SettingError, UnsupportedError
 from panscan.engine.backends import choose_backend
@@ -14,7 +14,6 @@ from panscan.engine.segments import SegmentsBackend
 from panscan.engine.triton_attention import TritonBackend
 from panscan.model.decoder import LayerFacts
 
-DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, device=DEVICE)
 
 

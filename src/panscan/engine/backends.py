@@ -29,7 +29,7 @@ def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
 
     Args:
         name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on NVIDIA GPUs that take
-            them, and where everything else depends on them that is fast there.
+            them, PyTorch's elsewhere.
         layers: what is attended on.
 
     Raises:

@@ -37,9 +37,11 @@ def write(
 def prefill(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, output: torch.Tensor, *,
     start: int, tiles: torch.Tensor, tile_rows: int, ends: torch.Tensor, tables: torch.Tensor,
-    window: int, page_size: int, scaling: float, splits: int | None = None,
+    window: int, page_size: int, scaling: float,
 ) -> None:  # fmt: skip
     """Attend with the rows of the tiles. Every row from ``start`` on is in one.
+
+    Where few rows have many keys, which would leave most of a GPU idle, the keys are cut into parts.
 
     Args:
         query: ``[1, heads, T, D]``, contiguous in D.
@@ -54,13 +56,11 @@ def prefill(
         window: positions that a row sees, its own included; 0: all.
         page_size: tokens of a page.
         scaling: of the scores.
-        splits: parts of the keys; None chooses: few rows with many keys would leave most of a GPU idle.
     """
     (_, heads, _, size), count = query.shape, len(ends)
     if not count:
         return
-    if splits is None:
-        splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
+    splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
     sizes = prefill_sizes(size, query.element_size(), _shared_bytes(query.device))
     parts, sums = _partial(splits, count, heads, size, output[:, start:])
     _prefill[(len(tiles), heads, splits)](

