@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 
 __all__ = ["BlockPool"]
@@ -15,8 +16,9 @@ class BlockPool:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._holders = [0] * count
-        self._free = list(reversed(range(count)))
+        self._holders = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of blocks
+        self._fresh = 0  # blocks from here on were never taken
+        self._free: list[int] = []
         self._evictable: OrderedDict[int, None] = OrderedDict()  # the least recently released first
         self._hashes: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
@@ -24,7 +26,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that :meth:`allocate` can give."""
-        return len(self._free) + len(self._evictable)
+        return self.count - self._fresh + len(self._free) + len(self._evictable)
 
     @property
     def used(self) -> int:
@@ -40,6 +42,9 @@ class BlockPool:
         forgotten. None if all are held."""
         if self._free:
             block = self._free.pop()
+        elif self._fresh < self.count:
+            block = self._fresh
+            self._fresh += 1
         elif self._evictable:
             block, _ = self._evictable.popitem(last=False)
             self._forget(block)
