@@ -259,9 +259,14 @@ def test_what_is_not_a_number_never_passes_for_unknown() -> None:
 
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The log-probabilities of the likeliest tokens, NaN elsewhere, rounded as vLLM's float32 are."""
+    return unrounded(logits, count).float()
+
+
+def unrounded(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The same in float64: what is left of 1 may be less than float32's rounding of the rest."""
     rows = logits.double().log_softmax(-1)
     places = rows.topk(count, dim=-1).indices
-    return torch.full_like(rows, math.nan).scatter(1, places, rows.gather(1, places)).float()
+    return torch.full_like(rows, math.nan).scatter(1, places, rows.gather(1, places))
 
 
 @given(st.integers(0, 10_000), st.integers(2, 40), st.sampled_from([0.01, 0.3, 3.0]))
@@ -270,11 +275,14 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
     truth = 2 * torch.randn(4, 40, generator=generator)
     seen = truth + apart * torch.randn(4, 40, generator=generator)
     whole = compare_logits(truth, seen, [], CPU)
-    part = compare_logits(truth, likeliest(seen, count), [], CPU, partial=True)
-    assert (part.kl <= whole.kl + 1e-5).all()
+    part = compare_logits(truth, unrounded(seen, count), [], CPU, partial=True)
+    assert (part.kl <= whole.kl + 2e-6).all()  # what is left of 1 counts as a millionth at least
     assert (part.agree == whole.agree).all()
     if count == 40:
-        assert part.kl == pytest.approx(whole.kl, abs=1e-5)
+        assert part.kl == pytest.approx(whole.kl, abs=1e-9)
+        assert compare_logits(truth, likeliest(seen, count), [], CPU, partial=True).kl == pytest.approx(
+            whole.kl, abs=1e-5
+        )
 
 
 def test_the_same_distribution_is_no_divergence_however_little_is_seen() -> None:
