@@ -1,16 +1,30 @@
-"""Text in the one typeface that Pillow carries, whatever fonts the machine has, and shapes with smooth edges."""
+"""Text in typefaces that come with Python packages, whatever fonts the machine has, and shapes with smooth edges."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor
 from typing import cast
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-__all__ = ["Box", "font", "printable", "rounded", "shorten", "stamp", "text_width", "wrap", "write"]
+__all__ = [
+    "AILERON",
+    "Box",
+    "Face",
+    "font",
+    "mean_advance",
+    "printable",
+    "rounded",
+    "shorten",
+    "stamp",
+    "text_width",
+    "wrap",
+    "write",
+]
 
 Box = tuple[int, int, int, int]
 """(left, top, right, bottom) in pixels, half open."""
@@ -22,24 +36,50 @@ _LOOKALIKES = str.maketrans(
 )
 
 
+_MEASURE = "the quick brown fox jumps over a lazy dog THE TOTAL 0123456789"
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """A typeface: its name and its font files. Without a file it is the one that Pillow carries, Aileron.
+
+    ``bold`` may be missing: then a second stroke beside the first stands in for it.
+    """
+
+    name: str
+    regular: str | None = None
+    bold: str | None = None
+
+
+AILERON = Face("Aileron")
+
+
 @cache
-def font(size: int) -> ImageFont.FreeTypeFont:
-    """Pillow's bundled typeface, ``size`` pixels from the top of a capital to the foot of a "g"."""
-    face = cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
+def font(size: int, file: str | None = None) -> ImageFont.FreeTypeFont:
+    """The font of ``file``, or Pillow's own, ``size`` pixels from the top of a capital to the foot of a "g"."""
     # Raqm spaces letters differently and is not in every build of Pillow.
+    if file is not None:
+        return ImageFont.truetype(file, size, layout_engine=ImageFont.Layout.BASIC)
+    face = cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
     return face.font_variant(layout_engine=ImageFont.Layout.BASIC)
 
 
+@cache
+def mean_advance(face: Face) -> float:
+    """Mean width of a character of ordinary text, in units of the font's size."""
+    return font(100, face.regular).getlength(_MEASURE) / (100 * len(_MEASURE))
+
+
 def _thickening(size: int) -> int:
-    """Shift, in pixels, of the second stroke that stands in for a bold face, which Pillow does not carry."""
+    """Shift, in pixels, of the second stroke that stands in for a bold face where there is none."""
     return max(1, round(size * 0.03))
 
 
-def text_width(text: str, size: int, *, bold: bool = False) -> float:
+def text_width(text: str, size: int, *, bold: bool = False, face: Face = AILERON) -> float:
     """Width of one line in pixels."""
-    if not bold:
-        return font(size).getlength(text)
-    return sum(font(size).getlength(letter) + _thickening(size) for letter in text)
+    if bold and face.bold is None:
+        return sum(font(size, face.regular).getlength(letter) + _thickening(size) for letter in text)
+    return font(size, face.bold if bold else face.regular).getlength(text)
 
 
 def write(
@@ -51,27 +91,33 @@ def write(
     fill: str,
     anchor: str = "ls",
     bold: bool = False,
+    face: Face = AILERON,
 ) -> Box:
     """Draw one line with its anchor (Pillow's two letters: l, m or r, then its height) at ``xy``.
 
     Returns the box that it covers.
     """
-    face, width = font(size), text_width(text, size, bold=bold)
+    drawn = font(size, face.bold if bold else face.regular)
+    width = 0.0 if anchor[0] == "l" else text_width(text, size, bold=bold, face=face)
     # Whole pixels: hinted letters look alike wherever they stand.
     x, y = round(xy[0] - {"l": 0.0, "m": width / 2, "r": width}[anchor[0]]), round(xy[1])
-    left, top, right, bottom = draw.textbbox((x, y), text, font=face, anchor=f"l{anchor[1]}")
-    if bold:
-        right = x + width
+    if bold and face.bold is None:
+        left, top, right, bottom = draw.textbbox((x, y), text, font=drawn, anchor=f"l{anchor[1]}")
+        right = x + text_width(text, size, bold=True, face=face)
         for letter in text:
             for shift in range(_thickening(size) + 1):
-                draw.text((x + shift, y), letter, fill=fill, font=face, anchor=f"l{anchor[1]}")
-            x += round(face.getlength(letter)) + _thickening(size)
-    else:
-        draw.text((x, y), text, fill=fill, font=face, anchor=f"l{anchor[1]}")
-    return floor(left), floor(top), ceil(right), ceil(bottom)
+                draw.text((x + shift, y), letter, fill=fill, font=drawn, anchor=f"l{anchor[1]}")
+            x += round(drawn.getlength(letter)) + _thickening(size)
+        return floor(left), floor(top), ceil(right), ceil(bottom)
+    # Drawn and measured by one layout: ImageDraw's own text() and textbbox() would each make it anew.
+    mask, (dx, dy) = drawn.getmask2(text, "L", anchor=f"l{anchor[1]}")
+    left, top = x + round(dx), y + round(dy)
+    if mask.size[0] and mask.size[1]:
+        draw.draw.draw_bitmap((left, top), mask, draw.draw.draw_ink(ImageColor.getrgb(fill)))
+    return left, top, left + mask.size[0], top + mask.size[1]
 
 
-def wrap(text: str, size: int, limit: float, *, separator: str = " ") -> list[str]:
+def wrap(text: str, size: int, limit: float, *, separator: str = " ", face: Face = AILERON) -> list[str]:
     """Break ``text`` at ``separator`` into lines of at most ``limit`` pixels (a longer word stands alone).
 
     A no-break space keeps its neighbours on one line and comes back as a plain space.
@@ -80,7 +126,7 @@ def wrap(text: str, size: int, limit: float, *, separator: str = " ") -> list[st
     for part in text.split(separator):
         word = part.replace("\u00a0", " ")
         longer = f"{lines[-1]}{separator}{word}" if lines else word
-        if lines and text_width(longer, size) <= limit:
+        if lines and text_width(longer, size, face=face) <= limit:
             lines[-1] = longer
         else:
             lines.append(word)

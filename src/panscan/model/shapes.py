@@ -223,10 +223,16 @@ def _large(hidden: int, layers: int, heads: int, head_size: int, query_scale: in
 
 
 _MINI_TEXT = TextShape(
+    vocabulary=512, hidden=256, intermediate=576, layers=7, heads=4, kv_heads=2, head_size=64, window=768,
+    query_scale=64, max_positions=32_768,
+)  # fmt: skip
+_MINI_VISION = VisionShape(hidden=192, intermediate=512, layers=6, heads=6, image_size=192, patch_size=8)
+
+_TINY_TEXT = TextShape(
     vocabulary=1024, hidden=128, intermediate=384, layers=7, heads=4, kv_heads=2, head_size=32, window=128,
     query_scale=32, max_positions=32_768, rope_factor=8.0,
 )  # fmt: skip
-_MINI_VISION = VisionShape(hidden=144, intermediate=288, layers=2, heads=2, image_size=224)
+_TINY_VISION = VisionShape(hidden=144, intermediate=288, layers=2, heads=2, image_size=224)
 
 SHAPES: dict[str, Shape] = {
     "270m": Shape("270m", _small(hidden=640, intermediate=2048, layers=18)),
@@ -234,6 +240,7 @@ SHAPES: dict[str, Shape] = {
     "4b": Shape("4b", _large(hidden=2560, layers=34, heads=8, head_size=256, query_scale=256), _SIGLIP),
     "12b": Shape("12b", _large(hidden=3840, layers=48, heads=16, head_size=256, query_scale=256), _SIGLIP),
     "27b": Shape("27b", _large(hidden=5376, layers=62, heads=32, head_size=128, query_scale=168), _SIGLIP),
-    "mini": Shape("mini", _MINI_TEXT, _MINI_VISION, image_tokens=64),
+    "mini": Shape("mini", _MINI_TEXT, _MINI_VISION, image_tokens=144),
+    "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
-"""The published shapes, and ``mini``: the bundled model, small but with every part of the real ones."""
+"""The published shapes; ``mini``, the bundled model that reads; and ``tiny``, the bundled one of random weights."""

@@ -108,14 +108,18 @@ CHAT_TEMPLATE = """\
 """Gemma 3's turns: the system message opens the first user turn, the assistant is called ``model``, text is trimmed."""
 
 
-def build_tokenizer() -> GemmaTokenizer:
-    """A byte-fallback BPE tokenizer of exactly ``VOCABULARY_SIZE`` tokens, the same on every machine.
+def build_tokenizer(size: int = VOCABULARY_SIZE) -> GemmaTokenizer:
+    """A byte-fallback BPE tokenizer, the same on every machine.
 
     Any text without U+2581 reads back as it was; U+2581 stands for the space, as in Gemma's own tokenizer, and
     reads back as one. Prompts begin with ``<bos>``, padding is on the left.
+
+    Args:
+        size: of the vocabulary: marks, bytes and characters, then words and pieces of words until it is full. With 0
+            there are none: every character is a token.
     """
     tokens = dict.fromkeys((*MARKS, *_NEWLINES, *_BYTES, *_CHARACTERS))
-    merges = _learn_merges(tokens)
+    merges = _learn_merges(tokens, size)
     tokenizer = GemmaTokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=merges,
@@ -134,7 +138,7 @@ def build_tokenizer() -> GemmaTokenizer:
     return tokenizer
 
 
-def _learn_merges(tokens: dict[str, None]) -> list[tuple[str, str]]:
+def _learn_merges(tokens: dict[str, None], size: int) -> list[tuple[str, str]]:
     """Byte-pair merges of the built-in words, adding what they make to ``tokens`` until the vocabulary is full.
 
     Earlier words count more, as in real text. Written out because trainers differ in how they break ties.
@@ -143,7 +147,7 @@ def _learn_merges(tokens: dict[str, None]) -> list[tuple[str, str]]:
         (list(form), 10_000 // (10 + rank)) for rank, word in enumerate(_WORD_LIST.split()) for form in _forms(word)
     ]
     merges: list[tuple[str, str]] = []
-    while len(tokens) < VOCABULARY_SIZE:
+    while len(tokens) < size:
         counts: Counter[tuple[str, str]] = Counter()
         for word, weight in words:
             for pair in pairwise(word):

@@ -1,25 +1,29 @@
-"""Made-up documents, drawn from a seed: receipts, tables, invoices, letters, charts and signs."""
+"""Made-up documents, drawn from a seed: receipts, boards, invoices, charts, notes, tables, forms and signs."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from random import Random
 
-from panscan.images.documents.chart import chart
-from panscan.images.documents.invoice import invoice
-from panscan.images.documents.letter import letter
-from panscan.images.documents.receipt import receipt
-from panscan.images.documents.sheet import Ask, Document, Text
-from panscan.images.documents.sign import sign
-from panscan.images.documents.table import table
+from panscan.images.documents import board, chart, form, invoice, notes, receipt, sign, table
+from panscan.images.documents.sheet import Ask, Document, Print, Sheet, Text, choose
+from panscan.images.ink import AILERON, Face
 
-__all__ = ["Ask", "Document", "Text", "draw_document"]
+__all__ = ["KINDS", "Ask", "Document", "Print", "Sheet", "Text", "draw_document", "sample_faces"]
 
-_CYCLE = (receipt, table, invoice, chart, receipt, table, letter, sign)
+Draw = Callable[[Random, Sheet, int, float], Document]
 
-
-def draw_document(seed: int, index: int) -> Document:
-    """Document ``index`` (from 0) of ``seed``: a pure function of both. Kinds, and layouts of a kind, take turns."""
-    turn, place = divmod(index, len(_CYCLE))
-    draw = _CYCLE[place]
-    variant = turn * _CYCLE.count(draw) + _CYCLE[:place].count(draw)
-    return draw(Random(f"{seed}-{index}"), variant)
+KINDS: dict[str, tuple[Draw, int]] = {
+    "receipt": (receipt.receipt, len(receipt.LAYOUTS)),
+    "board": (board.board, board.LAYOUTS),
+    "invoice": (invoice.invoice, invoice.LAYOUTS),
+    "chart": (chart.chart, chart.LAYOUTS),
+    "notes": (notes.notes, notes.LAYOUTS),
+    "table": (table.table, table.LAYOUTS),
+    "form": (form.form, form.LAYOUTS),
+    "sign": (sign.sign, sign.LAYOUTS),
+}
+"""How each kind is drawn, and its number of layouts. The last layout of each is never trained on."""

@@ -27,10 +27,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Lines and a tax rate in hundredths of a percent. All sums are cents."""
+    """Lines, a tax rate in hundredths of a percent, and the sign before sums. All sums are cents."""
 
     lines: tuple[Line, ...]
     tax_rate: int
+    sign: str = "$"
 
     @property
     def subtotal(self) -> int:
@@ -50,16 +51,15 @@ class Bill:
         return f"Tax {self.tax_rate / 100:g}%"
 
 
-def money(cents: int) -> str:
+def money(cents: int, sign: str = "$") -> str:
     """As in "$1,248.20"."""
-    return f"${cents // 100:,}.{cents % 100:02d}"
+    return f"{sign}{cents // 100:,}.{cents % 100:02d}"
 
 
-def money_answers(cents: int) -> tuple[str, ...]:
-    """The sum as drawn, and the same without the dollar sign and without the thousands comma."""
-    shown = money(cents)
-    ways = (shown, shown[1:], shown.replace(",", ""), shown[1:].replace(",", ""))
-    return tuple(dict.fromkeys(ways))
+def money_answers(cents: int, sign: str = "$") -> tuple[str, ...]:
+    """The sum as drawn, and the same without its sign and without the thousands comma."""
+    shown, bare = money(cents, sign), money(cents, "")
+    return tuple(dict.fromkeys((shown, bare, shown.replace(",", ""), bare.replace(",", ""))))
 
 
 def item_asks(bill: Bill, other_sums: Iterable[int] = ()) -> list[Ask]:
@@ -76,7 +76,7 @@ def item_asks(bill: Bill, other_sums: Iterable[int] = ()) -> list[Ask]:
         if line.count > 1:
             asks.append(Ask(f"What is the quantity of {line.name}?", (str(line.count),), "quantity"))
             continue
-        asks.append(Ask(f"What is the price of {line.name}?", money_answers(line.each), "price"))
+        asks.append(Ask(f"What is the price of {line.name}?", money_answers(line.each, bill.sign), "price"))
         if sums[line.each] == 1:
-            asks.append(Ask(f"Which item costs {money(line.each)}?", (line.name,), "item"))
+            asks.append(Ask(f"Which item costs {money(line.each, bill.sign)}?", (line.name,), "item"))
     return asks

@@ -1,62 +1,84 @@
-"""Bar charts, square, with its value over every bar."""
+"""Bar charts with a value at every bar. Layouts: bars to the right, bars upwards, in one colour or many; one held out."""
 
 from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.sheet import GREY, INK, Ask, Document, Sheet, choose
-from panscan.images.documents.words import PEOPLE, TOWNS
-from panscan.images.ink import text_width
+from panscan.images.documents.sheet import Ask, Document, Sheet
+from panscan.images.documents.words import PEOPLE, TOWNS, a_name
 
-__all__ = ["chart"]
+__all__ = ["LAYOUTS", "chart"]
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7a5195")
-_TOPICS = (
-    ("Visitors per town", "thousands, last year", TOWNS),
-    ("Rainfall by station", "millimetres in autumn", TOWNS),
-    ("Deliveries per driver", "parcels in one week", tuple(name.split()[0] for name in PEOPLE)),
-    ("Books lent by branch", "hundreds in one month", TOWNS),
-)
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 36, 120, 64  # pixels from each edge to the bars
-_STEPS = 5  # grid lines above zero
-_LEAST_BAR = 84  # pixels from one bar to the next
+LAYOUTS = 4
+"""The last one is held out."""
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7a5195", "#b8860b", "#4c72a0", "#c44e52")
+_TOPICS = ("Visitors", "Rainfall, mm", "Parcels", "Books lent", "Bikes", "Points", "Hours", "Tickets sold", "Trees")
 
 
-def _axis(sheet: Sheet, tick: int) -> None:
-    """Grid lines with their values."""
-    bottom = sheet.width - _BOTTOM
-    for index in range(_STEPS + 1):
-        y = round(bottom - (bottom - _TOP) * index / _STEPS)
-        sheet.rule(_LEFT, sheet.width - _RIGHT, y, fill="#d7dade" if index else INK)
-        sheet.text(_LEFT - 8, y, str(tick * index), 12, anchor="rm", fill=GREY)
+def _labels(rng: Random, sheet: Sheet, count: int, limit: float, invented: float) -> list[str]:
+    names = list[str]()
+    pool = rng.choice((TOWNS, tuple(person.split()[0] for person in PEOPLE)))
+    while len(names) < count:
+        name = sheet.pick(rng, lambda r: a_name(r, pool, max(invented, 0.2)).split()[0], limit)
+        if name not in names:
+            names.append(name)
+    return names
 
 
-def _bars(sheet: Sheet, bars: dict[str, int], most: int, colour: str) -> None:
-    """A bar for each label, ``most`` being as high as the highest grid line."""
-    bottom, pitch = sheet.width - _BOTTOM, (sheet.width - _LEFT - _RIGHT) / len(bars)
+def _across(rng: Random, sheet: Sheet, layout: int, bars: dict[str, int], top: float) -> None:
+    """Bars that grow to the right, the value behind each; layout 3 writes it at the right edge."""
+    margin, size = 0.04 * sheet.width, sheet.style.size
+    left = margin + max(sheet.long(label) for label in bars) + 0.5 * size
+    right = max(left + 0.1 * sheet.width, sheet.width - margin - sheet.long("0000") - 0.5 * size)
+    pitch = max(4.0, (sheet.height - top - 0.4 * sheet.step) / len(bars))
+    colour = rng.choice(_COLOURS)
     for index, (label, value) in enumerate(bars.items()):
-        x, y = _LEFT + pitch * (index + 0.5), bottom - (bottom - _TOP) * value / most
-        sheet.draw.rectangle((round(x - pitch * 0.3), round(y), round(x + pitch * 0.3), bottom - 1), fill=colour)
-        sheet.text(x, y - 6, str(value), 14, anchor="ms", bold=True)
-        sheet.text(x, bottom + 24, label, 13, anchor="ms")
+        y = top + pitch * (index + 0.5)
+        end = left + max(2.0, (right - left) * value / max(bars.values()))
+        fill = colour if layout != 1 else _COLOURS[index % len(_COLOURS)]
+        sheet.draw.rectangle((left, y - pitch * 0.3, end, y + pitch * 0.3), fill=fill)
+        sheet.text(left - 0.4 * size, y + 0.35 * size, label, anchor="rs")
+        at = (end + 0.3 * size, "ls") if layout != 3 else (sheet.width - margin, "rs")
+        sheet.text(at[0], y + 0.35 * size, str(value), anchor=at[1], bold=layout == 1)
 
 
-def chart(rng: Random, variant: int) -> Document:
-    """A bar chart, 448-900 pixels square; ``variant`` picks topic and colour."""
-    side = rng.randrange(448, 901, 4)
-    sheet = Sheet(side, side, rng.choice(("#ffffff", "#fcfbf7", "#f7f9fb")))
-    title, unit, names = _TOPICS[variant % len(_TOPICS)]
-    sheet.text(_RIGHT, 50, title, 24, bold=True)
-    sheet.text(_RIGHT, 75, unit, 14, fill=GREY)
-    tick = rng.choice((20, 50, 100))
-    count = (side - _LEFT - _RIGHT) // _LEAST_BAR
-    labels = rng.sample([name for name in names if text_width(name, 13) < _LEAST_BAR - 4], count)
-    # No multiples of ten: a value stands in the picture once, never on the axis.
-    values = rng.sample([value for value in range(tick // 2, tick * _STEPS) if value % 10], count)
-    bars = dict(zip(labels, values, strict=True))
-    _axis(sheet, tick)
-    _bars(sheet, bars, tick * _STEPS, _COLOURS[variant % len(_COLOURS)])
-    first, *others = [Ask(f"What is the value of {label}?", (str(value),), "value") for label, value in bars.items()]
-    others.append(Ask("Which bar is the highest?", (max(bars, key=bars.__getitem__),), "highest"))
-    others.append(Ask("Which bar is the lowest?", (min(bars, key=bars.__getitem__),), "lowest"))
-    return sheet.document("chart", choose(rng, first, others))
+def _upwards(rng: Random, sheet: Sheet, bars: dict[str, int], top: float) -> None:
+    """Bars that grow upwards, the value above each."""
+    margin = 0.04 * sheet.width
+    bottom = sheet.height - 1.5 * sheet.step
+    pitch, colour = (sheet.width - 2 * margin) / len(bars), rng.choice(_COLOURS)
+    sheet.rule(margin, sheet.width - margin, round(bottom))
+    for index, (label, value) in enumerate(bars.items()):
+        x = margin + pitch * (index + 0.5)
+        y = bottom - max(2.0, (bottom - top - sheet.step) * value / max(bars.values()))
+        sheet.draw.rectangle((x - pitch * 0.3, y, x + pitch * 0.3, bottom - 1), fill=colour)
+        sheet.text(x, y - 0.3 * sheet.style.size, str(value), anchor="ms", bold=True)
+        sheet.text(x, bottom + 0.95 * sheet.step, label, anchor="ms")
+
+
+def chart(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+    """A bar chart that fills the sheet; ``layout`` is below :data:`LAYOUTS`. Values are all different."""
+    top = 1.5 * sheet.step
+    title = rng.choice(_TOPICS)
+    sheet.text(0.04 * sheet.width, 1.1 * sheet.step, title, 1.2, bold=True)
+    upright = layout == 2
+    if upright:
+        count = rng.randint(2, max(2, min(5, int(sheet.width / (4.4 * sheet.style.size)))))
+        limit = sheet.width * 0.92 / count - 0.5 * sheet.style.size
+    else:
+        count = rng.randint(3, max(3, min(9, int((sheet.height - top) / (1.05 * sheet.step)))))
+        limit = 0.4 * sheet.width
+    labels = _labels(rng, sheet, count, limit, invented)
+    most = rng.choice((90, 400, 1000))
+    bars = dict(zip(labels, rng.sample(range(most // 10, most), len(labels)), strict=True))
+    if upright:
+        _upwards(rng, sheet, bars, top)
+    else:
+        _across(rng, sheet, layout, bars, top)
+    asks = [Ask(f"What is the value of {label}?", (str(value),), "value") for label, value in bars.items()]
+    asks += [Ask(f"Which bar has the value {value}?", (label,), "item") for label, value in bars.items()]
+    asks.append(Ask("Which bar is the highest?", (max(bars, key=bars.__getitem__),), "highest"))
+    asks.append(Ask("Which bar is the lowest?", (min(bars, key=bars.__getitem__),), "lowest"))
+    asks.append(Ask("What is the title?", (title,), "title"))
+    return sheet.document("chart", asks)

@@ -1,93 +1,111 @@
-"""Invoices: an A4 page with numbered lines, sums, and the dates that go with them."""
+"""Invoices. Layouts: facts under the heading, a coloured heading, facts beside labels; and one that is held out."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from random import Random
 
-from panscan.images.documents.a4 import ACCENTS, MARGIN, addressee, foot, letterhead, paper
 from panscan.images.documents.bill import Bill, Line, item_asks, money, money_answers
-from panscan.images.documents.sheet import GREY, INK, Ask, Document, Sheet, choose
-from panscan.images.documents.words import PEOPLE, SERVICES, a_date, long_date
+from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.words import COMPANIES, GOODS, PEOPLE, a_code, a_date, a_name, long_date
 
-__all__ = ["invoice"]
+__all__ = ["LAYOUTS", "invoice"]
 
-_PITCH = 29  # pixels from one line of the bill to the next
-
-
-def _bill(rng: Random) -> Bill:
-    names = rng.sample(SERVICES, rng.randint(10, 18))
-    lines = tuple(Line(name, rng.choice((1, 1, 1, 2, 3, 5, 8)), rng.randint(450, 42000)) for name in names)
-    return Bill(lines, rng.choice((700, 1000, 1900, 2000)))
+LAYOUTS = 4
+"""The last one is held out."""
 
 
-def _facts(sheet: Sheet, rng: Random) -> dict[str, str]:
-    """Draw the block of numbers and dates at the right; returns them by label."""
-    issued = a_date(rng)
+def _heading(rng: Random, flow: Flow, layout: int, company: str) -> None:
+    sheet = flow.sheet
+    word = rng.choice(("INVOICE", "Invoice"))
+    if layout == 1:
+        height = round(1.9 * sheet.step)
+        sheet.draw.rectangle((0, 0, sheet.width, height), fill=sheet.style.accent)
+        scale = sheet.fitting(word, flow.width * 0.6, 1.5, bold=True)
+        sheet.text(flow.left, height * 0.68, word, scale, bold=True, fill="#ffffff")
+        flow.y = height
+        flow.line(company, 1.0, bold=True)
+    elif layout == 3:
+        flow.line(company, 1.15, bold=True)
+        flow.feed(0.2)
+        flow.line(word, 1.0)
+    else:
+        flow.centre(company, 1.2, bold=True) if layout == 0 else flow.line(company, 1.1)
+        flow.feed(0.1)
+        flow.line(word, 1.4, bold=True, fill=sheet.style.accent)
+    flow.rule()
+
+
+def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Ask]:
+    """Number, dates and receiver, with their questions."""
+    day = a_date(rng)
+    due, style = day + timedelta(days=rng.choice((10, 14, 30))), rng.random()
+    shown = [long_date(d) if style < 0.4 else d.isoformat() if style < 0.8 else d.strftime("%d.%m.%Y") for d in (day, due)]
     facts = {
-        "Invoice number": f"INV-{issued.year}-{rng.randrange(1000, 9999)}",
-        "Invoice date": long_date(issued),
-        "Due date": long_date(issued + timedelta(days=rng.choice((14, 21, 30)))),
-        "Customer number": f"C-{rng.randrange(10000, 99999)}",
+        "Invoice number": a_code(rng),
+        "Invoice date": shown[0],
+        "Due date": shown[1],
+        "Customer": a_name(rng, PEOPLE, invented),
     }
-    for index, (label, value) in enumerate(facts.items()):
-        y = 190 + 22 * index
-        sheet.text(sheet.width - MARGIN - 290, y, label, 14, fill=GREY)
-        sheet.text(sheet.width - MARGIN, y, value, 14, anchor="rs")
-    return facts
+    asks = []
+    for label, value in list(facts.items())[: 4 if flow.room > 13 else 3]:
+        if layout == 2:
+            flow.line(f"{label}: {value}")
+        elif layout == 3 and flow.room > 14:
+            flow.line(label, 0.85, fill=flow.sheet.style.grey)
+            flow.line(value)
+        else:
+            flow.pair(label, value)
+        kind = {"Invoice number": "number", "Customer": "name"}.get(label, "date")
+        asks.append(Ask(f"What is the {label.lower()}?", (value,), kind))
+    return asks
 
 
-def _lines(sheet: Sheet, bill: Bill, accent: str, top: int) -> int:
-    """The lines of the bill under a coloured bar; returns the y at which the sums begin."""
-    right = sheet.width - MARGIN
-    columns = ((MARGIN + 10, "ls"), (MARGIN + 52, "ls"), (right - 230, "rs"), (right - 120, "rs"), (right - 10, "rs"))
-    sheet.draw.rectangle((MARGIN, top, right, top + 28), fill=accent)
-    rows = [("No", "Description", "Quantity", "Unit price", "Amount")]
-    for index, line in enumerate(bill.lines):
-        rows.append((str(index + 1), line.name, str(line.count), money(line.each), money(line.amount)))
-    for index, row in enumerate(rows):
-        y = top + 19 + _PITCH * index
-        for (x, anchor), text in zip(columns, row, strict=True):
-            sheet.text(x, y, text, 13, anchor=anchor, fill=INK if index else "#ffffff", bold=not index)
-        if index:
-            sheet.rule(MARGIN, right, y + 9, fill="#d9d9d6")
-    return top + _PITCH * len(rows)
+def _row(flow: Flow, layout: int, line: Line, sign: str) -> None:
+    sheet = flow.sheet
+    flow.feed()
+    count_x = flow.left if layout != 3 else flow.right - 5.2 * sheet.style.size
+    name_x = flow.left + (1.6 * sheet.style.size if layout != 3 else 0)
+    sheet.text(name_x, flow.y, line.name)
+    sheet.text(count_x, flow.y, str(line.count))
+    sheet.text(flow.right, flow.y, money(line.amount, sign), anchor="rs")
 
 
-def _sums(sheet: Sheet, bill: Bill, accent: str, top: int) -> int:
-    """Subtotal, tax and, on a coloured bar, the total; returns the y below."""
-    right, y = sheet.width - MARGIN, top + 28
+def _lines(rng: Random, flow: Flow, layout: int, until: float, invented: float, sign: str) -> list[Line]:
+    sheet = flow.sheet
+    limit = flow.width - sheet.long(money(99999 * 4, sign)) - 3.6 * sheet.style.size
+    lines, names = [], set[str]()
+    while not lines or (flow.bottom - flow.y - sheet.step > until and len(lines) < 40):
+        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit)
+        if name in names:
+            continue
+        line = Line(name, rng.choice((1, 1, 2, 3, 4)), rng.randint(900, 99999))
+        _row(flow, layout, line, sign)
+        names.add(name)
+        lines.append(line)
+    return lines
+
+
+def invoice(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+    """An invoice that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
+    margin = 0.05 * min(sheet.width, sheet.height)
+    flow = Flow(sheet, margin, sheet.width - margin, 0.2 * sheet.step, sheet.height - 0.5 * sheet.step)
+    sign = rng.choice(("$", "$", "$", ""))
+    company = sheet.pick(rng, lambda r: a_name(r, COMPANIES, invented), flow.width / 1.25, bold=True)
+    _heading(rng, flow, layout, company)
+    asks = _facts(rng, flow, layout, invented)
+    asks.append(Ask("Which company sent the invoice?", (company,), "name"))
+    flow.rule(weight=max(1, sheet.style.size // 12))
+    lines = _lines(rng, flow, layout, 4.3 * sheet.step, invented, sign)
+    bill = Bill(tuple(lines), rng.choice((500, 700, 1900, 2000)), sign)
+    flow.rule()
     for label, cents in (("Subtotal", bill.subtotal), (bill.tax_label, bill.tax)):
-        sheet.text(right - 230, y, label, 14, anchor="rs", fill=GREY)
-        sheet.text(right - 10, y, money(cents), 14, anchor="rs")
-        y += 25
-    sheet.draw.rectangle((right - 330, y - 10, right, y + 28), fill=accent)
-    sheet.text(right - 230, y + 15, "Total due", 16, anchor="rs", fill="#ffffff", bold=True)
-    sheet.text(right - 10, y + 15, money(bill.total), 16, anchor="rs", fill="#ffffff", bold=True)
-    return y + 28
-
-
-def invoice(rng: Random, variant: int) -> Document:
-    """An A4 invoice, 900x1273 or 848x1200 pixels; ``variant`` picks the colour."""
-    sheet, accent = paper(rng), ACCENTS[variant % len(ACCENTS)]
-    company = letterhead(sheet, rng, accent)
-    sheet.text(sheet.width - MARGIN, 88, "INVOICE", 30, anchor="rs", fill=accent, bold=True)
-    sheet.text(MARGIN, 190, "Bill to", 14, fill=GREY)
-    addressee(sheet, rng, rng.choice(PEOPLE), 212)
-    facts, bill = _facts(sheet, rng), _bill(rng)
-    y = _sums(sheet, bill, accent, _lines(sheet, bill, accent, 300)) + 46
-    account = " ".join(f"{rng.randrange(10000):04d}" for _ in range(4))
-    for text in (
-        f"Please pay by bank transfer to {company}, account {account}.",
-        "Quote the number of this invoice with your payment. Late payments bear interest of 1% a month.",
-    ):
-        sheet.text(MARGIN, y, text, 13, fill=GREY)
-        y += 22
-    foot(sheet, rng, company)
-    others = [
-        Ask("What is the total due?", money_answers(bill.total), "total"),
-        Ask("What is the due date?", (facts["Due date"],), "date"),
-        *item_asks(bill),
+        flow.pair(label, money(cents, sign))
+    flow.feed(0.15)
+    flow.pair("Total due", money(bill.total, sign), 1.15, bold=True)
+    asks += [
+        Ask("What is the total due?", money_answers(bill.total, sign), "total"),
+        Ask("What is the subtotal?", money_answers(bill.subtotal, sign), "subtotal"),
+        Ask("What is the tax?", money_answers(bill.tax, sign), "tax"),
     ]
-    first = Ask("What is the invoice number?", (facts["Invoice number"],), "number")
-    return sheet.document("invoice", choose(rng, first, others))
+    return sheet.document("invoice", [*asks, *item_asks(bill)])

@@ -1,19 +1,16 @@
-"""A sheet of paper that remembers which text was drawn where, and the document that comes of it."""
+"""A sheet of paper that remembers which text was drawn where, a cursor that fills it, and the document it becomes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from PIL import Image, ImageDraw
 
-from panscan.images.ink import Box, write
+from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, wrap, write
 
-__all__ = ["GREY", "INK", "Ask", "Document", "Sheet", "Text", "choose"]
-
-INK = "#22252b"
-GREY = "#6a6f78"
+__all__ = ["Ask", "Document", "Flow", "Print", "Sheet", "Text", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A drawn document: its picture (RGB), the strings in it, and two to four questions about it."""
+    """A drawn document: its picture (RGB), the strings in it, and questions about it."""
 
     kind: str
     image: Image.Image
@@ -43,43 +40,149 @@ class Document:
     asks: tuple[Ask, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Print:
+    """How a document is printed: typeface, its size in pixels, the distance of lines in sizes, and colours."""
+
+    face: Face = AILERON
+    size: int = 24
+    pitch: float = 1.7
+    paper: str = "#ffffff"
+    ink: str = "#22252b"
+    grey: str = "#565b63"
+    accent: str = "#1f4e79"
+    light: str = "#eef3f8"
+
+    @staticmethod
+    def size_for(face: Face, short_side: int, columns: float) -> int:
+        """The size, pixels, at which ``columns`` characters of ordinary text fill ``short_side`` pixels."""
+        return max(7, round(short_side / columns / mean_advance(face)))
+
+
 class Sheet:
     """Paper to draw on. Text goes through :meth:`text`; rules and shapes go straight to :attr:`draw`."""
 
-    def __init__(self, width: int, height: int, paper: str) -> None:
-        self.image = Image.new("RGB", (width, height), paper)
+    def __init__(self, width: int, height: int, style: Print) -> None:
+        self.image = Image.new("RGB", (width, height), style.paper)
         self.draw = ImageDraw.Draw(self.image)
-        self.width = width
-        self.paper = paper
+        self.width, self.height = width, height
+        self.style = style
         self.texts: list[Text] = []
+
+    @property
+    def step(self) -> float:
+        """Pixels from one line to the next."""
+        return self.style.size * self.style.pitch
+
+    def sized(self, scale: float) -> int:
+        return max(7, round(self.style.size * scale))
 
     def text(
         self,
         x: float,
         y: float,
         text: str,
-        size: int,
+        scale: float = 1.0,
         *,
         anchor: str = "ls",
-        fill: str = INK,
+        fill: str | None = None,
         bold: bool = False,
     ) -> Box:
         """Draw one line (by default with the left end of its baseline at x, y) and return the box it covers."""
-        box = write(self.draw, (x, y), text, size, fill=fill, anchor=anchor, bold=bold)
+        style = self.style
+        ink = style.ink if fill is None else fill
+        box = write(self.draw, (x, y), text, self.sized(scale), fill=ink, anchor=anchor, bold=bold, face=style.face)
         self.texts.append(Text(text, box))
         return box
 
-    def rule(self, left: float, right: float, y: float, *, fill: str = INK, weight: int = 1, dash: int = 0) -> None:
+    def long(self, text: str, scale: float = 1.0, *, bold: bool = False) -> float:
+        """Pixels that a line takes."""
+        return text_width(text, self.sized(scale), bold=bold, face=self.style.face)
+
+    def fitting(self, text: str, limit: float, most: float, *, bold: bool = False) -> float:
+        """The largest scale up to ``most`` at which ``text`` takes at most ``limit`` pixels."""
+        width = self.long(text, most, bold=bold)
+        return most if width <= limit else most * limit / width * 0.97
+
+    def pick(self, rng: Random, draw: Callable[[Random], str], limit: float, *, bold: bool = False) -> str:
+        """What ``draw`` makes, drawn again until it takes at most ``limit`` pixels; the shortest of twenty at worst."""
+        tries = []
+        for _ in range(20):
+            text = draw(rng)
+            if self.long(text, bold=bold) <= limit:
+                return text
+            tries.append(text)
+        return min(tries, key=len)
+
+    def wrapped(self, text: str, limit: float, scale: float = 1.0) -> list[str]:
+        return wrap(text, self.sized(scale), limit, face=self.style.face)
+
+    def rule(
+        self, left: float, right: float, y: float, *, fill: str | None = None, weight: int = 1, dash: float = 0
+    ) -> None:
         """A horizontal line; ``dash`` is the length of its dashes, 0 for an unbroken one."""
-        starts = range(round(left), round(right), dash * 2) if dash else (round(left),)
+        colour = self.style.grey if fill is None else fill
+        starts = range(round(left), round(right), max(2, round(dash * 2))) if dash else (round(left),)
         for start in starts:
             end = min(start + dash, right) if dash else right
-            self.draw.line((start, y, end, y), fill=fill, width=weight)
+            self.draw.line((start, y, end, y), fill=colour, width=weight)
 
-    def document(self, kind: str, asks: Sequence[Ask], *, height: int | None = None) -> Document:
-        """The finished document, cut off below ``height`` pixels."""
-        image = self.image if height is None else self.image.crop((0, 0, self.width, height))
-        return Document(kind, image, tuple(self.texts), tuple(asks))
+    def document(self, kind: str, asks: Sequence[Ask]) -> Document:
+        """The finished document."""
+        return Document(kind, self.image, tuple(self.texts), tuple(asks))
+
+
+class Flow:
+    """A cursor that goes down a column of a sheet; ``y`` is the baseline, or the rule, that was drawn last."""
+
+    def __init__(self, sheet: Sheet, left: float, right: float, top: float, bottom: float) -> None:
+        self.sheet = sheet
+        self.left, self.right = left, right
+        self.y, self.bottom = top, bottom
+
+    @property
+    def middle(self) -> float:
+        return (self.left + self.right) / 2
+
+    @property
+    def width(self) -> float:
+        return self.right - self.left
+
+    @property
+    def room(self) -> int:
+        """Lines that still fit."""
+        return max(0, int((self.bottom - self.y) / self.sheet.step + 1e-6))
+
+    def feed(self, lines: float = 1) -> float:
+        self.y += self.sheet.step * lines
+        return self.y
+
+    def line(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> Box:
+        """On the next line, text at the left."""
+        self.feed(max(1.0, scale * 0.9))
+        return self.sheet.text(self.left, self.y, text, scale, bold=bold, fill=fill)
+
+    def centre(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> None:
+        """On the next line, text in the middle, smaller if it would not fit."""
+        self.feed(max(1.0, scale * 0.9))
+        scale = self.sheet.fitting(text, self.width, scale, bold=bold)
+        self.sheet.text(self.middle, self.y, text, scale, anchor="ms", bold=bold, fill=fill)
+
+    def pair(
+        self, label: str, value: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None, dots: bool = False
+    ) -> None:
+        """On the next line, a label at the left and its value at the right, perhaps with dots between them."""
+        self.feed(max(1.0, scale * 0.9))
+        start = self.sheet.text(self.left, self.y, label, scale, bold=bold, fill=fill)[2]
+        end = self.sheet.text(self.right, self.y, value, scale, anchor="rs", bold=bold, fill=fill)[0]
+        if dots:
+            size = self.sheet.style.size
+            for x in range(start + size // 2, end - size // 2, max(4, size // 3)):
+                self.sheet.rule(x, x + max(1, size // 14), round(self.y) - 1)
+
+    def rule(self, *, dash: float = 0, weight: int = 1) -> None:
+        self.feed(0.5)
+        self.sheet.rule(self.left, self.right, round(self.y), dash=dash, weight=weight)
 
 
 def choose(rng: Random, first: Ask, others: Sequence[Ask]) -> list[Ask]:

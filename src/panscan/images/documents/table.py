@@ -1,139 +1,116 @@
-"""Wide tables in small print: quarterly figures with totals, and railway timetables."""
+"""Tables of figures. Layouts: a dark head, ruled rows, a grid; and striped rows under a light head, held out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
 from random import Random
 
-from panscan.images.documents.sheet import GREY, INK, Ask, Document, Sheet, choose
-from panscan.images.documents.words import COMPANIES, GROCERIES, TOWNS, a_date, long_date
+from panscan.images.documents.sheet import Ask, Document, Sheet
+from panscan.images.documents.words import GOODS, MONTHS, TOWNS, a_name
 
-__all__ = ["table"]
+__all__ = ["LAYOUTS", "table"]
 
-_TOP = 112  # pixels above the column labels' baseline
-_FOOT = 40
-_THEMES = (("#1f4e79", "#eef3f8"), ("#3d5a45", "#f0f4ee"), ("#6b3f54", "#f7f0f3"))
+LAYOUTS = 4
+"""The last one is held out."""
+
+_MONTHS = tuple(month[:3] for month in MONTHS)
+_YEARS = tuple(str(year) for year in range(1996, 2034))
+_TOPICS = ("Units sold", "Visitors", "Hours worked", "Rainfall, mm", "Parcels", "Books lent", "Stock")
 
 
 class _Grid:
     """Where the cells of a table lie: a column of row labels, then columns of equal width."""
 
-    def __init__(self, rng: Random, *, label_width: int) -> None:
-        height = rng.randrange(448, 901, 4)
-        self.size = rng.choice((13, 14, 15))
-        self.step = self.size + 11
-        self.width = round(min(height * rng.uniform(2.05, 3.45), 2700))
-        self.rows = (height - _TOP - _FOOT) // self.step
-        self.margin = 32
-        self.label_width = label_width
-        self.columns = (self.width - 2 * self.margin - label_width) // (7 * self.size)
-        self.sheet = Sheet(self.width, height, rng.choice(("#ffffff", "#fdfcf8")))
-        self.dark, self.light = rng.choice(_THEMES)
-        self.strong: tuple[int, ...] = ()  # columns in bold
+    def __init__(self, sheet: Sheet, labels: list[str], columns: int) -> None:
+        self.sheet = sheet
+        self.margin = 0.04 * sheet.height
+        self.label_width = max(sheet.long(label, bold=True) for label in labels) + 0.6 * sheet.style.size
+        self.columns = columns
+        self.top = 1.6 * sheet.step
 
     def right_of(self, column: int) -> float:
         """Right edge of a column's text."""
-        space = self.width - 2 * self.margin - self.label_width
-        return self.margin + self.label_width + space * (column + 1) / self.columns - 8
+        space = self.sheet.width - 2 * self.margin - self.label_width
+        return self.margin + self.label_width + space * (column + 1) / self.columns - 0.2 * self.sheet.style.size
 
-    def baseline(self, row: int) -> int:
+    def baseline(self, row: int) -> float:
         """Row 0 is the first one below the column labels."""
-        return _TOP + (row + 1) * self.step
+        return self.top + (row + 1.75) * self.sheet.step
 
-    def title(self, title: str, note: str) -> None:
-        self.sheet.text(self.margin, 48, title, 26, bold=True, fill=self.dark)
-        self.sheet.text(self.margin, 74, note, self.size, fill=GREY)
+    def bar(self, row: int, colour: str) -> None:
+        base = self.baseline(row) + 0.3 * self.sheet.step
+        box = (self.margin * 0.6, base - self.sheet.step + 1, self.sheet.width - self.margin * 0.6, base)
+        self.sheet.draw.rectangle(box, fill=colour)
 
-    def _bar(self, row: int, colour: str) -> None:
-        base = self.baseline(row) + self.size // 2 - 1
-        edges = (self.margin - 8, base - self.step + 1, self.width - self.margin + 7, base)
-        self.sheet.draw.rectangle(edges, fill=colour)
+    def rule(self, row: int) -> None:
+        """Below a row."""
+        y = round(self.baseline(row) + 0.3 * self.sheet.step)
+        self.sheet.rule(self.margin * 0.6, self.sheet.width - self.margin * 0.6, y)
 
-    def body(self, corner: str, columns: Sequence[str], rows: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-        """Everything below the title: labels on a dark bar, rows striped."""
-        self._bar(-1, self.dark)
-        self._row(-1, corner, columns, fill="#ffffff", bold=True)
-        for index, (label, texts) in enumerate(zip(rows, cells, strict=True)):
-            if index % 2:
-                self._bar(index, self.light)
-            bold = label == "Total"
-            if bold:
-                top = self.baseline(index) - self.step + self.size // 2
-                self.sheet.rule(self.margin - 8, self.width - self.margin + 7, top, weight=2, fill=self.dark)
-            self._row(index, label, texts, bold=bold)
-
-    def _row(self, row: int, label: str, texts: Sequence[str], *, fill: str = INK, bold: bool = False) -> None:
-        y = self.baseline(row)
-        self.sheet.text(self.margin, y, label, self.size, fill=fill, bold=bold)
-        for column, text in enumerate(texts):
-            self.sheet.text(
-                self.right_of(column), y, text, self.size, anchor="rs", fill=fill, bold=bold or column in self.strong
-            )
+    def row(self, row: int, label: str, cells: list[str], *, fill: str | None = None, bold: bool = False) -> None:
+        self.sheet.text(self.margin, self.baseline(row), label, fill=fill, bold=bold)
+        for column, text in enumerate(cells):
+            self.sheet.text(self.right_of(column), self.baseline(row), text, anchor="rs", fill=fill, bold=bold)
 
 
-def _number(value: int) -> tuple[str, ...]:
-    """As drawn, with a comma for thousands, and without it."""
-    return tuple(dict.fromkeys((f"{value:,}", str(value))))
+def _drawn(grid: _Grid, layout: int, heads: list[str], labels: list[str], cells: list[list[str]]) -> None:
+    style = grid.sheet.style
+    if layout == 0:
+        grid.bar(-1, style.accent)
+    elif layout == 3:
+        grid.bar(-1, style.light)
+    else:
+        grid.rule(-1)
+    grid.row(-1, "", heads, fill="#ffffff" if layout == 0 else None, bold=layout != 1)
+    for index, (label, texts) in enumerate(zip(labels, cells, strict=True)):
+        if layout == 3 and index % 2:
+            grid.bar(index, style.light)
+        grid.row(index, label, texts, bold=label == "Total")
+        if layout in (1, 2):
+            grid.rule(index)
+    if layout == 2:
+        bottom = round(grid.baseline(len(labels) - 1) + 0.3 * grid.sheet.step)
+        for column in range(-1, grid.columns):
+            x = round(grid.right_of(column) + 0.35 * style.size)
+            grid.sheet.draw.line((x, grid.top + grid.sheet.step * 0.7, x, bottom), fill=style.grey)
 
 
-def _figures(rng: Random) -> Document:
-    """Units sold of each article in each town; the last row and the last column are totals."""
-    grid = _Grid(rng, label_width=190)
-    goods = sorted(rng.sample(GROCERIES, grid.rows - 1))
-    towns = sorted(rng.sample(TOWNS, grid.columns - 1))
-    # All different, so that no two articles share the highest figure of a shop.
-    pieces = iter(rng.sample(range(12, 2400), len(goods) * len(towns)))
-    units = [[next(pieces) for _ in towns] for _ in goods]
-    full = [[*row, sum(row)] for row in units]
-    full.append([sum(column) for column in zip(*full, strict=True)])
-    grid.title(
-        f"Units sold by article and shop, {rng.choice(('first', 'second', 'third'))} quarter {rng.randint(2021, 2025)}",
-        f"{rng.choice(COMPANIES)} · internal · all figures in pieces",
-    )
-    grid.strong = (len(towns),)
-    columns, rows = [*towns, "Total"], [*goods, "Total"]
-    grid.body("Article", columns, rows, [[f"{value:,}" for value in row] for row in full])
-    asks = []
-    for r, c in zip(rng.sample(range(len(goods)), 3), rng.sample(range(len(towns)), 3), strict=True):
-        asks.append(Ask(f"What is the value of {goods[r]} in {towns[c]}?", _number(units[r][c]), "cell"))
-        asks.append(Ask(f"What is the total of {goods[r]}?", _number(full[r][-1]), "row total"))
-        asks.append(Ask(f"What is the total of {towns[c]}?", _number(full[-1][c]), "column total"))
-    first, *others = asks
-    column = rng.randrange(len(towns))
-    best = max(range(len(goods)), key=lambda row: units[row][column])
-    others.append(Ask(f"Which article sold most in {towns[column]}?", (goods[best],), "highest"))
-    return grid.sheet.document("table", choose(rng, first, others))
+def _heads(rng: Random, sheet: Sheet, count: int, invented: float) -> list[str]:
+    pool = rng.choice((_MONTHS, _YEARS, ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"), None))
+    if pool is not None and count <= len(pool):
+        start = rng.randrange(len(pool) - count + 1)
+        return list(pool[start : start + count])
+    return _distinct(rng, sheet, count, max(invented, 0.3), 6.0 * sheet.style.size * 0.6)
 
 
-def _clock(minutes: int) -> str:
-    return f"{minutes // 60:02d}:{minutes % 60:02d}"
+def _distinct(rng: Random, sheet: Sheet, count: int, invented: float, limit: float) -> list[str]:
+    pool, names = rng.choice((GOODS, TOWNS)), list[str]()
+    while len(names) < count:
+        name = sheet.pick(rng, lambda r: a_name(r, pool, invented), limit, bold=True)
+        if name not in names:
+            names.append(name)
+    return names
 
 
-def _timetable(rng: Random) -> Document:
-    """Trains are columns, stations rows, and time runs down and to the right."""
-    grid = _Grid(rng, label_width=150)
-    stations = rng.sample(TOWNS, min(grid.rows, len(TOWNS)))
-    travel = list(accumulate((rng.randint(3, 8) for _ in stations[1:]), initial=0))
-    trains = [f"IR {number}" for number in sorted(rng.sample(range(2100, 2999), grid.columns))]
-    start = 5 * 60 + rng.randrange(30)
-    headway = (14 * 60) // grid.columns  # the last train is in before midnight
-    leaves = [start + headway * column + rng.randrange(12) for column in range(grid.columns)]
-    times = [[_clock(leave + minutes) for leave in leaves] for minutes in travel]
-    grid.title(
-        f"Timetable {stations[0]} to {stations[-1]}",
-        f"Valid from {long_date(a_date(rng))} · Mondays to Fridays except on public holidays",
-    )
-    grid.body("Station", trains, stations, times)
-    asks = []
-    for row in rng.sample(range(len(stations)), 4):
-        column = rng.randrange(len(trains))
-        train, station, time = trains[column], stations[row], times[row][column]
-        asks.append(Ask(f"At what time is train {train} at {station}?", (time,), "cell"))
-        asks.append(Ask(f"Which train is at {station} at {time}?", (train,), "column"))
-    return grid.sheet.document("table", choose(rng, asks[0], asks[1:]))
-
-
-def table(rng: Random, variant: int) -> Document:
-    """A table 448-900 pixels high and 2-3.5 times as wide, at most 2,700; ``variant`` picks figures or times."""
-    return (_figures, _timetable)[variant % 2](rng)
+def table(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+    """A table that fills the sheet; ``layout`` is below :data:`LAYOUTS`. Figures of a table are all different."""
+    rows = max(2, min(14, int((sheet.height - 3.2 * sheet.step) / sheet.step)))
+    labels = _distinct(rng, sheet, rows, max(invented, 0.1), 0.42 * sheet.height)
+    most = rng.choice((90, 900, 9000))
+    cell = max(sheet.long(f"{most:,}", bold=True), 2.4 * sheet.style.size) + 0.9 * sheet.style.size
+    space = sheet.width * 0.92 - max(sheet.long(label, bold=True) for label in labels)
+    heads = _heads(rng, sheet, max(2, min(9, int(space / cell))), invented)
+    widest = max(sheet.long(head, bold=True) for head in heads) + 0.9 * sheet.style.size
+    heads = heads[: max(2, int(space / max(cell, widest)))]
+    grid = _Grid(sheet, labels, len(heads))
+    values = iter(rng.sample(range(most // 10, most), min(len(heads) * rows, most - most // 10)))
+    figures = [[next(values, most) for _ in heads] for _ in labels]
+    title = rng.choice(_TOPICS)
+    sheet.text(grid.margin, 1.15 * sheet.step, title, 1.2, bold=True)
+    _drawn(grid, layout, heads, labels, [[f"{value:,}" for value in row] for row in figures])
+    asks = [Ask("What is the title?", (title,), "title")]
+    for r, label in enumerate(labels):
+        for c, head in enumerate(heads):
+            value = figures[r][c]
+            answers = tuple(dict.fromkeys((f"{value:,}", str(value))))
+            asks.append(Ask(f"What is the value of {label} in {head}?", answers, "cell"))
+    return sheet.document("table", asks)

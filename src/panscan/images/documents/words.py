@@ -7,16 +7,18 @@ from random import Random
 
 __all__ = [
     "COMPANIES",
-    "DISHES",
-    "GROCERIES",
-    "HARDWARE",
+    "GOODS",
+    "MONTHS",
     "PEOPLE",
-    "SERVICES",
+    "SHOPS",
     "STREETS",
+    "TASKS",
     "TOWNS",
+    "a_code",
     "a_date",
+    "a_name",
     "a_phone",
-    "an_address",
+    "a_word",
     "long_date",
 ]
 
@@ -32,65 +34,77 @@ TOWNS = _names(
 )
 STREETS = _names("Mill Lane, Harbour Road, Station Street, Orchard Way, Castle Hill, Weavers Row, Canal Side")
 PEOPLE = _names(
-    "Marta Ilvesen, Tobin Achterberg, Priya Sandoval, Oskar Lindqvist, Amara Diallo, Jonah Whitlock,"
-    " Keiko Marlowe, Dario Fenn, Sunniva Holt, Rafael Brandt"
+    "Marta Ilvesen, Tobin Achter, Priya Sandoval, Oskar Lindqvist, Amara Diallo, Jonah Whitlock, Keiko Marlowe,"
+    " Dario Fenn, Sunniva Holt, Rafael Brandt, Lena Ostrow, Hugo Vance, Ines Calder, Piotr Zeman, Nadia Quill"
 )
 COMPANIES = _names(
-    "Northlight Print Works, Calder & Finch Ltd, Blue Heron Logistics, Tidewater Joinery, Stonebridge Optics,"
-    " Papermoon Studio, Juniper Field Labs, Halyard Energy"
+    "Northlight Print, Calder & Finch, Blue Heron Ltd, Tidewater Joinery, Stonebridge Optics, Papermoon Studio,"
+    " Juniper Labs, Halyard Energy, Kestrel Freight"
 )
-SERVICES = _names(
-    "Site survey, Timber delivery, Oak shelving unit, Brass door handle, Window repair, Varnish (5 l tin),"
-    " Workshop hours, Glass panel 60 x 90, Poster print A2, Booklet binding, Courier to site, Skip hire,"
-    " Paint brush set, Ceiling lamp, Extension cable 10 m, Wall anchor kit, Floor sanding, Safety inspection,"
-    " Packing material, Design draft"
+SHOPS = _names(
+    "Greengate Market, Corner Pantry, Fennel & Co, Daily Basket, Brackett Tools, Ironside, The Bolt Barn, Cafe Mirabel,"
+    " The Copper Pot, Salt & Sorrel, Fern Books, Velo Garage, Studio Nine, Plum Pharmacy, Bakery Okro"
 )
-GROCERIES = _names(
-    "Oat drink 1 l, Rye bread, Butter 250 g, Free range eggs, Cherry tomatoes, Bananas, Ground coffee,"
-    " Green tea bags, Basmati rice, Spaghetti 500 g, Olive oil, Sea salt, Black pepper, Honey 450 g,"
-    " Peanut butter, Strawberry jam, Cheddar block, Natural yoghurt, Salmon fillet, Chicken thighs,"
-    " Minced beef, Lentils 1 kg, Chickpeas tin, Plum tomatoes tin, Red onions, Garlic bulb, Carrots 1 kg,"
-    " Baby spinach, Broccoli, Sweet potatoes, Lemons 4 pack, Gala apples, Pears, Seedless grapes, Avocado,"
-    " Dark chocolate, Oat biscuits, Sparkling water, Orange juice, Ginger ale, Crisps sea salt, Mixed nuts,"
-    " Dishwasher tabs, Kitchen roll, Laundry liquid, Hand soap, Toothpaste, Bin liners, Baking paper,"
-    " Flour 1 kg, Brown sugar, Dry yeast, Vanilla pods, Mozzarella, Feta cubes, Hummus, Tortilla wraps,"
-    " Frozen peas, Vanilla ice cream, Pizza margherita, Soy sauce, Rice vinegar, Dijon mustard, Cornflakes"
+GOODS = _names(
+    "Oat drink, Rye bread, Butter 250 g, Free eggs, Tomatoes, Bananas, Ground coffee, Green tea, Basmati rice,"
+    " Spaghetti, Olive oil, Sea salt, Black pepper, Honey 450 g, Peanut butter, Strawberry jam, Cheddar, Yoghurt,"
+    " Salmon, Chicken thighs, Minced beef, Lentils 1 kg, Chickpeas, Red onions, Garlic, Carrots, Spinach, Broccoli,"
+    " Potatoes, Lemons, Gala apples, Pears, Grapes, Avocado, Dark chocolate, Biscuits, Sparkling water, Orange juice,"
+    " Ginger ale, Crisps, Mixed nuts, Kitchen roll, Hand soap, Toothpaste, Bin liners, Baking paper, Flour 1 kg,"
+    " Brown sugar, Dry yeast, Vanilla pods, Mozzarella, Feta, Hummus, Tortillas, Frozen peas, Pizza, Soy sauce,"
+    " Vinegar, Mustard, Cornflakes, Wood screw M4, Hex bolt M6, Wall plug M8, Copper nail, Pipe clip, Steel hook,"
+    " Eye bolt M5, Paint brush, Ceiling lamp, Extension cord, Lentil soup, Onion tart, Beetroot salad, Prawns, Olives,"
+    " Halloumi, Smoked trout, Fish pie, Lamb shank, Risotto, Gnocchi, Roast pork, Veggie burger, Ravioli, Green beans,"
+    " Creme brulee, Apple crumble, Sorbet, House red, House white, Pale ale, Dry cider, Espresso, Flat white, Mint tea"
 )
-HARDWARE = tuple(
-    f"{part} {size}"
-    for part in ("Wood screw", "Hex bolt", "Wall plug", "Copper nail", "Pipe clip", "Steel hook", "Eye bolt")
-    for size in ("M4 x 20", "M4 x 35", "M5 x 25", "M5 x 40", "M6 x 30", "M6 x 60", "M8 x 45", "M8 x 80")
+TASKS = _names(
+    "Call the plumber, Water the plants, Return the keys, Order new ink, Check the boiler, Sweep the yard,"
+    " Pay the rent, Book a table, Charge the bike, Fix the gate, Clean the filter, Post the parcel, Buy stamps,"
+    " Feed the cat, Test the alarm, Sort the files, Lock the shed, Mow the lawn, Paint the fence, Oil the hinge,"
+    " Pack the tent, Print the form, Renew the pass, Empty the bins, Wash the car, Measure the door"
 )
-DISHES = _names(
-    "Lentil soup, Onion tart, Beetroot salad, Garlic prawns, Olives, Sourdough & butter, Grilled halloumi,"
-    " Smoked trout, Duck rillettes, Mushroom toast, Fish pie, Lamb shank, Rib eye steak, Risotto, Gnocchi,"
-    " Seared tuna, Roast chicken, Veggie burger, Moules frites, Pork belly, Aubergine bake, Ravioli,"
-    " Truffle chips, Green beans, Slaw, Mashed potato, Side salad, Tomato salad, Creme brulee, Lemon tart,"
-    " Cheese board, Apple crumble, Affogato, Sorbet, Chocolate pot, House red, House white, Rose glass,"
-    " Pale ale, Stout half, Dry cider, Tonic water, Still water, Elderflower fizz, Espresso, Flat white,"
-    " Cappuccino, Mint tea, Hot chocolate, Digestif, Kids pasta, Kids juice, Extra gravy, Aioli, Bread basket"
-)
-_MONTHS = _names("January, February, March, April, May, June, July, August, September, October, November, December")
+MONTHS = _names("January, February, March, April, May, June, July, August, September, October, November, December")
+
+_HEADS = "b bl br c ch cl cr d dr f fl g gr h j k l m n p pl pr qu r s sc sh sl st t th tr v w y z".split()
+_HEARTS = "a e i o u ai ea ee oa oo ou".split()
+_TAILS = "b ck d ft g l ll m n nd ng nt p r rd rn s ss st t x y".split()
+
+
+def a_word(rng: Random) -> str:
+    """A word that no language has, such as "Branuck": reading it takes its letters, not a memory of words."""
+    syllables = rng.choice((1, 2, 2, 2, 3))
+    parts = []
+    for last in (*[False] * (syllables - 1), True):
+        parts.append(rng.choice(_HEADS) + rng.choice(_HEARTS))
+        if last or rng.random() < 0.2:
+            parts.append(rng.choice(_TAILS))
+    return "".join(parts).capitalize()
+
+
+def a_name(rng: Random, known: tuple[str, ...], invented: float = 0.0) -> str:
+    """One of the ``known`` names or, with probability ``invented``, one or two words that nobody has seen."""
+    if rng.random() >= invented:
+        return rng.choice(known)
+    return " ".join(a_word(rng) for _ in range(rng.choice((1, 1, 2))))
+
+
+def a_code(rng: Random) -> str:
+    """A reference as offices give them, such as "KD-4821"."""
+    letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.choice((1, 2, 3))))
+    digits = "".join(rng.choice("0123456789") for _ in range(rng.choice((3, 4, 5, 6))))
+    return f"{letters}{rng.choice(('-', '-', '/', ' ', ''))}{digits}"
 
 
 def a_date(rng: Random) -> date:
-    """A day of 2023 to 2025."""
-    return date(2023, 1, 1) + timedelta(days=rng.randrange(1095))
+    """A day of 2015 to 2034."""
+    return date(2015, 1, 1) + timedelta(days=rng.randrange(7300))
 
 
 def long_date(day: date) -> str:
     """As in "7 March 2024", in English on every machine."""
-    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
+    return f"{day.day} {MONTHS[day.month - 1]} {day.year}"
 
 
 def a_phone(rng: Random) -> str:
     """A number of the range that is set aside for fiction."""
     return f"555-01{rng.randrange(100):02d}"
-
-
-def an_address(rng: Random) -> tuple[str, str]:
-    """Street with house number, and town with post code."""
-    return (
-        f"{rng.randint(2, 98)} {rng.choice(STREETS)}",
-        f"{rng.choice(TOWNS)} {rng.randrange(10000, 99999)}",
-    )

@@ -1,0 +1,45 @@
+"""Numbered lines: lists, statements, minutes. Layouts: "7.", "7)", a column of numbers; and "No 7", held out."""
+
+from __future__ import annotations
+
+from random import Random
+
+from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.words import GOODS, PEOPLE, TASKS, TOWNS, a_code, a_name
+
+__all__ = ["LAYOUTS", "notes"]
+
+LAYOUTS = 4
+"""The last one is held out."""
+
+_TITLES = ("To do", "Minutes", "House rules", "Shopping list", "Log", "Agenda", "Statement")
+
+
+def _number(layout: int, number: int) -> str:
+    return (f"{number}.", f"{number})", str(number), f"No {number}")[layout]
+
+
+def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+    """Numbered lines that fill the sheet; ``layout`` is below :data:`LAYOUTS`."""
+    margin = 0.05 * min(sheet.width, sheet.height)
+    flow = Flow(sheet, margin, sheet.width - margin, 0.3 * sheet.step, sheet.height - 0.5 * sheet.step)
+    title = a_name(rng, _TITLES, invented)
+    flow.line(title, 1.35, bold=True)
+    flow.rule()
+    start = flow.left + sheet.long(_number(layout, 88)) + sheet.style.size * 0.5
+    pool = rng.choice((TASKS, GOODS, PEOPLE, TOWNS, TASKS))
+    asks, said = [Ask("What is the title?", (title,), "title")], set[str]()
+    first = rng.choice((1, 1, 1, rng.randint(2, 40)))
+    while flow.room >= 1 and len(said) < 50:
+        coded = rng.random() < 0.1
+        text = sheet.pick(rng, a_code if coded else lambda r: a_name(r, pool, invented), flow.right - start)
+        if text in said:
+            continue
+        number = first + len(said)
+        flow.feed()
+        sheet.text(flow.left, flow.y, _number(layout, number), fill=sheet.style.grey if layout == 2 else None)
+        sheet.text(start, flow.y, text)
+        said.add(text)
+        asks.append(Ask(f"What does line {number} say?", (text,), "line"))
+        asks.append(Ask(f'Which line says "{text}"?', (str(number),), "which line"))
+    return sheet.document("notes", asks)

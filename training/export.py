@@ -1,0 +1,40 @@
+"""A checkpoint of training becomes a Gemma 3 checkpoint: ``python -m training.export checkpoints/mini DIRECTORY``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from panscan.model.config import generation_config, processor_for
+from panscan.model.tokenizer import build_tokenizer
+from training.batches import SHAPE
+from training.checkpoint import load
+from training.model import new_model
+
+__all__ = ["export"]
+
+
+def export(model: nn.Module, directory: Path) -> None:
+    """Write weights (bfloat16), configuration, tokenizer and processor, as Transformers itself writes them."""
+    tokenizer = build_tokenizer(0)
+    model.generation_config = generation_config(tokenizer)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    processor_for(tokenizer, SHAPE.vision.image_size, SHAPE.image_tokens).save_pretrained(directory)  # type: ignore[union-attr]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    model = new_model()
+    step = load(args.checkpoint, model)
+    export(model, args.directory)
+    print(f"step {step} to {args.directory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""One training document: of which kind and size, how it is printed, and what happens to it before it is seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import BytesIO
+from math import exp, log
+import string
+from random import Random
+
+from PIL import Image
+
+from panscan.images.documents import KINDS, Document, Print, Sheet
+from panscan.images.documents.sheet import Ask, Flow
+from panscan.images.ink import Face
+
+__all__ = ["Page", "a_page", "a_page_of_signs", "rows_of"]
+
+_SQUARE = ("receipt", "chart", "notes", "table", "form", "sign", "board", "chart")
+_TALL = ("receipt", "receipt", "receipt", "invoice", "notes", "form")
+_WIDE = ("board", "board", "table")
+_PAPERS = ("#ffffff", "#ffffff", "#fdfdfb", "#f8f8f4", "#f6f8fa", "#fdf6e3", "#fbf3ec", "#e8efe6", "#f3e6ea", "#dfe7f2")
+_INKS = ("#000000", "#22252b", "#22252b", "#1a2a44", "#3a2020", "#333333", "#444444")
+_GREYS = ("#44484f", "#565b63", "#6a6f78")
+_ACCENTS = ("#1f4e79", "#3d5a45", "#6b3f54", "#20508c", "#8a3b2a", "#2f6b4f", "#5b3a7a", "#222222", "#a11d2b", "#c9a44c")
+_LIGHTS = ("#eef3f8", "#f0f4ee", "#f7f0f3", "#eeeeee")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A document as a camera or scanner saw it, and how large its ``long`` side is against the other."""
+
+    document: Document
+    image: Image.Image
+    ratio: float
+
+
+def _style(rng: Random, faces: tuple[Face, ...], short: int, columns: float) -> Print:
+    face = rng.choice(faces)
+    return Print(
+        face=face,
+        size=Print.size_for(face, short, columns),
+        pitch=rng.uniform(1.45, 2.05),
+        paper=rng.choice(_PAPERS),
+        ink=rng.choice(_INKS),
+        grey=rng.choice(_GREYS),
+        accent=rng.choice(_ACCENTS),
+        light=rng.choice(_LIGHTS),
+    )
+
+
+def _worn(rng: Random, image: Image.Image, paper: str) -> Image.Image:
+    """Turned by up to two degrees, or compressed by JPEG, or neither."""
+    if rng.random() < 0.12:
+        turn = rng.uniform(-2, 2) if image.width < 2 * image.height < 4 * image.width else rng.uniform(-1, 1)
+        image = image.rotate(turn, Image.Resampling.BILINEAR, fillcolor=paper)
+    if rng.random() < 0.15:
+        buffer = BytesIO()
+        image.save(buffer, "JPEG", quality=rng.randint(30, 90))
+        image = Image.open(buffer).convert("RGB")
+    return image
+
+
+def a_page(
+    rng: Random,
+    ratio: float,
+    faces: tuple[Face, ...],
+    *,
+    columns: float,
+    held_out_layouts: bool = False,
+    shorts: tuple[int, int] = (200, 420),
+    worn: bool = True,
+    kinds: tuple[str, ...] | None = None,
+) -> Page:
+    """A page whose long side is ``ratio`` times its short one.
+
+    Args:
+        rng: everything follows from it.
+        ratio: 1 is about square.
+        faces: typefaces to choose from.
+        columns: characters of ordinary text that the short side would hold.
+        held_out_layouts: of each kind the layout that training never sees, instead of the others.
+        shorts: the short side, pixels, from and to; small ones are likelier.
+        worn: some are turned or compressed.
+        kinds: to choose from; by default those that come in this shape.
+    """
+    largest = shorts[1] * (1.6 if rng.random() < 0.1 else 1)
+    short = round(exp(rng.uniform(log(shorts[0]), log(largest))))
+    tall = _TALL if ratio > 1.2 else _SQUARE
+    kind = rng.choice(kinds or (tall if ratio <= 1.2 or rng.random() < 0.6 else _WIDE))
+    wide = kind in _WIDE and ratio > 1.2
+    long = round(short * ratio)
+    style = _style(rng, faces, short, columns)
+    sheet = Sheet(*((long, short) if wide else (short, long)), style)
+    draw, layouts = KINDS[kind]
+    layout = layouts - 1 if held_out_layouts else rng.randrange(layouts - 1)
+    document = draw(rng, sheet, layout, 0.35)
+    if not document.asks:  # print so large that nothing fits
+        return a_page(
+            rng, ratio, faces, columns=columns * 1.3, held_out_layouts=held_out_layouts, shorts=shorts, worn=worn, kinds=kinds
+        )
+    image = _worn(rng, document.image, style.paper) if worn else document.image
+    return Page(document, image, ratio)
+
+
+_SIGNS = string.ascii_lowercase * 2 + string.ascii_uppercase + string.digits * 3 + "$.,:-/ "
+
+
+def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, columns: float) -> Page:
+    """A page of random characters: whoever reads it has to look, since no knowledge of words helps."""
+    short = round(exp(rng.uniform(log(200), log(320))))
+    style = _style(rng, faces, short, columns)
+    sheet = Sheet(short, round(short * ratio), style)
+    flow = Flow(sheet, 0.04 * short, 0.96 * short, 0.2 * sheet.step, sheet.height - 0.5 * sheet.step)
+    flow.feed(rng.uniform(0, max(0, flow.room - 1)) * rng.random())
+    least = rng.randint(1, 8)
+    asks = []
+    while flow.room >= 1 and len(asks) < least:
+        text = sheet.pick(rng, lambda r: "".join(r.choice(_SIGNS) for _ in range(r.randint(1, 16))).strip() or "0", flow.width)
+        flow.feed()
+        x = flow.left + rng.random() * max(0.0, flow.width - sheet.long(text))
+        sheet.text(x, flow.y, text)
+        asks.append(Ask("What does the first line say?" if not asks else "What does the last line say?", (text,), "signs"))
+    return Page(sheet.document("signs", asks[:: max(1, len(asks) - 1)]), sheet.image, ratio)
+
+
+def rows_of(document: Document) -> list[str]:
+    """The text, line by line: strings beside each other are of one line."""
+    lines: list[list[tuple[int, int, int, str]]] = []
+    for text in sorted(document.texts, key=lambda t: t.box[1] + t.box[3]):
+        left, top, _, bottom = text.box
+        if lines and (top + bottom) / 2 < lines[-1][-1][2] - (bottom - top) * 0.15:
+            lines[-1].append((left, top, bottom, text.text))
+        else:
+            lines.append([(left, top, bottom, text.text)])
+    return [" ".join(t[3] for t in sorted(line)) for line in lines]
