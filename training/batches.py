@@ -149,7 +149,9 @@ def _page(rng: Random, plan: Plan) -> Page:
     ratio = _a_ratio(rng, plan.views, plan.whole_only * (1 - plan.ease))
     if plan.views == 1 and rng.random() < plan.signs:
         return a_page_of_signs(rng, min(ratio, 1.2), _faces(plan), columns=columns)
-    return a_page(rng, ratio, _faces(plan), columns=columns, held_out_layouts=plan.held_out in ("layouts", "both"))
+    shorts = (200, 670) if rng.random() < 0.1 else (200, 420)  # large ones take long to draw and show the same
+    new = plan.held_out in ("layouts", "both")
+    return a_page(rng, ratio, _faces(plan), columns=columns, held_out_layouts=new, shorts=shorts)
 
 
 def draw_batch(seed: str, number: int, plan: Plan) -> Batch:

@@ -84,8 +84,7 @@ def a_page(
         worn: some are turned or compressed.
         kinds: to choose from; by default those that come in this shape.
     """
-    largest = shorts[1] * (1.6 if rng.random() < 0.1 else 1)
-    short = round(exp(rng.uniform(log(shorts[0]), log(largest))))
+    short = round(exp(rng.uniform(log(shorts[0]), log(shorts[1]))))
     tall = _TALL if ratio > 1.2 else _SQUARE
     kind = rng.choice(kinds or (tall if ratio <= 1.2 or rng.random() < 0.6 else _WIDE))
     wide = kind in _WIDE and ratio > 1.2

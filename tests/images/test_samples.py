@@ -71,7 +71,7 @@ def test_other_files_stay_and_a_second_call_is_fine(tmp_path: Path) -> None:
 def test_an_interrupted_call_is_completed(tmp_path: Path) -> None:
     whole = snapshot(write_samples(tmp_path, count=3).parent)
     (tmp_path / "questions.jsonl").unlink()
-    next(tmp_path.glob("table*")).unlink()
+    next(tmp_path.glob("board*")).unlink()
     write_samples(tmp_path, count=3)
     assert snapshot(tmp_path) == whole
 
@@ -89,7 +89,7 @@ def test_foreign_files_are_replaced_only_on_demand(tmp_path: Path, name: str) ->
 
 def test_samples_of_another_count_or_seed_are_not_mixed(tmp_path: Path) -> None:
     path = write_samples(tmp_path, count=2)
-    for other in ({"count": 3}, {"count": 2, "seed": 1}):
+    for other in ({"count": 3}, {"count": 2, "seed": 1}, {"count": 2, "columns": 60}):
         with pytest.raises(SettingError, match=re.escape(str(path))):
             write_samples(tmp_path, **other)
 

@@ -22,6 +22,13 @@ Examples
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--count", type=int, default=12, show_default=True, help="Documents.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed, other documents.")
+@click.option(
+    "--columns",
+    type=int,
+    default=30,
+    show_default=True,
+    help="Characters across the short side: 30 is small print for the bundled model, 110 for Google's Gemma 3.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace documents of another count or seed.")
 @common_options
 def command(directory: Path, **options: Any) -> None:

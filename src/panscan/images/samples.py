@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from panscan.core import SettingError
-from panscan.images.documents import draw_document
+from panscan.images.documents import COLUMNS, draw_document
 
 __all__ = ["Question", "write_samples"]
 
@@ -45,12 +45,12 @@ def _encode(image: Image.Image, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def _files(count: int, seed: int) -> dict[str, bytes]:
+def _files(count: int, seed: int, columns: int) -> dict[str, bytes]:
     """Names and contents, the questions last."""
     files: dict[str, bytes] = {}
     rows = []
     for index in range(count):
-        document = draw_document(seed, index)
+        document = draw_document(seed, index, columns=columns)
         # Every fifth is a JPEG: people's own documents are of both kinds.
         name = f"{document.kind}-{index:02d}.{'jpg' if index % 5 == 2 else 'png'}"
         files[name] = _encode(document.image, name)
@@ -60,7 +60,9 @@ def _files(count: int, seed: int) -> dict[str, bytes]:
     return files
 
 
-def write_samples(directory: Path, *, count: int = 12, seed: int = 0, overwrite: bool = False) -> Path:
+def write_samples(
+    directory: Path, *, count: int = 12, seed: int = 0, columns: int = COLUMNS, overwrite: bool = False
+) -> Path:
     """Draw ``count`` documents into ``directory`` and return the path of the ``questions.jsonl`` beside them.
 
     Everything follows from ``seed``: a second call writes the same bytes. The questions are written last, so where
@@ -70,15 +72,18 @@ def write_samples(directory: Path, *, count: int = 12, seed: int = 0, overwrite:
         directory: made if missing; other files in it are left alone.
         count: number of documents, each with two to four questions.
         seed: another seed gives other documents.
+        columns: characters that fit across a document's short side, 12 to 200: the more, the smaller the print.
         overwrite: replace files of the same names, whatever they hold.
 
     Raises:
-        SettingError: if ``count`` is below 1, if ``directory`` cannot be written, or, before anything is written,
+        SettingError: if ``count`` is below 1 or ``columns`` out of range, if ``directory`` cannot be written, or, before anything is written,
             if a file that this call would replace holds something else.
     """
     if count < 1:
         raise SettingError(f"count must be at least 1, got {count}")
-    files = _files(count, seed)
+    if not 12 <= columns <= 200:
+        raise SettingError(f"columns must be between 12 and 200, got {columns}")
+    files = _files(count, seed, columns)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         present = {name: (directory / name).read_bytes() for name in files if (directory / name).exists()}
@@ -86,7 +91,7 @@ def write_samples(directory: Path, *, count: int = 12, seed: int = 0, overwrite:
         foreign = [name for name in stale if name in present]
         if foreign and not overwrite:
             raise SettingError(
-                f"{directory / foreign[-1]} exists and is not of these samples (count {count}, seed {seed});"
+                f"{directory / foreign[-1]} exists and is not of these samples (count {count}, seed {seed}, columns {columns});"
                 " --overwrite (overwrite=True) replaces it"
             )
         for name in stale:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
@@ -12,11 +11,13 @@ from panscan.images.documents import board, chart, form, invoice, notes, receipt
 from panscan.images.documents.sheet import Ask, Document, Print, Sheet, Text, choose
 from panscan.images.ink import AILERON, Face
 
-__all__ = ["KINDS", "Ask", "Document", "Print", "Sheet", "Text", "draw_document", "sample_faces"]
+__all__ = ["COLUMNS", "KINDS", "Ask", "Document", "Print", "Sheet", "Text", "draw_document"]
 
-Draw = Callable[[Random, Sheet, int, float], Document]
+COLUMNS = 30
+"""Characters of ordinary text that fit across a document's short side: small print for the bundled model's 192 pixels a
+view. A hundred and more is small print for the 896 pixels of Google's checkpoints."""
 
-KINDS: dict[str, tuple[Draw, int]] = {
+KINDS: dict[str, tuple[Callable[[Random, Sheet, int, float], Document], int]] = {
     "receipt": (receipt.receipt, len(receipt.LAYOUTS)),
     "board": (board.board, board.LAYOUTS),
     "invoice": (invoice.invoice, invoice.LAYOUTS),
@@ -27,3 +28,59 @@ KINDS: dict[str, tuple[Draw, int]] = {
     "sign": (sign.sign, sign.LAYOUTS),
 }
 """How each kind is drawn, and its number of layouts. The last layout of each is never trained on."""
+
+_CYCLE: tuple[tuple[str, float, float], ...] = (
+    # kind; height over width, from and to
+    ("receipt", 2.0, 4.0),
+    ("board", 1 / 3.5, 1 / 2.0),
+    ("invoice", 1.41, 1.42),
+    ("chart", 1.0, 1.0),
+    ("receipt", 2.0, 4.0),
+    ("table", 1 / 2.6, 1 / 1.8),
+    ("notes", 1.6, 3.0),
+    ("sign", 1.0, 1.0),
+    ("form", 1.0, 1.0),
+)
+_FIRST = {"receipt": "total", "invoice": "total", "chart": "value", "form": "name", "sign": "number"}
+"""The type of question that comes first; else any."""
+
+_LOOKS: tuple[tuple[str, str, str], ...] = (
+    # paper, accent, light
+    ("#ffffff", "#1f4e79", "#eef3f8"),
+    ("#fdfdf9", "#2f6b4f", "#f0f4ee"),
+    ("#f8f8f4", "#6b3f54", "#f7f0f3"),
+    ("#fdf6e3", "#8a3b2a", "#f6ead2"),
+    ("#f6f8fa", "#333b46", "#e6eaef"),
+)
+
+
+def _faces() -> tuple[Face, ...]:
+    """Pillow's typeface and those that come with matplotlib, which panscan needs anyway."""
+    spec = find_spec("matplotlib")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    fonts = Path(spec.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
+    names = ("DejaVuSans", "DejaVuSerif")
+    return (AILERON, AILERON, *(Face(n, str(fonts / f"{n}.ttf"), str(fonts / f"{n}-Bold.ttf")) for n in names))
+
+
+def draw_document(seed: int, index: int, *, columns: int = COLUMNS) -> Document:
+    """Document ``index`` (from 0) of ``seed``, 448 to 900 pixels on its short side: a pure function of its arguments.
+
+    Kinds, and layouts of a kind, take turns. It comes with two to four questions.
+    """
+    turn, place = divmod(index, len(_CYCLE))
+    kind, low, high = _CYCLE[place]
+    rng = Random(f"{seed}-{index}")
+    before = turn * sum(kind == each for each, *_ in _CYCLE) + sum(kind == each for each, *_ in _CYCLE[:place])
+    draw, layouts = KINDS[kind]
+    short, ratio = rng.randrange(448, 901, 4), rng.uniform(low, high)
+    size = (short, round(short * ratio)) if ratio >= 1 else (round(short / ratio), short)
+    face, (paper, accent, light) = rng.choice(_faces()), rng.choice(_LOOKS)
+    print_size = Print.size_for(face, short, columns + rng.uniform(-2, 3))
+    style = Print(face, print_size, rng.uniform(1.6, 1.9), paper, accent=accent, light=light)
+    drawn = draw(rng, Sheet(*size, style), before % (layouts - 1), 0.0)
+    asks = list(dict.fromkeys(drawn.asks))
+    first = rng.choice([ask for ask in asks if ask.type == _FIRST.get(kind)] or asks)
+    chosen = choose(rng, first, [ask for ask in asks if ask != first])
+    return Document(kind, drawn.image, drawn.texts, tuple(chosen))

@@ -158,8 +158,9 @@ class Flow:
         return self.y
 
     def line(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> Box:
-        """On the next line, text at the left."""
+        """On the next line, text at the left, smaller if it would not fit."""
         self.feed(max(1.0, scale * 0.9))
+        scale = self.sheet.fitting(text, self.width, scale, bold=bold)
         return self.sheet.text(self.left, self.y, text, scale, bold=bold, fill=fill)
 
     def centre(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> None:
@@ -171,10 +172,14 @@ class Flow:
     def pair(
         self, label: str, value: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None, dots: bool = False
     ) -> None:
-        """On the next line, a label at the left and its value at the right, perhaps with dots between them."""
+        """On the next line, a label at the left and its value at the right, perhaps with dots between them.
+
+        A value that would run into its label is printed smaller.
+        """
         self.feed(max(1.0, scale * 0.9))
         start = self.sheet.text(self.left, self.y, label, scale, bold=bold, fill=fill)[2]
-        end = self.sheet.text(self.right, self.y, value, scale, anchor="rs", bold=bold, fill=fill)[0]
+        fits = self.sheet.fitting(value, self.right - start - 0.4 * self.sheet.style.size, scale, bold=bold)
+        end = self.sheet.text(self.right, self.y, value, fits, anchor="rs", bold=bold, fill=fill)[0]
         if dots:
             size = self.sheet.style.size
             for x in range(start + size // 2, end - size // 2, max(4, size // 3)):

@@ -47,7 +47,8 @@ class _Grid:
         self.sheet.rule(self.margin * 0.6, self.sheet.width - self.margin * 0.6, y)
 
     def row(self, row: int, label: str, cells: list[str], *, fill: str | None = None, bold: bool = False) -> None:
-        self.sheet.text(self.margin, self.baseline(row), label, fill=fill, bold=bold)
+        if label:
+            self.sheet.text(self.margin, self.baseline(row), label, fill=fill, bold=bold)
         for column, text in enumerate(cells):
             self.sheet.text(self.right_of(column), self.baseline(row), text, anchor="rs", fill=fill, bold=bold)
 
