@@ -44,6 +44,7 @@ class Plan:
         whole_only: share of single views that show a tall or wide document squeezed, as without pan and scan.
         held_out: nothing, "fonts", "layouts" or "both" that training does not see.
         signs: share of single views that show random characters.
+        sets: of questions about each document: drawing takes longer than learning, so a document is asked twice.
     """
 
     views: int
@@ -52,18 +53,20 @@ class Plan:
     whole_only: float = 0.12
     held_out: str = ""
     signs: float = 0.0
+    sets: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Arrays of a batch: pixels ``[documents * views, S, S, 3]`` uint8; token ids, and for each token the one that
-    follows it if it has to be learnt, else -100, both ``[documents, tokens of all slots]`` int16; types by slot."""
+    follows it if it has to be learnt, else -100, both ``[sets, documents, tokens of all slots]`` int16; types by set,
+    document and slot."""
 
     views: int
     pixels: NDArray[np.uint8]
     ids: NDArray[np.int16]
     targets: NDArray[np.int16]
-    types: list[list[str]]
+    types: list[list[list[str]]]
 
 
 @cache
@@ -144,6 +147,16 @@ def _faces(plan: Plan) -> tuple[Face, ...]:
 
 
 def _page(rng: Random, plan: Plan) -> Page:
+    """A page of the plan; one in some hundred thousand cannot be drawn, which must not end hours of training."""
+    for _ in range(9):
+        try:
+            return _drawn(rng, plan)
+        except (ValueError, IndexError) as error:
+            print(f"a page was drawn anew: {error}", flush=True)
+    return _drawn(rng, plan)
+
+
+def _drawn(rng: Random, plan: Plan) -> Page:
     hardest, easiest = rng.uniform(21, 37), rng.uniform(9, 16)
     columns = easiest * plan.ease + hardest * (1 - plan.ease)
     ratio = _a_ratio(rng, plan.views, plan.whole_only * (1 - plan.ease))
@@ -157,16 +170,17 @@ def _page(rng: Random, plan: Plan) -> Page:
 def draw_batch(seed: str, number: int, plan: Plan) -> Batch:
     """Batch ``number`` of ``seed``."""
     lengths = slots_of(plan.views)
-    shape = (plan.documents, sum(lengths))
+    shape = (plan.sets, plan.documents, sum(lengths))
     pad = _vocabulary()["<pad>"]
     ids, targets = np.full(shape, pad, np.int16), np.full(shape, IGNORED, np.int16)
     pixels = np.empty((plan.documents * plan.views, _SIDE, _SIDE, 3), np.uint8)
-    types = []
+    types: list[list[list[str]]] = [[] for _ in range(plan.sets)]
     for row in range(plan.documents):
         rng = Random(f"{seed}-{number}-{row}")
         page = _page(rng, plan)
         pixels[row * plan.views : (row + 1) * plan.views] = views_of(page.image, plan.views - 1)
-        types.append(_ask(rng, page, lengths, ids[row], targets[row]))
+        for index in range(plan.sets):
+            types[index].append(_ask(rng, page, lengths, ids[index, row], targets[index, row]))
     return Batch(plan.views, pixels, ids, targets, types)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["load", "save"]
+__all__ = ["Snapshot", "load", "save"]
 
 _MOST = 15_000_000  # bytes of a file
 
@@ -22,8 +23,27 @@ def _states(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[s
     return tensors
 
 
-def save(directory: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Write the checkpoint; momenta of matrices in bfloat16. The file that names the others comes last."""
+class Snapshot:
+    """A copy of weights and momenta on the device, to go back to when a step went wrong."""
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._kept = {name: tensor.clone() for name, tensor in _states(model, optimizers).items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name, tensor in _states(self._model, self._optimizers).items():
+            if name in self._kept:
+                tensor.copy_(self._kept[name])
+
+
+def save(
+    directory: Path, step: int, seconds: float, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Write the checkpoint: the next step, seconds of training so far, weights, and momenta of matrices in bfloat16.
+
+    The file that names the others comes last.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in _states(model, optimizers).items():
@@ -39,20 +59,20 @@ def save(directory: Path, step: int, model: nn.Module, optimizers: list[torch.op
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, directory / name)
     old = _index(directory)["files"]
-    (directory / "checkpoint.json.partial").write_text(json.dumps({"step": step, "files": names}))
+    (directory / "checkpoint.json.partial").write_text(json.dumps({"step": step, "seconds": seconds, "files": names}))
     (directory / "checkpoint.json.partial").replace(directory / "checkpoint.json")
     for name in set(old) - set(names):
         (directory / name).unlink(missing_ok=True)
 
 
-def load(directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None) -> int:
-    """Load the checkpoint of ``directory`` if there is one; returns the step to go on with, 0 without one."""
+def load(directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None) -> tuple[int, float]:
+    """Load the checkpoint of ``directory`` if there is one; returns the step to go on with and seconds so far, or 0, 0."""
     index = _index(directory)
     tensors: dict[str, Tensor] = {}
     for name in index["files"]:
         tensors |= load_file(directory / name)
     if not tensors:
-        return 0
+        return 0, 0.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model/{name}"])
@@ -65,9 +85,9 @@ def load(directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimiz
                 wide = tensor.float() if key == "momentum" else tensor
                 state["state"].setdefault(int(place), {})[key] = wide
         optimizer.load_state_dict(state)
-    return int(index["step"])
+    return int(index["step"]), float(index["seconds"])
 
 
-def _index(directory: Path) -> dict[str, list[str] | int]:
+def _index(directory: Path) -> dict[str, Any]:
     file = directory / "checkpoint.json"
-    return json.loads(file.read_text()) if file.exists() else {"step": 0, "files": []}
+    return json.loads(file.read_text()) if file.exists() else {"step": 0, "seconds": 0.0, "files": []}

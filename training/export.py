@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
     model = new_model()
-    step = load(args.checkpoint, model)
+    step, seconds = load(args.checkpoint, model)
     export(model, args.directory)
-    print(f"step {step} to {args.directory}")
+    print(f"step {step}, {seconds / 60:.1f} minutes of training: {args.directory}")
 
 
 if __name__ == "__main__":

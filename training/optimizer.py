@@ -28,10 +28,14 @@ def _orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Args: ``lr`` of orthogonal updates, whose entries are scaled by sqrt(max(1, rows / columns))."""
+    """Args: ``lr`` of orthogonal updates, whose entries are scaled by sqrt(max(1, rows / columns)); the decay keeps the
+    largest singular value below its inverse, since nothing else bounds the attention of a tower without norms of
+    queries and keys."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.2
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -41,9 +45,9 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     alike[parameter.shape].append(parameter)
             for parameters in alike.values():
-                self._update(parameters, group["lr"], group["momentum"])
+                self._update(parameters, group["lr"], group["momentum"], group["weight_decay"])
 
-    def _update(self, parameters: list[nn.Parameter], lr: float, momentum: float) -> None:
+    def _update(self, parameters: list[nn.Parameter], lr: float, momentum: float, decay: float) -> None:
         gradients = torch.stack([p.grad for p in parameters])  # type: ignore[misc]
         for p in parameters:
             self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -55,6 +59,7 @@ class Muon(torch.optim.Optimizer):
         turned = turned.mT if rows > columns else turned
         for p, new, update in zip(parameters, kept, turned.float(), strict=True):
             self.state[p]["momentum"].copy_(new)
+            p.mul_(1 - lr * decay)
             p.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from panscan.bench.records import Run, write_atomically
 from panscan.core import RecordsError
 
-__all__ = ["HTML_NAME", "markdown", "write_markdown", "write_pictures", "write_report"]
+__all__ = [
+    "ANSWERS_NAME", "HTML_NAME", "markdown", "write_answers", "write_markdown", "write_pictures", "write_report",
+]  # fmt: skip
 
 HTML_NAME = "report.html"
+ANSWERS_NAME = "answers.html"
 
 
 def write_report(run: Run, path: Path) -> None:
@@ -23,6 +26,19 @@ def write_report(run: Run, path: Path) -> None:
     from panscan.bench.report.page import render_html
 
     write_atomically(path, render_html(facts_of(run)).encode())
+
+
+def write_answers(run: Run, path: Path) -> None:
+    """Write every question of a run with its picture and each cell's answer as one HTML file.
+
+    Pictures are read again, from where the run found them.
+
+    Raises:
+        RecordsError: the file could not be written, or the run holds no answers.
+    """
+    from panscan.bench.report.answers import render_answers
+
+    write_atomically(path, render_answers(run).encode())
 
 
 def markdown(run: Run) -> str:

@@ -66,7 +66,7 @@ def _departures(rng: Random, flow: Flow, invented: float, known: set[str]) -> li
 
 def _panels(rng: Random, sheet: Sheet, layout: int) -> list[Flow]:
     """Columns about as wide as the sheet is high."""
-    count = max(1, round(sheet.width / sheet.height))
+    count = max(1, min(len(_STATIONS), round(sheet.width / sheet.height)))
     margin, gap = 0.05 * sheet.height, 0.09 * sheet.height
     width = (sheet.width - 2 * margin - (count - 1) * gap) / count
     top, bottom = 0.15 * sheet.step, sheet.height - 0.5 * sheet.step
