@@ -24,17 +24,17 @@ Examples
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["html", "md", "png", "answers"]),
+    type=click.Choice(["html", "md", "png", "gallery"]),
     default="html",
     show_default=True,
     help="A page that needs no network, markdown for an issue tracker, pictures of the curves, or a page of all answers"
-    " beside their documents (of a run with --include-content).",
+    " beside their pictures (of a run with --include-content).",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="The file to write; with png the folder.  [default: RUN/report.html or RUN/answers.html, standard output for md,"
+    help="The file to write; with png the folder.  [default: RUN/report.html or RUN/gallery.html, standard output for md,"
     " RUN for png]",
 )
 @common_options
@@ -54,9 +54,9 @@ def command(run: Path, form: str, output: Path | None) -> None:
     if form == "html":
         written = [output or home / report.HTML_NAME]
         report.write_report(records, written[0])
-    elif form == "answers":
-        written = [output or home / report.ANSWERS_NAME]
-        report.write_answers(records, written[0])
+    elif form == "gallery":
+        written = [output or home / report.GALLERY_NAME]
+        report.write_gallery(records, written[0])
     elif form == "png":
         written = report.write_pictures(records, _folder(output or home))
     elif output is not None:

@@ -9,11 +9,11 @@ from panscan.bench.records import Run, write_atomically
 from panscan.core import RecordsError
 
 __all__ = [
-    "ANSWERS_NAME", "HTML_NAME", "markdown", "write_answers", "write_markdown", "write_pictures", "write_report",
+    "GALLERY_NAME", "HTML_NAME", "markdown", "write_gallery", "write_markdown", "write_pictures", "write_report",
 ]  # fmt: skip
 
 HTML_NAME = "report.html"
-ANSWERS_NAME = "answers.html"
+GALLERY_NAME = "gallery.html"
 
 
 def write_report(run: Run, path: Path) -> None:
@@ -28,7 +28,7 @@ def write_report(run: Run, path: Path) -> None:
     write_atomically(path, render_html(facts_of(run)).encode())
 
 
-def write_answers(run: Run, path: Path) -> None:
+def write_gallery(run: Run, path: Path) -> None:
     """Write every question of a run with its picture and each cell's answer as one HTML file.
 
     Pictures are read again, from where the run found them.
@@ -36,9 +36,9 @@ def write_answers(run: Run, path: Path) -> None:
     Raises:
         RecordsError: the file could not be written, or the run holds no answers.
     """
-    from panscan.bench.report.answers import render_answers
+    from panscan.bench.report.gallery import render_gallery
 
-    write_atomically(path, render_answers(run).encode())
+    write_atomically(path, render_gallery(run).encode())
 
 
 def markdown(run: Run) -> str:

@@ -11,14 +11,14 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
-from panscan.bench.quality import exact_match
+from panscan.bench.scores import exact_match
 from panscan.bench.records import Record, Run
 from panscan.bench.report import palette
 from panscan.bench.rows import distinguishing, label, meant
 from panscan.core import ImageError, RecordsError
 from panscan.images.files import find_pages, load_page, page_digest
 
-__all__ = ["Answer", "Asked", "Pictured", "pictures_of", "render_answers"]
+__all__ = ["Answer", "Asked", "Pictured", "pictures_of", "render_gallery"]
 
 _SHOWN = (460, 620)  # pixels, the largest width and height of a picture
 _MOST = 200  # documents on a page
@@ -128,7 +128,7 @@ def _picture(names: tuple[str, ...], digests: Sequence[str]) -> str | None:
     return f"data:image/jpeg;base64,{b64encode(buffer.getvalue()).decode()}"
 
 
-def render_answers(run: Run) -> str:
+def render_gallery(run: Run) -> str:
     """One HTML page, its pictures inside; at most 200 documents.
 
     Raises:
@@ -144,7 +144,7 @@ def render_answers(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("answers.html.j2").render(
+    return environment.get_template("gallery.html.j2").render(
         cells=cells,
         documents=found[:_MOST],
         left_out=max(0, len(found) - _MOST),
