@@ -10,10 +10,11 @@ from typing import Any
 
 from panscan.bench.floor import Floor, floor_of, ratios
 from panscan.bench.metrics import STAGES, ReplicaShare, replica_shares
-from panscan.bench.quality import Quality, quality_of
+from panscan.bench.quality import Quality, metric_title, quality_of
 from panscan.bench.recommend import recommend
 from panscan.bench.records import Run
 from panscan.bench.report import about
+from panscan.bench.report.answers import Answers, answers_of
 from panscan.bench.report.charts import Comparison, Front, comparisons, front_of
 from panscan.bench.report.groups import by_request
 from panscan.bench.report.text import Measured, clean, measured
@@ -96,6 +97,8 @@ class Facts:
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
         speedups: how many times faster the engine is than other runners.
+        quality_title: what people call the metric that is the run's quality.
+        answers: None for a run without scores.
     """
 
     run_id: str
@@ -113,6 +116,8 @@ class Facts:
     footnotes: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
+    quality_title: str
+    answers: Answers | None
     front: Front | None
     latency: Comparison
     unmeasured: tuple[Unmeasured, ...]
@@ -153,7 +158,9 @@ def facts_of(run: Run) -> Facts:
         footnotes=footnotes,
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
-        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best),
+        quality_title=metric_title(run),
+        answers=answers_of(run, rows, numbers),
+        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best, metric_title(run)),
         latency=by_request(run, rows, numbers, {cell.cell: cell.name for cell in cells}),
         unmeasured=tuple(_unmeasured(run)),
         truths=tuple(about.truths(run)),
