@@ -93,7 +93,7 @@ def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict
     names = [layout] if layout is not None else [name for name, each in LAYOUTS.items() if each.folder]
     found = {name: by_split for name in names if (by_split := _files(folder, name))}
     if not found:
-        wanted = f"files of layout {layout}" if layout else f"a known layout ({', '.join(LAYOUTS)})"
+        wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(LAYOUTS)})"
         raise DatasetError(f"{called}: no {wanted} in this folder; see docs/quality.md")
     if len(found) > 1:
         raise DatasetError(f"{called}: the folder has {' and '.join(found)}: choose with --dataset-format")
