@@ -81,9 +81,10 @@ def _breakdown(run: Run, cells: Sequence[str], name: str, groups_of: Callable[[R
     def within(cell: str, group: str) -> Quality | None:
         return quality_of(run, cell, among=lambda record: group in groups_of(record))
 
+    by_group = [[within(cell, group) for cell in cells] for group in order]  # cells of a group share their draws
     return Breakdown(
         name,
         tuple((group, len(questions[group])) for group in order),
         len(questions) - len(order),
-        {cell: tuple(within(cell, group) for group in order) for cell in cells},
+        {cell: tuple(column[at] for column in by_group) for at, cell in enumerate(cells)},
     )

@@ -87,7 +87,7 @@ def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> Against
     low, high = difference.low, difference.high
     figures = f"{p_text(difference.p_value)}, difference {_points(difference.value)} points"
     figures += f" [{_points(low)}, {_points(high)}]"
-    several = f"{difference.questions} questions" if difference.questions != 1 else "1 question"
+    several = f"{difference.questions:,} questions" if difference.questions != 1 else "1 question"
     if alarm and high < 0:
         return Against(cell, difference, "measurably worse", f"measurably worse ({figures})")
     if alarm and low > 0:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from panscan.bench.breakdowns import Breakdown, breakdowns
-from panscan.bench.datasets import facts_of_header
 from panscan.bench.loss import losses
 from panscan.bench.quality import Quality, empty_answers, metric_of, metrics_in, quality_of
 from panscan.bench.records import Run
@@ -44,14 +43,12 @@ class Answers:
 
     Args:
         metrics: titles of all metrics, that of the run's quality first.
-        dataset: where the questions came from and what became of them; empty if the run does not say.
         baseline: number of the cell that others are compared with; None where there is only one.
         cells: those with scores.
         groups: breakdowns by the run's metric of quality.
     """
 
     metrics: tuple[str, ...]
-    dataset: str
     baseline: int | None
     cells: tuple[CellAnswers, ...]
     groups: tuple[Groups, ...]
@@ -72,10 +69,8 @@ def answers_of(run: Run, rows: Sequence[Row], numbers: Mapping[str, int]) -> Ans
         CellAnswers(numbers[row.cell], scores[row.cell], empty_answers(run, row.cell), *words.get(row.cell, ("", "")))
         for row in scored
     )
-    facts = facts_of_header(run.header)
     return Answers(
         tuple(METRICS[name] for name in names),
-        "" if facts is None else clean(facts.text),
         None if baseline is None else numbers[baseline],
         cells,
         tuple(_groups(each, numbers) for each in breakdowns(run, [row.cell for row in scored])),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from panscan.bench.datasets import facts_of_header
 from panscan.bench.floor import Floor, floor_of, ratios
 from panscan.bench.metrics import STAGES, ReplicaShare, replica_shares
 from panscan.bench.quality import Quality, metric_title, quality_of
@@ -94,6 +95,7 @@ class Facts:
         warnings: what a reader must know before believing a figure.
         swept: settings that differ between measured cells.
         constant: the others that are worth saying, as text.
+        dataset: where the questions came from and what became of them, as text.
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
         speedups: how many times faster the engine is than other runners.
@@ -111,6 +113,7 @@ class Facts:
     warnings: tuple[str, ...]
     swept: tuple[str, ...]
     constant: str
+    dataset: str
     cells: tuple[Cell, ...]
     memory: str
     footnotes: tuple[str, ...]
@@ -153,6 +156,7 @@ def facts_of(run: Run) -> Facts:
         warnings=tuple(_warnings(run, cells, footnotes)),
         swept=tuple(clean(short(name)) for name in swept),
         constant=clean(_constant(settings)),
+        dataset=_dataset(run),
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
@@ -168,6 +172,11 @@ def facts_of(run: Run) -> Facts:
         definitions=tuple(about.definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),
     )
+
+
+def _dataset(run: Run) -> str:
+    facts = facts_of_header(run.header)
+    return "" if facts is None else clean(f"Dataset {facts.text}.")
 
 
 def _constant(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,7 @@ def render_markdown(facts: Facts) -> str:
     """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
     parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts), facts.note]
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
-    parts.append(_plain(facts.constant))
+    parts += [_plain(facts.constant), _plain(facts.dataset)]
     if facts.cells:
         parts += [_table(facts), *map(_plain, facts.speedups), _legend(facts)]
     if facts.answers is not None:
@@ -76,7 +76,6 @@ def _row(cell: Cell, *, presets: bool, quality: bool) -> list[str]:
 
 def _answers(found: Answers) -> list[str]:
     """Every metric, cells against the baseline, and the breakdowns."""
-    heading = "#### Answers" + (f"\n\n{_plain(found.dataset)}." if found.dataset else "")
     against = [] if found.baseline is None else [f"against cell {found.baseline}"]
     rows = [
         [
@@ -88,7 +87,7 @@ def _answers(found: Answers) -> list[str]:
         for cell in found.cells
     ]
     table = _lines(["cell", *(f"{each} (95%)" for each in found.metrics), "empty answers", *against], rows)
-    return [heading, table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
+    return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
 
 
 def _breakdown(metric: str, groups: Groups) -> str:
