@@ -159,7 +159,7 @@ def _answers(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]
         return lines
     baseline, others = compared
     names = {row.cell: label({name: row.settings.get(name) for name in varying}) or row.cell for row in rows}
-    lines.append(f"{metric_title(run)} against {names[baseline]} (most views, best answers):")
+    lines.append(f"{metric_title(run)} against {names[baseline]} (the most views):")
     return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
 
 
