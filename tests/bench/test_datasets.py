@@ -97,7 +97,7 @@ def test_docvqa_with_every_kind_of_bad_row(tmp_path: Path) -> None:
         converted_answers=1, unscored=2, other_splits="test",
     )  # fmt: skip
     assert facts(found).text == (
-        "docvqa, validation: 11 questions: 6 used, 4 without a readable image, 1 without a question,"
+        "docvqa, validation, 11 questions: 6 used, 4 without a readable image, 1 without a question,"
         " 2 without answers (unscored), 1 with an id seen before (renamed),"
         " 1 with answers that are no list of texts (read as texts)"
     )
@@ -257,7 +257,7 @@ def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
         int(item.prompt) for item in found.items
     ]
     assert len(list((cache / "dataset-pictures").iterdir())) == 5
-    assert facts(found).text == "table: 40 questions: 5 used, 35 not drawn"
+    assert facts(found).text == "table, 40 questions: 5 used, 35 not drawn"
 
 
 def test_a_bad_picture_that_was_drawn_is_replaced(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         ("rows.parquet", b"PAR1 or not", "rows.parquet: not a table that can be read"),
         ("rows.arrow", b"", "rows.arrow: not a table that can be read"),
         ("other.json", b'{"data": [{"q": 1}]}', r"not a known layout \(jsonl, docvqa"),
-        ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation: 0 questions: 0 used\)"),
+        ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation, 0 questions: 0 used\)"),
     ],
 )
 def test_what_is_no_dataset_is_said(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

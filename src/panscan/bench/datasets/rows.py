@@ -87,7 +87,7 @@ class DatasetFacts:
             ),
         ]
         name = f"{self.layout}, {self.split}" if self.split else self.layout
-        return f"{name}: {self.questions:,} question{'' if self.questions == 1 else 's'}: {', '.join(parts)}"
+        return f"{name}, {self.questions:,} question{'' if self.questions == 1 else 's'}: {', '.join(parts)}"
 
 
 @dataclass(slots=True)

@@ -141,7 +141,7 @@ def truths(run: Run) -> list[Truth]:
 
 def definitions() -> list[tuple[str, str]]:
     """The terms of the report, as (term, meaning); limits come from the code that applies them."""
-    return [*_about_speed(), *_about_answers()]
+    return [*_about_speed(), *_about_answers(), *_about_quality()]
 
 
 def _about_speed() -> list[tuple[str, str]]:
@@ -200,6 +200,11 @@ def _about_answers() -> list[tuple[str, str]]:
         ),
         ("different", "the rest: the answers are not the model's."),
         ("unverified", "not compared, for the reason beside it."),
+    ]
+
+
+def _about_quality() -> list[tuple[str, str]]:
+    return [
         ("Exact match", "share of answers that are one of the dataset's; case and surrounding space aside."),
         (
             "ANLS",
