@@ -18,11 +18,14 @@ __all__ = ["Answers", "CellAnswers", "Groups", "answers_of", "quality_text"]
 
 @dataclass(frozen=True, slots=True)
 class CellAnswers:
-    """A cell's answers: ``scores`` in the order of :attr:`Answers.metrics`, and words on it against the baseline."""
+    """A cell's answers: ``scores`` in the order of :attr:`Answers.metrics`, and words on it against the baseline.
+
+    ``empty`` is None in runs of versions that did not count them.
+    """
 
     number: int
     scores: tuple[Quality | None, ...]
-    empty: int
+    empty: int | None
     word: str
     against: str
 
@@ -65,8 +68,10 @@ def answers_of(run: Run, rows: Sequence[Row], numbers: Mapping[str, int]) -> Ans
     compared = losses(run, [row.cell for row in scored], views.__getitem__)
     baseline, others = compared if compared is not None else (None, [])
     words = {each.cell: (each.word, each.text) for each in others}
+    counted = "quality_metric" in run.header["settings"]
+    empty = {row.cell: empty_answers(run, row.cell) if counted else None for row in scored}
     cells = tuple(
-        CellAnswers(numbers[row.cell], scores[row.cell], empty_answers(run, row.cell), *words.get(row.cell, ("", "")))
+        CellAnswers(numbers[row.cell], scores[row.cell], empty[row.cell], *words.get(row.cell, ("", "")))
         for row in scored
     )
     return Answers(

@@ -81,7 +81,7 @@ def _answers(found: Answers) -> list[str]:
         [
             str(cell.number),
             *map(quality_text, cell.scores),
-            str(cell.empty),
+            "-" if cell.empty is None else str(cell.empty),
             *([_plain(cell.against) or "-"] if against else []),
         ]
         for cell in found.cells
