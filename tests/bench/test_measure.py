@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +23,10 @@ from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Plan
 from panscan.bench.schema import problem_of
+from panscan.bench.scores import scores_of
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Source, build_workload
-from panscan.core import Request, Result
+from panscan.core import Request, Result, now
 from panscan.settings import Settings
 
 
@@ -78,6 +81,24 @@ def test_warm_up_is_not_measured(runner: GenerateRunner, plan: Plan) -> None:
     assert line["warmup_s"] > 0
     assert all(request["stamps"]["accepted"] >= line["started"] for request in requests)
     assert all(request["stamps"]["end"] <= line["ended"] for request in requests)
+
+
+def test_answers_are_scored_when_the_time_has_been_taken(
+    runner: GenerateRunner, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[float] = []
+
+    def score(text: str, answers: Sequence[str]) -> dict[str, float]:
+        scored.append(now())
+        return scores_of(text, answers)
+
+    monkeypatch.setattr(sweep, "scores_of", score)
+    items = [replace(item, answers=("x",), tags=(("type", "form"),)) for item in plan.items]
+    runner.configure(plan.cells[0].settings)
+    *requests, line = measure(replace(plan, items=items), plan.cells[0], 0, runner, Watcher())
+    assert len(scored) == len(requests)
+    assert min(scored) >= line["ended"]
+    assert all(request["tags"] == {"type": ["form"]} and "anls" in request["scores"] for request in requests)
 
 
 def test_a_failing_cell_lets_go_of_what_it_held(plan: Plan) -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.bench.quality import exact_match, quality_difference, quality_of, scores_of
+from panscan.bench.quality import QualityDifference, quality_difference, quality_of
 from panscan.bench.records import Run
+from panscan.bench.scores import exact_match, scores_of
 
 from .synthetic import header, request
 
@@ -29,6 +30,10 @@ def run_of_cells(**cells: Scores) -> Run:
                 record = request(cell, f"q{question}", 0.0, [1.0], repeat=number, prompt_sha256=f"{question}", **others)
                 run.requests.setdefault((cell, number), []).append(record)
     return run
+
+
+def figures(difference: QualityDifference) -> tuple[float, float, float]:
+    return difference.value, difference.low, difference.high
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def run_of_cells(**cells: Scores) -> Run:
 )
 def test_what_counts_as_the_same_answer(answer: str, accepted: list[str], right: bool) -> None:
     assert exact_match(answer, accepted) == float(right)
-    assert scores_of(answer, accepted) == {"exact_match": float(right)}
+    assert scores_of(answer, accepted)["exact_match"] == float(right)
 
 
 @given(st.text(), st.lists(st.text(), max_size=3))
@@ -109,7 +114,10 @@ def test_differences_are_paired() -> None:
     found = quality_difference(run_of_cells(c=ours, d=theirs), "c", "d")
     centre, wins, losses = 2 / 12, 3.5, 1.5
     reach = 1.959964 * sqrt((wins + losses) / 12 - centre**2) / sqrt(12)
-    assert found == (pytest.approx(0.2), pytest.approx(centre - reach), pytest.approx(centre + reach))
+    assert found is not None
+    assert figures(found) == (pytest.approx(0.2), pytest.approx(centre - reach), pytest.approx(centre + reach))
+    assert (found.questions, found.better, found.worse) == (10, 3, 1)
+    assert found.p_value == 2 * (1 + 4) / 2**4, "McNemar's exact test: 3 of 4 throws of a coin, or fewer on one side"
 
 
 def test_requests_of_one_cell_alone_are_left_out_and_repeats_are_one_question() -> None:
@@ -123,9 +131,8 @@ def test_equal_answers_exclude_only_the_loss_that_so_many_questions_can_see(ques
     same: Scores = [[1]] * questions
     difference = quality_difference(run_of_cells(c=same, d=same), "c", "d")
     assert difference is not None
-    assert difference[0] == 0
-    assert difference[1] == pytest.approx(low, abs=1e-4)
-    assert difference[2] == pytest.approx(-low, abs=1e-4)
+    assert figures(difference) == (0, pytest.approx(low, abs=1e-4), pytest.approx(-low, abs=1e-4))
+    assert difference.p_value == 1
 
 
 pairs = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=40)
@@ -136,9 +143,11 @@ def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list
     run = run_of_cells(c=[[ours] for ours, _ in scores], d=[[theirs] for _, theirs in scores])
     forth, back = quality_difference(run, "c", "d"), quality_difference(run, "d", "c")
     assert forth is not None
-    assert back == tuple(pytest.approx(-each) for each in (forth[0], forth[2], forth[1]))
-    assert -1 <= forth[1] <= forth[2] <= 1
-    assert forth[1] - 1e-9 <= forth[0] <= forth[2] + 1e-9
+    assert back is not None
+    assert figures(back) == tuple(pytest.approx(-each) for each in (forth.value, forth.high, forth.low))
+    assert (back.better, back.worse, back.p_value) == (forth.worse, forth.better, forth.p_value)
+    assert -1 <= forth.low <= forth.high <= 1
+    assert forth.low - 1e-9 <= forth.value <= forth.high + 1e-9
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=25))

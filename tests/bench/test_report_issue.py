@@ -27,7 +27,7 @@ def test_the_table_is_the_page_s(tmp_path: Path) -> None:
     """Every cell's figures are those of the HTML page, whose test holds them against the records."""
     run = known_run(tmp_path, scores=True)
     document = rendered(markdown(run))
-    [table] = list(document.all("table"))
+    table, *_ = document.all("table")
     rows = rows_of(table)
     page = rows_of(next(section(page_of(run), "cells").all("table")))
     assert len(rows) == len(SECONDS)

@@ -163,10 +163,12 @@ def test_another_seed_is_another_draw(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [("x", "x"), ("x", "x+1"), (1, "1"), (None, "None")])
-def test_requests_of_one_id_are_refused(folder: Path, ids: tuple[Any, Any]) -> None:
-    rows = [{"image": "a.png", "question": "?", "id": each} for each in ids]
-    with pytest.raises(DatasetError, match="same id"):
-        dataset(folder, *rows, num_samples=4)
+def test_requests_of_one_id_are_kept_apart(folder: Path, ids: tuple[Any, Any]) -> None:
+    rows = [{"image": "a.png", "question": str(number), "id": each} for number, each in enumerate(ids)]
+    items = dataset(folder, *rows, num_samples=4)
+    assert len({item.id for item in items}) == 4
+    assert [item.prompt for item in items] == ["0", "1", "0", "1"]
+    assert items[0].id == ("00000" if ids[0] is None else str(ids[0]))
 
 
 @pytest.mark.parametrize("image", ["", [], [""], ["a.png", ""], None, {"a": 1}, "a\ud800.png"])

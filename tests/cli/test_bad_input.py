@@ -146,7 +146,8 @@ def test_bad_datasets_name_the_line(folder: Path, capsys: pytest.CaptureFixture[
         (json.dumps({"image": "doc.png"}), "'question' is missing"),
         (json.dumps({**row, "answer": ["x"]}), "did you mean 'answers'"),
         (json.dumps({**row, "image": 3}), "'image' must be"),
-        (json.dumps({**row, "answers": "x"}), "'answers' a list"),
+        (json.dumps({**row, "answers": {"right": "x"}}), "'answers' must be texts or numbers"),
+        (json.dumps({**row, "question": 3}), "'question' must be text"),
     ]:
         (folder / "q.jsonl").write_text(json.dumps(row) + "\n" + bad + "\n")
         assert run(["bench", "--dataset", "q.jsonl"]) == 3

@@ -154,7 +154,7 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     measured = read_run(directory)
     alone = next(cell for cell, settings in measured.cells.items() if settings["batch_size"] == 1)
     scores = {record["image"][0]: record["scores"] for record in measured.requests[alone, 0]}
-    assert scores["tall.png"] == {"exact_match": 1.0}, "asked alone, it answers what it answered before"
+    assert set(scores["tall.png"].values()) == {1.0}, "asked alone, it answers what it answered before"
 
     found = printed(capsys, "recommend", str(directory), "--min-quality", "0", "--json")
     assert {found["cell"], found["runner_up"]} == set(measured.cells)

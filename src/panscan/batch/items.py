@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from panscan.bench.workload import dataset_rows
+from panscan.bench.datasets import dataset_rows
 from panscan.core import DatasetError, ImageError, SettingError
 from panscan.images.files import Page, expand_images, find_files
 

@@ -18,8 +18,10 @@ from panscan.bench.differences import (
     score_names,
 )
 from panscan.bench.permutation import ALPHA
+from panscan.bench.quality import metric_of
 from panscan.bench.records import Run
 from panscan.bench.rows import cell_title, count, label, number_text, shown, telling
+from panscan.bench.scores import METRICS as METRIC_NAMES
 
 __all__ = ["HEADINGS", "Report", "Row", "as_json", "build_report"]
 
@@ -162,7 +164,7 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
     scores = _scores(pair for comparison in comparisons for pair in comparison.pairs)
     conditions = tuple(dict.fromkeys(parse_condition(text, scores) for text in fail_on))
     named = [each.metric for each in conditions if each.metric in METRICS]
-    metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *scores)))
+    metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *_shown_scores(runs, scores, conditions))))
     found = differences(comparisons, metrics)
     findings = evaluate(conditions, comparisons)
     needed = [*_repeats(comparisons, found), *(each.repeats for each in findings if each.repeats is not None)]
@@ -211,6 +213,13 @@ def _block(report: Report, at: int) -> dict[str, Any]:
 
 def _scores(pairs: Iterable[CellPair]) -> list[str]:
     return list(dict.fromkeys(name for pair in pairs for name in score_names(pair)))
+
+
+def _shown_scores(runs: Sequence[Run], scores: Sequence[str], conditions: Sequence[Condition]) -> list[str]:
+    """The metric that is the quality of any run, and those named in a condition: each more test makes all stricter.
+    Scores that are no metric of this version are shown, too."""
+    wanted = {*map(metric_of, runs), *(each.metric for each in conditions)}
+    return [name for name in scores if name in wanted or name not in METRIC_NAMES]
 
 
 def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping[str, Difference]]]) -> list[int]:

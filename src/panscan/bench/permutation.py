@@ -12,13 +12,14 @@ from math import ceil, log2
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ALPHA", "clusters_needed", "decide", "draws_for", "least_p_value", "tail_p_values"]
+__all__ = ["ALPHA", "clusters_needed", "decide", "draws_for", "least_p_value", "sign_flip_p_value", "tail_p_values"]
 
 ALPHA = 0.05
 """The chance, at most, that a family of decisions holds one or more false alarms."""
 
 _LEAST_DRAWS = 9_999
 _BLOCK = 1_000  # draws looked at together
+_NOTHING = 1e-9  # a difference of rounding
 _HOPELESS = 0.2  # after the first block, more than this is never going to be an alarm
 
 Floats = NDArray[np.float64]
@@ -57,6 +58,21 @@ def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS, seed: int = 
     return float(larger), float(smaller)
 
 
+def sign_flip_p_value(differences: Sequence[float]) -> float:
+    """Two-sided p-value of paired differences whose signs could as well be the others: twice the smaller tail, or 1.
+
+    Where all differences that are not 0 have one size, as those of right and wrong answers have, the tails are those
+    of the binomial distribution, which makes it the exact test of McNemar (1947). Else they are those of
+    :func:`tail_p_values`: of all swaps where there are few, of random ones otherwise. Differences of 0 say nothing.
+    """
+    values = np.array([each for each in differences if abs(each) > _NOTHING], dtype=np.float64)
+    if not values.size:
+        return 1.0
+    if np.ptp(np.abs(values)) < _NOTHING:
+        return _mcnemar(int((values > 0).sum()), int((values < 0).sum()))
+    return min(1.0, 2 * min(tail_p_values(values[:, None])))
+
+
 def least_p_value(clusters: int, draws: int) -> float:
     """The smallest one-sided p-value that so many clusters can give."""
     return float(max(0.5**clusters, 1 / (draws + 1)))
@@ -93,6 +109,15 @@ def decide(p_values: Sequence[float], least: Sequence[float]) -> list[bool | Non
         raising = raising and p_values[index] <= ALPHA / (len(able) - rank)
         decisions[index] = raising
     return decisions
+
+
+def _mcnemar(won: int, lost: int) -> float:
+    """Twice the smaller tail of ``won + lost`` throws of a coin; in whole numbers, so exact."""
+    total, term, ways = won + lost, 1, 1  # of Python's, which do not overflow
+    for count in range(min(won, lost)):
+        term = term * (total - count) // (count + 1)
+        ways += term
+    return float(min(1.0, 2 * ways / 2**total))
 
 
 def _all_signs(count: int) -> Iterator[Floats]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Protocol
 
+from panscan.bench.datasets import DatasetFacts
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import SettingError
@@ -55,6 +56,8 @@ class Plan:
         reference: where a truth may be found, instead of computing it.
         replicas: copies of all of this that run at the same time, each a process with devices of its own.
         gpus_per_replica: GPUs of each copy.
+        dataset: what became of the questions of a dataset.
+        quality_metric: the metric that is the run's quality; None without answers.
     """
 
     cells: Sequence[Cell]
@@ -68,6 +71,8 @@ class Plan:
     reference: str | None = None
     replicas: int = 1
     gpus_per_replica: int = 1
+    dataset: DatasetFacts | None = None
+    quality_metric: str | None = None
 
     @property
     def sample(self) -> list[Item]:

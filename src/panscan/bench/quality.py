@@ -1,27 +1,40 @@
-"""The quality axis: how often a cell's answers are the dataset's, with intervals, and paired with another cell's."""
+"""The quality axis: how right a cell's answers are by one metric, with intervals, and paired with another cell's."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
-from unicodedata import normalize
 
 from panscan.bench.intervals import cluster_intervals
-from panscan.bench.records import Run
+from panscan.bench.permutation import sign_flip_p_value
+from panscan.bench.records import Record, Run
+from panscan.bench.scores import EXACT_MATCH, METRICS
+from panscan.core import SettingError
+from panscan.settings import nearest
 
-__all__ = ["EXACT_MATCH", "Quality", "exact_match", "quality_difference", "quality_of", "scores_of"]
+__all__ = [
+    "Quality",
+    "QualityDifference",
+    "empty_answers",
+    "metric_of",
+    "metric_title",
+    "metrics_in",
+    "quality_difference",
+    "quality_of",
+    "question_of",
+    "with_metric",
+]
 
-EXACT_MATCH = "exact_match"
 _POINT = 1e-9  # an interval that is only as wide as rounding
 _Z = 1.959963984540054  # 95%, two-sided normal
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Share of right answers, 0 to 1: the mean over requests with a score and its 95% interval.
+    """A metric's mean over requests with a score, 0 to 1, and its 95% interval.
 
     ``questions`` counts different questions; repeats of one are not more evidence about others.
     """
@@ -32,33 +45,86 @@ class Quality:
     questions: int
 
 
-def exact_match(answer: str, answers: Sequence[str]) -> float:
-    """1.0 if the answer is one of the accepted ones, else 0.0.
+@dataclass(frozen=True, slots=True)
+class QualityDifference:
+    """A cell's quality less another's, over the questions that both answered.
 
-    As in DocVQA's accuracy, case and surrounding space do not count; nor do runs of white space, composed or decomposed
-    letters, or one final full stop, which chat models add to bare answers. Everything else does: "$5.00" is not "5.00",
-    and a sentence around the answer makes it wrong.
+    Args:
+        value: the mean difference over questions, -1 to 1.
+        low: of its 95% interval.
+        high: of its 95% interval.
+        questions: in both.
+        better: questions that the cell answers better.
+        worse: questions that the cell answers worse.
+        p_value: two-sided; see :func:`panscan.bench.permutation.sign_flip_p_value`.
     """
-    return float(_plain(answer) in {_plain(each) for each in answers})
+
+    value: float
+    low: float
+    high: float
+    questions: int
+    better: int
+    worse: int
+    p_value: float
 
 
-def _plain(text: str) -> str:
-    return " ".join(normalize("NFC", text.casefold()).split()).removesuffix(".").rstrip()
+def metric_of(run: Run) -> str:
+    """The metric that is a run's quality: what its header names; exact match in runs from before there were others."""
+    name = run.header["settings"].get("quality_metric")
+    return name if name in METRICS else EXACT_MATCH
 
 
-def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
-    """The ``scores`` of a request record: by name, 0 to 1; none without accepted answers."""
-    return {EXACT_MATCH: exact_match(text, answers)} if answers else {}
+def metric_title(run: Run) -> str:
+    """What people call the metric of :func:`metric_of`."""
+    return METRICS[metric_of(run)]
 
 
-def quality_of(run: Run, cell: str, *, seed: int = 0) -> Quality | None:
-    """Exact match of a cell's answers over its complete repeats; None without scores.
+def metrics_in(run: Run) -> list[str]:
+    """The metrics that any request of a run has a score of, in the order of :data:`panscan.bench.scores.METRICS`."""
+    found = {name for records in run.requests.values() for record in records for name in _scores_of(record)}
+    return [name for name in METRICS if name in found]
+
+
+def with_metric(run: Run, name: str | None) -> Run:
+    """The same run with another metric as its quality; as it is for None.
+
+    Raises:
+        SettingError: no such metric, or the run's answers were not scored by it.
+    """
+    if name is None:
+        return run
+    if name not in METRICS:
+        raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {name!r}{nearest(name, METRICS)}")
+    known = metrics_in(run)
+    if name not in known:
+        has = f"its answers have {', '.join(known)}" if known else "its dataset has no answers"
+        raise SettingError(f"--quality-metric {name}: not in {run.path}: {has}")
+    header = run.header | {"settings": run.header["settings"] | {"quality_metric": name}}
+    return replace(run, header=header)
+
+
+def empty_answers(run: Run, cell: str) -> int:
+    """Requests of a cell whose answer was empty, which counts as wrong."""
+    return sum(record.get("empty", False) for record in _answered(run, cell))
+
+
+def quality_of(
+    run: Run, cell: str, *, metric: str | None = None, among: Callable[[Record], bool] | None = None, seed: int = 0
+) -> Quality | None:
+    """A metric of a cell's answers over its complete repeats; None without scores.
 
     A request that failed after others of its cell were scored has no score. The interval is a bootstrap that draws
     whole questions (a question's repeats share its fate), or Wilson's over questions where all of them score the same,
     which a bootstrap would take for certainty.
+
+    Args:
+        run: with the answers' scores.
+        cell: its id.
+        metric: its name; None for the run's own (:func:`metric_of`).
+        among: which requests count; None for all.
+        seed: of the bootstrap.
     """
-    scores = _scores(run, cell)
+    scores = _scores(run, cell, metric or metric_of(run), among)
     if not scores:
         return None
     values = [score for _, _, score in scores]
@@ -71,18 +137,20 @@ def quality_of(run: Run, cell: str, *, seed: int = 0) -> Quality | None:
     return Quality(mean, low, high, count)
 
 
-def quality_difference(run: Run, cell: str, baseline: str) -> tuple[float, float, float] | None:
-    """(difference, low, high): exact match of a cell less the baseline's, over requests that both have a score of.
+def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None = None) -> QualityDifference | None:
+    """A metric of a cell less the baseline's, over requests that both have a score of.
 
     Paired by request and repeat, averaged within a question. The 95% interval is Agresti and Min's for matched
     proportions (Statistics in Medicine 24, 2005): Wald's after half an observation has been added to each outcome of a
     pair, here half a win, half a loss and one tie. It stays honest where no answer differs: a bootstrap would then be
-    certain after one question. None without a common request.
+    certain after one question. For scores between 0 and 1 a win is the largest difference there can be, so the interval
+    is rather too wide than too narrow. None without a common request.
     """
-    ours = {(question, key): score for question, key, score in _scores(run, cell)}
-    theirs = {(question, key): score for question, key, score in _scores(run, baseline)}
+    name = metric or metric_of(run)
+    ours = {(question, key): score for question, key, score in _scores(run, cell, name)}
+    theirs = {(question, key): score for question, key, score in _scores(run, baseline, name)}
     by_question: dict[object, list[float]] = defaultdict(list)
-    for pair in ours.keys() & theirs.keys():
+    for pair in sorted(ours.keys() & theirs.keys()):
         by_question[pair[0]].append(ours[pair] - theirs[pair])
     if not by_question:
         return None
@@ -90,24 +158,39 @@ def quality_difference(run: Run, cell: str, baseline: str) -> tuple[float, float
     count = len(means) + 2
     centre = sum(means) / count
     spread = sqrt(((sum(mean**2 for mean in means) + 1) / count - centre**2) / count)
-    return sum(means) / len(means), max(-1.0, centre - _Z * spread), min(1.0, centre + _Z * spread)
+    return QualityDifference(
+        value=sum(means) / len(means),
+        low=max(-1.0, centre - _Z * spread),
+        high=min(1.0, centre + _Z * spread),
+        questions=len(means),
+        better=sum(mean > _POINT for mean in means),
+        worse=sum(mean < -_POINT for mean in means),
+        p_value=sign_flip_p_value(means),
+    )
 
 
 _Score = tuple[tuple[Any, ...], tuple[Any, ...], float]
 """(question, what tells its requests apart, score)."""
 
 
-def _scores(run: Run, cell: str) -> list[_Score]:
+def _scores(run: Run, cell: str, metric: str, among: Callable[[Record], bool] | None = None) -> list[_Score]:
     return [
-        (_question(record), (record["repeat"], record["request"], record.get("replica", 0)), score)
-        for key, records in run.requests.items()
-        if key[0] == cell
-        for record in records
-        if record["error"] is None and (score := record.get("scores", {}).get(EXACT_MATCH)) is not None
+        (question_of(record), (record["repeat"], record["request"], record.get("replica", 0)), score)
+        for record in _answered(run, cell)
+        if (score := _scores_of(record).get(metric)) is not None and (among is None or among(record))
     ]
 
 
-def _question(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _answered(run: Run, cell: str) -> Sequence[Record]:
+    groups = (records for key, records in run.requests.items() if key[0] == cell)
+    return [record for records in groups for record in records if record["error"] is None]
+
+
+def _scores_of(record: Mapping[str, Any]) -> Mapping[str, float]:
+    return record.get("scores") or {}
+
+
+def question_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """The same documents and prompt are one question, whatever the request is called."""
     return (*record["image_sha256"], record["prompt_sha256"])
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from panscan.bench.candidates import Candidate, candidates_of
-from panscan.bench.quality import quality_difference
+from panscan.bench.loss import LEAST_QUESTIONS, WORST_LOSS, harmless
+from panscan.bench.quality import metric_title, quality_difference
 from panscan.bench.records import Run
 from panscan.bench.rows import number_text
 from panscan.bench.tradeoffs import Choice, costs_of, reason_of
@@ -15,10 +16,6 @@ from panscan.settings import nearest
 
 __all__ = ["LEAST_QUESTIONS", "WORST_LOSS", "Recommendation", "recommend"]
 
-LEAST_QUESTIONS = 30
-"""Fewer different questions show nothing about answers."""
-WORST_LOSS = 0.02
-"""Loss of exact match that the 95% interval must exclude, for a loss to be called not measurable."""
 _RANK = {"exact": 0, "close": 1}
 
 
@@ -48,7 +45,8 @@ def recommend(
 
     The highest ``request_throughput`` wins; among cells whose 95% interval overlaps the winner's, exact before close,
     then the lower p95 of E2E. Candidates are finished cells within the limits (``p95_e2el_ms`` at most ``max_p95_ms``,
-    mean exact match at least ``min_quality``) whose answers can be trusted:
+    the mean of the run's metric of quality (:func:`panscan.bench.quality.metric_of`) at least ``min_quality``) whose
+    answers can be trusted:
 
     - exact and close ones;
     - a different one that ``allow`` names, or that loses nothing measurable: against the best exact or close cell with
@@ -79,7 +77,7 @@ def recommend(
         raise SettingError("--min-quality: the dataset of this run has no answers (panscan bench --dataset)")
     why: dict[str, str] = {}
     trusted = _trusted(run, measured, allow, rejected, why)
-    within = _within(trusted, max_p95_ms, min_quality, rejected)
+    within = _within(run, trusted, max_p95_ms, min_quality, rejected)
     left = within if min_quality is not None else _most_views(run, within, allow, rejected, why)
     chosen = best(left)
     others = [each for each in left if each is not chosen]
@@ -149,20 +147,15 @@ def _loss(run: Run, candidate: Candidate, peers: Sequence[Candidate]) -> tuple[b
     difference = quality_difference(run, candidate.cell, peer.cell)
     if difference is None or peer.quality is None or not peer.quality.mean:
         return False, f"that this is harmless cannot be shown: {peer.name} answers nothing right"
-    value, low, high = difference
-    questions = min(candidate.quality.questions, peer.quality.questions)
-    text = f"exact match {value:+.3f} (95%: {low:+.3f} to {high:+.3f}) against {peer.name} over {questions} questions"
-    if questions < LEAST_QUESTIONS:
-        return False, f"{text}: fewer than {LEAST_QUESTIONS} show nothing"
-    if high < 0:
-        return False, f"{text}: a measurable loss"
-    if low < -WORST_LOSS:
-        return False, f"{text}: a loss of more than {WORST_LOSS} is not excluded"
-    return True, f"no measurable loss: {text}"
+    return harmless(run, difference, peer.name)
 
 
 def _within(
-    trusted: Sequence[Candidate], max_p95_ms: float | None, min_quality: float | None, rejected: dict[str, str]
+    run: Run,
+    trusted: Sequence[Candidate],
+    max_p95_ms: float | None,
+    min_quality: float | None,
+    rejected: dict[str, str],
 ) -> list[Candidate]:
     left = list(trusted)
     if max_p95_ms is not None:
@@ -176,12 +169,12 @@ def _within(
             )
     if min_quality is not None:
         quick, left = left, [each for each in left if each.quality and each.quality.mean >= min_quality]
-        rejected |= {each.cell: f"exact match {_mean(each)}, under {min_quality}" for each in quick if each not in left}
+        title = metric_title(run)
+        rejected |= {each.cell: f"{title} {_mean(each)}, under {min_quality}" for each in quick if each not in left}
         if not left:
             near = max(quick, key=lambda each: each.quality.mean if each.quality else -1.0)
             raise RecordsError(
-                f"no cell that may be taken has exact match >= {min_quality}:"
-                f" the best is {near.name} with {_mean(near)}"
+                f"no cell that may be taken has {title} >= {min_quality}: the best is {near.name} with {_mean(near)}"
             )
     return left
 

@@ -216,6 +216,8 @@ def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
             "reference": plan.reference,
             "replicas": plan.replicas,
             "gpus_per_replica": plan.gpus_per_replica,
+            "dataset": None if plan.dataset is None else asdict(plan.dataset),
+            "quality_metric": plan.quality_metric,
         },
         "environment": environment(),
         "cells": [{"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset} for cell in plan.cells],

@@ -6,6 +6,11 @@ warm-up (``warmup_s``, seconds) comes before ``started``. Fields beyond these ar
 Schema 2 added ``load`` (what was loaded for some cells, and the machine's two ceilings), ``truth``, ``verdict``, and
 in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 to 1) and ``replica``, and in repeats
 ``replicas``: what each of several processes did, with the common window in ``started`` and ``ended``. Schema 1 is read.
+
+Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the dataset says of the question) and
+``empty`` (the answer was); a run's ``settings`` may have ``quality_metric`` (the name of the score that is its quality)
+and ``dataset`` (fields of :class:`panscan.bench.datasets.DatasetFacts`: where its questions came from, and how many
+were used). Records without them are read.
 """
 
 from __future__ import annotations

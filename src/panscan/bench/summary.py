@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from panscan.bench.metrics import COLUMNS, INTERVALS, CellMetrics, cell_metrics
-from panscan.bench.quality import EXACT_MATCH, quality_of
+from panscan.bench.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.bench.records import Run, write_atomically
+from panscan.bench.scores import EXACT_MATCH
 from panscan.bench.verdict import verdict_of
 
 __all__ = ["UNFINISHED", "outcome_of", "summary_columns", "write_summary"]
 
 UNFINISHED = "unfinished"
-_ANSWERS = ("verdict", "verdict_ratio", EXACT_MATCH, f"{EXACT_MATCH}_low", f"{EXACT_MATCH}_high")
 
 
 def outcome_of(run: Run, cell_id: str) -> tuple[str, str]:
@@ -31,7 +31,10 @@ def summary_columns(run: Run) -> list[str]:
     measured = []
     for name in COLUMNS:
         measured += [name, f"{name}_low", f"{name}_high"] if name in INTERVALS else [name]
-    return ["cell", *settings, "outcome", "reason", *_ANSWERS, *measured, "uncertified"]
+    scores = [f"{name}{bound}" for name in _metrics(run) for bound in ("", "_low", "_high")]
+    counts = ["quality_metric", "empty_answers"] if metrics_in(run) else []
+    answers = ["verdict", "verdict_ratio", *scores, *counts]
+    return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified"]
 
 
 def write_summary(run: Run, path: Path) -> None:
@@ -42,7 +45,9 @@ def write_summary(run: Run, path: Path) -> None:
     - ``cell``: its id; then every setting of any cell, in order of first mention (``true``/``false``, lists as JSON);
     - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
     - ``verdict`` and ``verdict_ratio`` (how many times the rounding noise); ``exact_match`` of the dataset's answers,
-      with its 95% interval in ``exact_match_low`` and ``exact_match_high``;
+      with its 95% interval in ``exact_match_low`` and ``exact_match_high``; the same of every other metric that the
+      run's answers have (:data:`panscan.bench.scores.METRICS`), then ``quality_metric``, the one that is this run's
+      quality, and ``empty_answers``;
     - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
       ``tokens_per_s_mean``;
     - every other name of :data:`panscan.bench.metrics.COLUMNS`; those with a 95% interval
@@ -65,11 +70,19 @@ def write_summary(run: Run, path: Path) -> None:
     write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
 
 
+def _metrics(run: Run) -> list[str]:
+    return list(dict.fromkeys((EXACT_MATCH, *metrics_in(run))))
+
+
 def _answers(run: Run, cell: str) -> dict[str, str]:
-    verdict, quality = verdict_of(run, cell), quality_of(run, cell)
-    scores = (None, None, None) if quality is None else (quality.mean, quality.low, quality.high)
-    values = (verdict.word, verdict.ratio, *scores)
-    return {name: _text(value) for name, value in zip(_ANSWERS, values, strict=True)}
+    verdict = verdict_of(run, cell)
+    row = {"verdict": _text(verdict.word), "verdict_ratio": _text(verdict.ratio)}
+    for name in _metrics(run):
+        quality = quality_of(run, cell, metric=name)
+        if quality is not None:
+            row |= {name: _text(quality.mean), f"{name}_low": _text(quality.low), f"{name}_high": _text(quality.high)}
+            row |= {"quality_metric": metric_of(run), "empty_answers": _text(empty_answers(run, cell))}
+    return row
 
 
 def _measured(metrics: CellMetrics | None) -> dict[str, str]:

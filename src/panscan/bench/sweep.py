@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, Plan, Visit, Writer
-from panscan.bench.quality import scores_of
+from panscan.bench.scores import scores_of
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -155,13 +155,14 @@ def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obser
     reset_peak_memory()
     observer.ready(cell, repeat)
     started = now()
-    records = []
+    answered = []
     for number, batch in enumerate(todo):
         results = runner.run(_seeded([requests[index] for index in batch], plan.seed, repeat))
-        for index, result in zip(batch, results, strict=True):
-            records.append(_request_record(plan, cell, repeat, number, plan.items[index], result))
+        answered += [(number, index, result) for index, result in zip(batch, results, strict=True)]
         observer.batch_done()
     line: dict[str, Any] = {"type": "repeat", "cell": cell.id, "repeat": repeat, "started": started, "ended": now()}
+    # Scoring an answer takes time that is no part of the measurement.
+    records = [_request_record(plan, cell, repeat, number, plan.items[at], result) for number, at, result in answered]
     line |= {"warmup_s": started - warm_started, **peak_memory()}
     line |= {"device": str(runner.loaded.device), "dtype": str(runner.loaded.dtype).removeprefix("torch.")}
     if not cell.settings.sampling.greedy:
@@ -210,8 +211,12 @@ def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item,
         "stamps": asdict(result.stamps),
         "error": None,
     }
+    if item.tags:
+        record["tags"] = item.tag_values
     if item.answers:
         record["scores"] = scores_of(result.text, item.answers)
+        if not result.text.strip():
+            record["empty"] = True
     if plan.include_content:
         record["content"] = {"prompt": item.prompt, "answers": list(item.answers), "answer": result.text}
     return record

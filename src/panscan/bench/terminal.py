@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from panscan.bench.datasets import facts_of_header
+from panscan.bench.loss import losses
 from panscan.bench.metrics import CellMetrics, replica_shares
+from panscan.bench.quality import empty_answers, metric_title, quality_of
 from panscan.bench.records import Run
 from panscan.bench.rows import (
     Row,
@@ -49,8 +52,10 @@ def print_summary(run: Run, console: Console) -> None:
     if constant:
         print_line(console, label(constant))
     if rows:
-        _table(rows, varying, console)
+        _table(run, rows, varying, console)
         _legend(rows, console)
+        for line in _answers(run, rows, varying):
+            print_line(console, line)
         for line in verdict_lines(run, [row.cell for row in rows]):
             print_line(console, line)
         for line in [*_replicas(run, rows, varying), *speedup_lines(rows)]:
@@ -68,12 +73,12 @@ def print_summary(run: Run, console: Console) -> None:
         print_line(console, f"Note: {note}")
 
 
-def _table(rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
+def _table(run: Run, rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
     """Where the settings leave no room for whole numbers, rows are numbered and their settings listed below."""
     from rich import box
     from rich.table import Table
 
-    headings, numbers = _measured(rows)
+    headings, numbers = _measured(run, rows)
     settings = [[shown(row.settings.get(name)) for name in varying] for row in rows]
     labels = [short(name).replace("_", "\n") for name in varying]
     if any(row.preset for row in rows):
@@ -114,7 +119,7 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]
     return [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
 
 
-def _measured(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _measured(run: Run, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """(headings, cells of each row) of the measured columns."""
     memory, place = memory_metric(rows)
     headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", f"{place}\nGiB", "verdict"]
@@ -131,7 +136,31 @@ def _measured(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 row.verdict.word,
             ]
         )
+    qualities = [quality_of(run, row.cell) for row in rows]
+    if any(qualities):
+        headings.append(metric_title(run).replace(" ", "\n"))
+        shares = [
+            "-" if each is None else f"{each.mean:.1%} ({100 * each.low:.0f}-{100 * each.high:.0f})"
+            for each in qualities
+        ]
+        numbers = [[*cells, share] for cells, share in zip(numbers, shares, strict=True)]
     return headings, numbers
+
+
+def _answers(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """What became of a dataset's questions, and each cell's answers against those of the one with the most views."""
+    facts = facts_of_header(run.header)
+    lines = [] if facts is None else [f"Dataset {facts.text}."]
+    views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows}
+    empty = sum(empty_answers(run, row.cell) for row in rows)
+    lines += [f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong)."] * bool(empty)
+    compared = losses(run, list(views), views.__getitem__)
+    if compared is None:
+        return lines
+    baseline, others = compared
+    names = {row.cell: label({name: row.settings.get(name) for name in varying}) or row.cell for row in rows}
+    lines.append(f"{metric_title(run)} against {names[baseline]} (the most views):")
+    return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
 
 
 def _throughput(metrics: CellMetrics) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from panscan.bench.candidates import Candidate
-from panscan.bench.quality import quality_difference
+from panscan.bench.loss import p_text
+from panscan.bench.quality import metric_title, quality_difference
 from panscan.bench.records import Run
 from panscan.bench.rows import memory_metric, number_text
 
@@ -39,7 +40,7 @@ def reason_of(choice: Choice) -> str:
     if choice.max_p95_ms is not None:
         parts.append(f"p95 E2E {_number(chosen.p95_ms)} ms, within {choice.max_p95_ms:g} ms")
     if choice.min_quality is not None and chosen.quality is not None:
-        parts.append(f"exact match {chosen.quality.mean:.3f}, at least {choice.min_quality}")
+        parts.append(f"{metric_title(choice.run)} {chosen.quality.mean:.3f}, at least {choice.min_quality}")
     return "; ".join([*parts, verdict_text(chosen), *([choice.why] if choice.why else [])])
 
 
@@ -131,7 +132,7 @@ def _about_answers(choice: Choice) -> list[str]:
         found.append(f"{_matches(choice.run, chosen, finest)} of {finest.name}")
     if choice.min_quality is not None and quality.low < choice.min_quality:
         found.append(
-            f"the 95% interval of its exact match begins at {quality.low:.3f}, under the limit"
+            f"the 95% interval of its {metric_title(choice.run)} begins at {quality.low:.3f}, under the limit"
             f" ({quality.questions} questions)"
         )
     return found
@@ -161,8 +162,11 @@ def _about_passed_over(choice: Choice) -> list[str]:
 def _matches(run: Run, chosen: Candidate, other: Candidate) -> str:
     difference = quality_difference(run, chosen.cell, other.cell)
     means = [each.quality.mean for each in (chosen, other) if each.quality is not None]
-    interval = "" if difference is None else f", 95% of the difference {difference[1]:+.3f} to {difference[2]:+.3f}"
-    return f"exact match {means[0]:.3f} against {means[1]:.3f}{interval}"
+    title, interval = metric_title(run), ""
+    if difference is not None:
+        interval = f", 95% of the difference {difference.low:+.3f} to {difference.high:+.3f}"
+        interval += f", {p_text(difference.p_value)}"
+    return f"{title} {means[0]:.3f} against {means[1]:.3f}{interval}"
 
 
 def _speed(candidate: Candidate) -> str:

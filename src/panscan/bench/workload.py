@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from panscan.bench.datasets import DatasetFacts, read_text, unique_id
+from panscan.bench.questions import Document, dataset_items, documents_of
+from panscan.bench.scores import EXACT_MATCH, METRICS, metrics_for
+from panscan.bench.vqa_accuracy import ANNOTATORS
 from panscan.core import DatasetError, ImageError, InputError, Request, SettingError
-from panscan.images.files import Page, find_pages, load_page, page_digest
+from panscan.images.files import find_pages
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings, nearest
 
-__all__ = ["DEFAULT_PROMPT", "Document", "Item", "Source", "build_workload", "dataset_rows", "plans_of", "request_of"]
+__all__ = [
+    "DEFAULT_PROMPT",
+    "Document",
+    "Item",
+    "Source",
+    "Workload",
+    "build_workload",
+    "load_workload",
+    "plans_of",
+    "request_of",
+]
 
 DEFAULT_PROMPT = "What does this document say?"
-_KEYS = {"image", "question", "answers", "kind", "type", "id"}
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One picture of a workload: its name, size in pixels (upright) and the hash of its file."""
-
-    name: str
-    width: int
-    height: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Item:
     def prompt_sha256(self) -> str:
         return hashlib.sha256(self.prompt.encode()).hexdigest()
 
+    @property
+    def tag_values(self) -> dict[str, list[str]]:
+        """The values of each tag, by its name."""
+        return {name: [value for key, value in self.tags if key == name] for name in dict.fromkeys(dict(self.tags))}
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -54,7 +60,9 @@ class Source:
         images: globs, directories, files, URLs.
         prompts: a file of one prompt a line.
         prompt: one prompt, instead of a file.
-        dataset: a JSON Lines file of ``{image, question, answers}``.
+        dataset: a file or folder of one of :data:`panscan.bench.datasets.LAYOUTS`.
+        dataset_format: its layout; None to find out.
+        dataset_split: which of its splits; None for the one that the layout prefers.
         no_images: prompts alone.
         num_samples: requests; fewer than all are drawn with ``seed``, more repeat them.
         system: a system message for every request.
@@ -71,10 +79,14 @@ class Source:
     system: str | None = None
     raw_prompt: bool = False
     seed: int = 0
+    dataset_format: str | None = None
+    dataset_split: str | None = None
 
     def __post_init__(self) -> None:
         if self.dataset and (self.images or self.prompts or self.prompt):
             raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
+        if not self.dataset and (self.dataset_format or self.dataset_split):
+            raise SettingError("--dataset-format and --dataset-split say how to read --dataset, which is missing")
         if self.prompt is not None and self.prompts is not None:
             raise SettingError("--prompt and --prompts exclude each other")
         if self.prompt is not None and not self.prompt.strip():
@@ -87,8 +99,44 @@ class Source:
             raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The items of a run. ``dataset`` and ``metric`` (its own metric of quality) are None without a dataset."""
+
+    items: list[Item]
+    dataset: DatasetFacts | None = None
+    metric: str | None = None
+
+    def quality_metric(self, wanted: str | None) -> str | None:
+        """The metric that is the run's quality: the one that the user wants, else the dataset's own, else exact match.
+
+        None where no question has answers.
+
+        Raises:
+            SettingError: no such metric, or no question's answers have it.
+        """
+        known = {name for item in self.items for name in metrics_for(item.answers)}
+        if wanted is None:
+            return self.metric if self.metric in known else EXACT_MATCH if known else None
+        if wanted not in METRICS:
+            raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {wanted!r}{nearest(wanted, METRICS)}")
+        if not known:
+            raise SettingError(f"--quality-metric {wanted}: there are no accepted answers (--dataset brings them)")
+        if wanted not in known:
+            raise SettingError(f"--quality-metric {wanted} needs {ANNOTATORS} people's answers to a question")
+        return wanted
+
+
 def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> list[Item]:
+    """The items of :func:`load_workload`."""
+    return load_workload(source, on_problem=on_problem).items
+
+
+def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> Workload:
     """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
+
+    Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
+    drawn in its place.
 
     Args:
         source: what the user gave.
@@ -96,23 +144,23 @@ def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) 
 
     Raises:
         InputError: nothing usable is left, or a file of prompts or questions cannot be read.
+        UnsupportedError: a dataset in a format that needs a library which is missing.
     """
     if source.dataset is not None:
-        items = _dataset_items(Path(source.dataset), on_problem)
-    else:
-        prompts = _prompts(source)
-        documents = [] if source.no_images else _documents(find_pages(source.images, on_problem=on_problem), on_problem)
-        if not documents and not source.no_images:
-            raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
-        pictures: list[tuple[Document, ...]] = [(document,) for document in documents] or [()]
-        items = [
-            Item(f"{number:05d}", picture, prompt)
-            for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
-        ]
-    chosen = _sampled(items, source.num_samples, source.seed)
-    if len({item.id for item in chosen}) < len(chosen):
-        raise DatasetError(f"--dataset {source.dataset}: two requests have the same id (repeats add +1, +2, ... to it)")
-    return chosen
+        place, layout, split = Path(source.dataset), source.dataset_format, source.dataset_split
+        found = dataset_items(place, layout, split, source.num_samples, source.seed, on_problem)
+        items = [Item(row.id, documents, row.question, row.answers, row.tags) for row, documents in found.questions]
+        return Workload(_sampled(items, source.num_samples, source.seed), found.facts, found.metric)
+    prompts = _prompts(source)
+    documents = [] if source.no_images else documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
+    if not documents and not source.no_images:
+        raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
+    pictures: list[tuple[Document, ...]] = [(document,) for document in documents] or [()]
+    items = [
+        Item(f"{number:05d}", picture, prompt)
+        for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
+    ]
+    return Workload(_sampled(items, source.num_samples, source.seed))
 
 
 def request_of(item: Item, settings: Settings, source: Source) -> Request:
@@ -133,103 +181,14 @@ def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> 
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
 
 
-def _documents(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[Document]:
-    found = []
-    for page in pages:
-        try:
-            width, height = load_page(page).size
-            found.append(Document(page.name, width, height, page_digest(page)))
-        except ImageError as error:
-            on_problem(error)
-    return found
-
-
 def _prompts(source: Source) -> list[str]:
     if source.prompts is None:
         return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
-    lines = [line for line in _read(Path(source.prompts), f"--prompts {source.prompts}").split("\n") if line.strip()]
+    text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
     return lines if source.raw_prompt else [line.strip() for line in lines]
-
-
-def _dataset_items(path: Path, on_problem: Callable[[InputError], None]) -> list[Item]:
-    rows = dataset_rows(path, f"--dataset {path}")
-    known: dict[str, list[Document]] = {}
-    items = []
-    for number, row in enumerate(rows):
-        names = [row["image"]] if isinstance(row["image"], str) else row["image"]
-        for name in names:
-            if name not in known:
-                place = name if "://" in name else str(path.parent / name)
-                known[name] = _documents(find_pages([place], on_problem=on_problem), on_problem)
-        if all(known[name] for name in names):
-            documents = tuple(document for name in names for document in known[name])
-            tags = tuple((key, str(row[key])) for key in ("kind", "type") if key in row)
-            item_id = str(row.get("id", f"{number:05d}"))
-            items.append(Item(item_id, documents, row["question"], tuple(row.get("answers", ())), tags))
-    if not items:
-        raise DatasetError(f"--dataset {path}: no usable question is left")
-    return items
-
-
-def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file of ``{image, question}`` and perhaps ``answers``, ``kind``, ``type`` and ``id``.
-
-    Args:
-        path: the file; empty lines in it are skipped.
-        called: what messages call it.
-
-    Raises:
-        DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
-    """
-    lines = _read(path, called).split("\n")
-    return [_row(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{where}: not JSON: {error.msg}") from error
-    if not _is_unicode(row):
-        raise DatasetError(f"{where}: half of a surrogate pair is no text")
-    if not isinstance(row, dict):
-        raise DatasetError(f"{where}: expected an object with image, question and answers")
-    for key in ("image", "question"):
-        if key not in row:
-            raise DatasetError(f"{where}: {key!r} is missing")
-    for key in row.keys() - _KEYS:
-        raise DatasetError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}")
-    names = [row["image"]] if isinstance(row["image"], str) else row["image"]
-    if not names or not _texts(names) or not all(names):
-        raise DatasetError(f"{where}: 'image' must be a file name or a list of them")
-    if not isinstance(row["question"], str) or not _texts(row.get("answers", [])):
-        raise DatasetError(f"{where}: 'question' must be text and 'answers' a list of texts")
-    return row
-
-
-def _is_unicode(row: Any) -> bool:
-    """JSON's escapes can write code points that UTF-8, and so a tokenizer, cannot."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _read(path: Path, called: str) -> str:
-    """A file's text, its line ends made "\\n". (str.splitlines would also cut at signs that a JSON text may hold.)"""
-    try:
-        return path.read_text("utf-8-sig")
-    except OSError as error:
-        raise DatasetError(f"{called}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{called}: not UTF-8 text") from error
 
 
 def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:
@@ -238,12 +197,12 @@ def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:
         return items
     if count < len(items):
         return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), count))]
-    rounds = (divmod(number, len(items)) for number in range(count))
-    return [
-        items[index] if not turn else Item(f"{items[index].id}+{turn}", *_fields(items[index]))
-        for turn, index in rounds
-    ]
-
-
-def _fields(item: Item) -> tuple[Any, ...]:
-    return item.documents, item.prompt, item.answers, item.tags
+    taken = {item.id for item in items}
+    repeated = list(items)
+    for number in range(len(items), count):
+        turn, index = divmod(number, len(items))
+        item_id = f"{items[index].id}+{turn}"
+        item_id = unique_id(item_id, taken) if item_id in taken else item_id
+        taken.add(item_id)
+        repeated.append(replace(items[index], id=item_id))
+    return repeated

@@ -30,6 +30,7 @@ Examples
   panscan bench
   panscan bench --model google/gemma-3-27b-it --images "docs/*.png" --prompts prompts.txt --batch-size 1,2,4
   panscan bench --dataset samples/questions.jsonl --preset baseline,balanced,document
+  panscan bench --dataset DocVQA/ --num-samples 500 --grid-max-crops 4,10
   panscan bench --images scans/ -p "What is the total?" --grid-max-crops 2,4,8 --dry-run
   panscan bench --model google/gemma-3-27b-it --device-map auto --replicas 4 --gpus-per-replica 2
   panscan bench --resume runs/20260101-120000-mini
@@ -44,7 +45,10 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
 @click.option("--prompts", help="A file with one prompt a line; every document gets every prompt.")
 @click.option("-p", "--prompt", help="One prompt for every document.")
-@click.option("--dataset", help="JSON Lines of {image, question, answers}.")
+@click.option("--dataset", help="JSON Lines of {image, question, answers}; DocVQA, ChartQA, ...: docs/quality.md.")
+@click.option("--dataset-format", help="Its layout, where it is not found out: jsonl, docvqa, chartqa, table, ...")
+@click.option("--dataset-split", help="Which split of a dataset that has several.")
+@click.option("--quality-metric", help="The metric that counts as quality.  [default: the dataset's own]")
 @click.option("--no-images", is_flag=True, help="Prompts alone, for text-only checkpoints.")
 @click.option("--num-samples", type=int, help="Requests per cell: a seeded draw of fewer, or repeats for more.")
 @click.option("--system", help="A system message for every request.")
@@ -80,16 +84,20 @@ def command(**options: Any) -> int:
         return _resume(options)
     from panscan.bench import run
     from panscan.bench.plan import Plan
-    from panscan.bench.workload import build_workload
+    from panscan.bench.workload import load_workload
 
     cells = _cells(options)
     source = _source(options)
-    items = build_workload(source, on_problem=_say_problem)
+    workload = load_workload(source, on_problem=_say_problem)
+    items, metric = workload.items, workload.quality_metric(options["quality_metric"])
+    if options["dataset"] is not None:
+        _say_dataset(workload)
     if options["no_verify"] and options["reference"] is not None:
         raise SettingError("--no-verify and --reference exclude each other")
     plan = Plan(
         cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"],
         not options["no_verify"], options["reference"], options["replicas"], options["gpus_per_replica"],
+        workload.dataset, metric,
     )  # fmt: skip
     if plan.replicas * plan.gpus_per_replica > 1:
         from panscan.bench.replicas import slots
@@ -221,7 +229,17 @@ def _source(options: dict[str, Any]) -> Any:
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
         seed=options["seed"],
+        dataset_format=options["dataset_format"],
+        dataset_split=options["dataset_split"],
     )
+
+
+def _say_dataset(workload: Any) -> None:
+    facts = workload.dataset
+    others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
+    errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
+    if facts.unscored == facts.used:
+        errors().print("none of these questions has answers, so quality cannot be measured", soft_wrap=True)
 
 
 def _say_problem(problem: InputError) -> None:

@@ -19,7 +19,7 @@ Examples
   panscan compare main/ branch/ --format md >> "$GITHUB_STEP_SUMMARY"
 
 A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict" (became worse). METRIC is
-request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match).
+request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match, anls, ...).
 Exit code 5: a condition holds beyond the noise. See docs/compare.md.
 """
 

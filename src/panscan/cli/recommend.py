@@ -32,7 +32,8 @@ A cell is never recommended whose answers differ from the reference, or that rea
 @click.command("recommend", epilog=EPILOG, short_help="Choose a cell of a finished run, and write it as a preset.")
 @click.argument("directory", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--max-p95-ms", type=float, help="Only cells whose p95 of E2E is at most this.")
-@click.option("--min-quality", type=float, help="Only cells whose exact match is at least this (0 to 1).")
+@click.option("--min-quality", type=float, help="Only cells whose quality is at least this (0 to 1).")
+@click.option("--quality-metric", help="The metric that counts as quality.  [default: the run's]")
 @click.option(
     "--allow-different",
     multiple=True,
@@ -46,11 +47,12 @@ A cell is never recommended whose answers differ from the reference, or that rea
 def command(directory: Path, output: Path, **options: Any) -> None:
     """Name the cell of a run with the highest throughput whose answers can be trusted, why, and what it costs."""
     from panscan.bench.preset_file import preset_text, write_preset
+    from panscan.bench.quality import with_metric
     from panscan.bench.recommend import recommend
     from panscan.bench.records import read_run
 
     show_warnings(errors())
-    run = read_run(directory)
+    run = with_metric(read_run(directory), options["quality_metric"])
     found = recommend(
         run,
         max_p95_ms=options["max_p95_ms"],

@@ -37,18 +37,20 @@ Examples
     help="The file to write; with png the folder.  [default: RUN/report.html or RUN/gallery.html, standard output for md,"
     " RUN for png]",
 )
+@click.option("--quality-metric", help="The metric that counts as quality.  [default: the run's]")
 @common_options
-def command(run: Path, form: str, output: Path | None) -> None:
+def command(run: Path, form: str, output: Path | None, quality_metric: str | None) -> None:
     """Show a RUN directory: the recommendation, every cell with its verdict, curves, the Pareto front, stages.
 
     Everything is derived from the run's records; nothing is measured again.
     """
     from panscan.bench import report
+    from panscan.bench.quality import with_metric
     from panscan.bench.records import read_run
 
     if form != "png" and output is not None and output.is_dir():
         raise SettingError(f"--output {output} is a folder: name a file")
-    records = read_run(run)
+    records = with_metric(read_run(run), quality_metric)
     home = records.path.parent
     written: list[Path] = []
     if form == "html":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.bench import verdict
+from panscan.bench import loss, scores, verdict
 from panscan.bench.metrics import LEAST_SAMPLES
 from panscan.bench.records import Run
 from panscan.bench.report.text import clean
@@ -141,7 +141,7 @@ def truths(run: Run) -> list[Truth]:
 
 def definitions() -> list[tuple[str, str]]:
     """The terms of the report, as (term, meaning); limits come from the code that applies them."""
-    return [*_about_speed(), *_about_answers()]
+    return [*_about_speed(), *_about_answers(), *_about_quality()]
 
 
 def _about_speed() -> list[tuple[str, str]]:
@@ -200,5 +200,29 @@ def _about_answers() -> list[tuple[str, str]]:
         ),
         ("different", "the rest: the answers are not the model's."),
         ("unverified", "not compared, for the reason beside it."),
-        ("Quality", "share of answers that are one of the dataset's, case and surrounding space aside (exact match)."),
+    ]
+
+
+def _about_quality() -> list[tuple[str, str]]:
+    return [
+        ("Exact match", "share of answers that are one of the dataset's; case and surrounding space aside."),
+        (
+            "ANLS",
+            "average normalised Levenshtein similarity to the closest accepted answer, similarities below "
+            f"{scores.ANLS_THRESHOLD:g} as 0: the metric of DocVQA and InfographicVQA.",
+        ),
+        (
+            "Relaxed accuracy",
+            f"share of answers that are an accepted number within {scores.RELAXED:.0%} of it, or an accepted text: "
+            "ChartQA's metric.",
+        ),
+        ("Contains answer", "share of answers that have an accepted one in them, as words of their own."),
+        ("VQA accuracy", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
+        (
+            "Loses nothing measurable",
+            "on the same questions, paired: no significant difference (sign-flip permutation test, which is McNemar's "
+            "exact test for right and wrong; Holm over all cells), and the 95% interval excludes a loss of more than "
+            f"{100 * loss.WORST_LOSS:g} points, over at least {loss.LEAST_QUESTIONS} questions. p-values are before "
+            "that correction.",
+        ),
     ]

@@ -75,9 +75,10 @@ class FrontPoint:
 @dataclass(frozen=True, slots=True)
 class Front:
     """Speed (requests per second) against ``measure``: quality, a share that is better when larger, or the ratio to
-    the noise, which is better when smaller. ``absent``: numbers of measured cells without that figure."""
+    the noise, which is better when smaller; ``title`` names it. ``absent``: numbers of measured cells without it."""
 
     measure: Literal["quality", "ratio"]
+    title: str
     points: tuple[FrontPoint, ...]
     absent: tuple[int, ...]
 
@@ -148,10 +149,12 @@ def front_of(
     qualities: Mapping[str, Quality | None],
     numbers: Mapping[str, int],
     recommended: int | None,
+    title: str,
 ) -> Front | None:
     """Speed against quality where any cell answers anything right, else against the verdict's ratio.
 
-    ``recommended`` is the number of that cell. None where fewer than two cells could be drawn: nothing is compared.
+    ``recommended`` is the number of that cell, ``title`` the name of the metric of quality. None where fewer than two
+    cells could be drawn: nothing is compared.
     """
     by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
     placed: list[tuple[Row, Measured]] = []
@@ -178,7 +181,9 @@ def front_of(
     )
     present = {point.cell for point in points}
     absent = tuple(numbers[row.cell] for row in rows if numbers[row.cell] not in present)
-    return Front("quality" if by_quality else "ratio", points, absent)
+    if by_quality:
+        return Front("quality", title, points, absent)
+    return Front("ratio", "distance from the reference", points, absent)
 
 
 def _merit(value: Measured, by_quality: bool) -> float:

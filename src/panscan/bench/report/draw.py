@@ -212,7 +212,7 @@ def front_figure(front: Front, colours: Colours) -> Figure:
     if front.measure == "quality":
         axes.set_ylim(-0.04, 1.04)
         axes.yaxis.set_major_formatter(lambda share, _: percent(share))
-        axes.set_ylabel("exact match")
+        axes.set_ylabel(front.title)
     else:
         _limits(axes, [point.value.value or 0.0 for point in front.points], colours)
     _name_points(axes, front)

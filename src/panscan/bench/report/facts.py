@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from panscan.bench.datasets import facts_of_header
 from panscan.bench.floor import Floor, floor_of, ratios
 from panscan.bench.metrics import STAGES, ReplicaShare, replica_shares
-from panscan.bench.quality import Quality, quality_of
+from panscan.bench.quality import Quality, metric_title, quality_of
 from panscan.bench.recommend import recommend
 from panscan.bench.records import Run
 from panscan.bench.report import about
+from panscan.bench.report.answers import Answers, answers_of
 from panscan.bench.report.charts import Comparison, Front, comparisons, front_of
 from panscan.bench.report.groups import by_request
 from panscan.bench.report.text import Measured, clean, measured
@@ -93,9 +95,12 @@ class Facts:
         warnings: what a reader must know before believing a figure.
         swept: settings that differ between measured cells.
         constant: the others that are worth saying, as text.
+        dataset: where the questions came from and what became of them, as text.
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
         speedups: how many times faster the engine is than other runners.
+        quality_title: what people call the metric that is the run's quality.
+        answers: None for a run without scores.
     """
 
     run_id: str
@@ -108,11 +113,14 @@ class Facts:
     warnings: tuple[str, ...]
     swept: tuple[str, ...]
     constant: str
+    dataset: str
     cells: tuple[Cell, ...]
     memory: str
     footnotes: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
+    quality_title: str
+    answers: Answers | None
     front: Front | None
     latency: Comparison
     unmeasured: tuple[Unmeasured, ...]
@@ -148,12 +156,15 @@ def facts_of(run: Run) -> Facts:
         warnings=tuple(_warnings(run, cells, footnotes)),
         swept=tuple(clean(short(name)) for name in swept),
         constant=clean(_constant(settings)),
+        dataset=_dataset(run),
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
-        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best),
+        quality_title=metric_title(run),
+        answers=answers_of(run, rows, numbers),
+        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best, metric_title(run)),
         latency=by_request(run, rows, numbers, {cell.cell: cell.name for cell in cells}),
         unmeasured=tuple(_unmeasured(run)),
         truths=tuple(about.truths(run)),
@@ -161,6 +172,11 @@ def facts_of(run: Run) -> Facts:
         definitions=tuple(about.definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),
     )
+
+
+def _dataset(run: Run) -> str:
+    facts = facts_of_header(run.header)
+    return "" if facts is None else clean(f"Dataset {facts.text}.")
 
 
 def _constant(cells: Sequence[Mapping[str, Any]]) -> str:

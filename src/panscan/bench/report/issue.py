@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from panscan.bench.report.answers import Answers, Groups, quality_text
 from panscan.bench.report.facts import Cell, Facts
-from panscan.bench.report.text import percent, verdict_figures
+from panscan.bench.report.text import verdict_figures
 from panscan.bench.rows import count, number_text
 from panscan.bench.unmeasured import Unmeasured
 
@@ -20,9 +21,11 @@ def render_markdown(facts: Facts) -> str:
     """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
     parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts), facts.note]
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
-    parts.append(_plain(facts.constant))
+    parts += [_plain(facts.constant), _plain(facts.dataset)]
     if facts.cells:
         parts += [_table(facts), *map(_plain, facts.speedups), _legend(facts)]
+    if facts.answers is not None:
+        parts += _answers(facts.answers)
     if facts.unmeasured:
         parts.append("Not measured:\n\n" + "\n".join(f"- {_group(group)}" for group in facts.unmeasured))
     parts += [_origin(facts), _code(facts.command)]
@@ -51,10 +54,10 @@ def _table(facts: Facts) -> str:
         *(["preset"] if presets else []),
         *map(_plain, facts.swept),
         *("req/s (95%)", "verdict", "TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
-        *(["exact match (95%)"] if quality else []),
+        *([f"{facts.quality_title} (95%)"] if quality else []),
     ]
     rows = [_row(cell, presets=presets, quality=quality) for cell in facts.cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *rows))
+    return _lines(headings, rows)
 
 
 def _row(cell: Cell, *, presets: bool, quality: bool) -> list[str]:
@@ -67,13 +70,35 @@ def _row(cell: Cell, *, presets: bool, quality: bool) -> list[str]:
         _plain(f"{cell.verdict.word} ({' '.join(figures.split())})" if figures else cell.verdict.word),
         *(_plain(each.text) for each in (cell.ttft, cell.tpot, cell.p95, cell.views, cell.image_tokens)),
         cell.memory_gib.text,
-        *([_quality(cell)] if quality else []),
+        *([quality_text(cell.quality)] if quality else []),
     ]
 
 
-def _quality(cell: Cell) -> str:
-    found = cell.quality
-    return "-" if found is None else f"{percent(found.mean)} ({percent(found.low)}–{percent(found.high)})"
+def _answers(found: Answers) -> list[str]:
+    """Every metric, cells against the baseline, and the breakdowns."""
+    against = [] if found.baseline is None else [f"against cell {found.baseline}"]
+    rows = [
+        [
+            str(cell.number),
+            *map(quality_text, cell.scores),
+            "-" if cell.empty is None else str(cell.empty),
+            *([_plain(cell.against) or "-"] if against else []),
+        ]
+        for cell in found.cells
+    ]
+    table = _lines(["cell", *(f"{each} (95%)" for each in found.metrics), "empty answers", *against], rows)
+    return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
+
+
+def _breakdown(metric: str, groups: Groups) -> str:
+    rows = [[str(number), *map(quality_text, qualities)] for number, qualities in groups.rows]
+    left_out = f" ({count(groups.left_out, 'smaller group')} left out)" if groups.left_out else ""
+    title = f"{metric} by {groups.name}, number of questions in brackets{left_out}:"
+    return f"{_plain(title)}\n\n{_lines(['cell', *map(_plain, groups.headings)], rows)}"
+
+
+def _lines(headings: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *rows))
 
 
 def _legend(facts: Facts) -> str:

@@ -52,7 +52,7 @@ def _chart(drawing: Panel | Front) -> Markup:
     if isinstance(drawing, Panel):
         title = f"{drawing.title} over {drawing.axis}, {drawing.unit}"
     else:
-        title = f"Throughput against {'exact match' if drawing.measure == 'quality' else 'distance from the reference'}"
+        title = f"Throughput against {drawing.title}"
     return Markup(draw.svg(drawing, title=title, described="; ".join(draw.tips(drawing).values())))
 
 

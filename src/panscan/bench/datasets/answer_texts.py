@@ -1,0 +1,49 @@
+"""Accepted answers as texts, whatever a dataset stores them as. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isnan
+from typing import Any
+
+__all__ = ["Number", "answer_texts"]
+
+_KEYS = ("answers", "answer", "text")
+
+
+class Number(str):
+    """A number of a JSON file as it is written there: "12.50" would lose its 0 as a float."""
+
+    __slots__ = ()
+
+
+def answer_texts(value: Any) -> tuple[tuple[str, ...], bool]:
+    """(the answers, whether they were a plain list of texts).
+
+    Numbers are taken as they are written, a whole float without its ".0"; true and false as these words. Lists may be
+    nested, and objects may hold their answers under "answers", "answer" or "text", as SQuAD and VQA have them. Nothing,
+    not-a-number, blank texts and other objects are no answers. Repeats stay: they are other people's answers.
+    """
+    flat = value is None or (isinstance(value, list | tuple) and all(type(each) is str for each in value))
+    return tuple(_texts(value)), flat
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if value.strip():
+            yield str(value)
+    elif isinstance(value, bool):
+        yield str(value).lower()
+    elif isinstance(value, float):
+        if not isnan(value):
+            yield str(int(value)) if value.is_integer() else repr(value)
+    elif isinstance(value, int):
+        yield str(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, Mapping):
+        for key in _KEYS:
+            if key in value:
+                yield from _texts(value[key])
+                return

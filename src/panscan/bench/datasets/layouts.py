@@ -1,0 +1,178 @@
+"""The layouts that ``--dataset`` reads, in one table, and which of them a file or folder has."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from panscan.bench.datasets import chartqa, json_lines, rrc, tables, textvqa
+from panscan.bench.datasets.rows import Loaded
+from panscan.bench.datasets.text_files import read_json
+from panscan.bench.scores import EXACT_MATCH
+from panscan.core import DatasetError, SettingError
+from panscan.settings import nearest
+
+__all__ = ["LAYOUTS", "Layout", "load_dataset"]
+
+_ALIASES = {"val": "validation", "valid": "validation", "dev": "validation"}
+_TABLE_SPLIT = re.compile(r"(?:^|[-_.])(train|validation|valid|val|dev|test)(?=[-_.]|$)")
+_DEPTH = 2  # folders below the one that is named
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way in which questions are stored.
+
+    Args:
+        metric: the dataset's own.
+        pattern: of the names of its files; the group ``split`` says which split.
+        read: takes the rows of files.
+        splits: which one is taken where the user names none, the first that is there.
+        folder: whether a folder of it may be named.
+    """
+
+    metric: str
+    pattern: str
+    read: Callable[[Sequence[Path], str, Loaded], None]
+    splits: tuple[str, ...] = ("validation", "test", "train")
+    folder: bool = True
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "jsonl": Layout(EXACT_MATCH, r".*\.jsonl", json_lines.read, folder=False),
+    "docvqa": Layout("anls", r"(?P<split>train|val|test)_v\d.*\.json", rrc.read_docvqa),
+    "infographicvqa": Layout(
+        "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", rrc.read_infographicvqa
+    ),
+    "chartqa": Layout(
+        "relaxed_accuracy", r"(?P<split>train|val|test)_(human|augmented)\.json", chartqa.read,
+        ("test", "validation", "train"),
+    ),
+    "textvqa": Layout("vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", textvqa.read),
+    "table": Layout(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
+}  # fmt: skip
+"""By name, as in ``--dataset-format``. The last is of Hugging Face ``datasets``: parquet, its cache, save_to_disk."""
+
+
+def load_dataset(path: Path, *, layout: str | None = None, split: str | None = None) -> Loaded:
+    """The rows of a dataset on the disk; nothing is fetched.
+
+    Args:
+        path: a file of one of :data:`LAYOUTS`, or a folder that has such files.
+        layout: its name; None to find out.
+        split: which of several; None for the one that the layout prefers.
+
+    Raises:
+        DatasetError: no such file or folder, no known layout in it (or several), no such split, unreadable files.
+        SettingError: an unknown layout.
+        UnsupportedError: a table without pyarrow.
+    """
+    called = f"--dataset {path}"
+    if layout is not None and layout not in LAYOUTS:
+        raise SettingError(f"--dataset-format takes {', '.join(LAYOUTS)}; got {layout!r}{nearest(layout, LAYOUTS)}")
+    if path.is_dir():
+        name, by_split = _in_folder(_snapshot(path), layout, called)
+    else:
+        if not path.exists():
+            raise DatasetError(f"{called}: No such file or directory")
+        name = layout or _of_file(path, called)
+        by_split = {_split_of(name, path): [path]}
+    chosen = _chosen(by_split, split, LAYOUTS[name].splits, called)
+    files = by_split[chosen]
+    _refuse_several(name, files, called)
+    others = tuple(each for each in by_split if each not in (chosen, ""))
+    loaded = Loaded(name, LAYOUTS[name].metric, chosen, others)
+    LAYOUTS[name].read(files, called, loaded)
+    return loaded
+
+
+def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict[str, list[Path]]]:
+    names = [layout] if layout is not None else [name for name, each in LAYOUTS.items() if each.folder]
+    found = {name: by_split for name in names if (by_split := _files(folder, name))}
+    if not found:
+        wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(LAYOUTS)})"
+        raise DatasetError(f"{called}: no {wanted} in this folder; see docs/quality.md")
+    if len(found) > 1:
+        raise DatasetError(f"{called}: the folder has {' and '.join(found)}: choose with --dataset-format")
+    [(name, by_split)] = found.items()
+    return name, by_split
+
+
+def _files(folder: Path, name: str) -> dict[str, list[Path]]:
+    """A layout's files in a folder and those below, by split. Of one split with and without question types: with."""
+    pattern = re.compile(LAYOUTS[name].pattern, re.IGNORECASE)
+    levels = ("/".join(["*"] * depth) for depth in range(1, _DEPTH + 2))
+    every = folder.rglob("*") if name == "table" else (path for level in levels for path in folder.glob(level))
+    found: dict[str, list[Path]] = defaultdict(list)
+    paths = sorted(path for path in every if pattern.fullmatch(path.name) and path.is_file())
+    if any(path.suffix == ".parquet" for path in paths):
+        paths = [path for path in paths if path.suffix == ".parquet"]  # the others were made of these
+    for path in paths:
+        found[_split_of(name, path)].append(path)
+    with_types = {split: [path for path in paths if "withQT" in path.name] for split, paths in found.items()}
+    return {split: with_types[split] or paths for split, paths in found.items()}
+
+
+def _split_of(name: str, path: Path) -> str:
+    if name == "table":
+        match = _TABLE_SPLIT.search(path.stem.lower()) or _TABLE_SPLIT.fullmatch(path.parent.name.lower())
+        found = match[1] if match else ""
+    else:
+        match = re.fullmatch(LAYOUTS[name].pattern, path.name, re.IGNORECASE)
+        found = (match.groupdict().get("split") or "").lower() if match else ""
+    return _ALIASES.get(found, found)
+
+
+def _chosen(by_split: Mapping[str, object], split: str | None, preferred: Sequence[str], called: str) -> str:
+    known = [each for each in by_split if each]
+    if split is None:
+        return next((each for each in (*preferred, *by_split) if each in by_split), "")
+    wanted = _ALIASES.get(split.lower(), split.lower())
+    if wanted not in known:
+        has = f"it has {', '.join(known)}" if known else "it has no splits"
+        raise DatasetError(f"--dataset-split {split}: not in {called.removeprefix('--dataset ')}: {has}")
+    return wanted
+
+
+def _refuse_several(name: str, files: Sequence[Path], called: str) -> None:
+    """Files of one split that lie in several folders are several datasets; ChartQA's are not."""
+    folders = list(dict.fromkeys(path.parent for path in files))
+    if len(folders) > 1:
+        listed = ", ".join(str(folder) for folder in folders[:4])
+        raise DatasetError(f"{called}: several datasets of layout {name}: name one of the folders {listed}")
+
+
+def _snapshot(folder: Path) -> Path:
+    """The current snapshot of a repository in the hub's cache; any other folder as it is."""
+    current = folder / "refs" / "main"
+    if (folder / "snapshots").is_dir() and current.is_file():
+        found = folder / "snapshots" / current.read_text("utf-8").strip()
+        return found if found.is_dir() else folder
+    return folder
+
+
+def _of_file(path: Path, called: str) -> str:
+    """The layout of a file, by its name, else by what is in it."""
+    for name, layout in LAYOUTS.items():
+        if re.fullmatch(layout.pattern, path.name, re.IGNORECASE):
+            return name
+    if path.suffix.lower() != ".json":
+        return "jsonl"  # as ever: any name is taken for lines
+    try:
+        content = read_json(path, called)
+    except DatasetError:
+        return "jsonl"  # which says what is wrong with it, line by line
+    rows = content.get("data") if isinstance(content, dict) else content
+    first = next((row for row in rows if isinstance(row, dict)), {}) if isinstance(rows, list) else {}
+    for name, keys in (
+        ("infographicvqa", {"questionId", "image_local_name"}),
+        ("docvqa", {"questionId", "image"}),
+        ("textvqa", {"question_id", "image_id"}),
+        ("chartqa", {"imgname", "query"}),
+    ):
+        if keys <= first.keys():
+            return name
+    raise DatasetError(f"{called}: not a known layout ({', '.join(LAYOUTS)}): see docs/quality.md")
