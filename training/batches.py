@@ -1,8 +1,8 @@
-"""Batches of training: a pure function of seed and number, so that any machine and any number of workers draw the same.
+"""Batches of training: a pure function of seed and number, the same for any machine and any number of workers.
 
-All documents of a batch have the same number of views, and several questions each. A question sees the views and itself,
-never its neighbours: each stands in a slot of fixed length, with positions as if it alone followed the views. So one
-forward pass answers all of them, and the mask is the same for the whole batch.
+All documents of a batch have the same number of views, and several questions each. A question sees the views and
+itself, never its neighbours: each stands in a slot of fixed length, with positions as if it alone followed the views.
+So one forward pass answers all of them, and the mask is the same for the whole batch.
 """
 
 from __future__ import annotations

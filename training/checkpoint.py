@@ -37,9 +37,7 @@ class Snapshot:
                 tensor.copy_(self._kept[name])
 
 
-def save(
-    directory: Path, step: int, seconds: float, model: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> None:
+def save(directory: Path, step: int, seconds: float, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Write the checkpoint: the next step, seconds of training so far, weights, and momenta of matrices in bfloat16.
 
     The file that names the others comes last.
@@ -66,7 +64,7 @@ def save(
 
 
 def load(directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None) -> tuple[int, float]:
-    """Load the checkpoint of ``directory`` if there is one; returns the step to go on with and seconds so far, or 0, 0."""
+    """Load the checkpoint of ``directory``; returns the step to go on with and seconds so far, or zeros without one."""
     index = _index(directory)
     tensors: dict[str, Tensor] = {}
     for name in index["files"]:

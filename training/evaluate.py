@@ -3,9 +3,9 @@
     python -m training.evaluate                                     # the bundled model, on this machine's CPU
     python -m training.evaluate --check benchmarks/records/mini-quality.json
 
-Documents have held-out seeds; a half of them also held-out fonts and layouts. Each answers four questions, with pan and
-scan (256 / 4 / 1.2) and without; tall and wide ones also with other numbers of crops. Intervals draw whole documents, since
-questions about one share its fate. Answers are compared by exact match, as ``panscan bench`` does.
+Documents have held-out seeds; a half of them also held-out fonts and layouts. Each answers four questions, with pan
+and scan (256 / 4 / 1.2) and without; tall and wide ones also with other numbers of crops. Intervals draw whole
+documents, since questions about one share its fate. Answers are compared by exact match, as ``panscan bench`` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.progress import track
 
 from panscan import Engine, PanAndScan
 from panscan.bench.intervals import cluster_intervals
-from panscan.bench.quality import exact_match
+from panscan.bench.scores import exact_match
 from panscan.images.documents import Ask
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page
@@ -37,7 +37,8 @@ __all__ = ["Held", "documents", "evaluate", "summary"]
 PRESENT = PanAndScan(min_crop_size=256, max_num_crops=4, min_ratio_to_activate=1.2)
 ABSENT = PanAndScan(enabled=False)
 SETTINGS: dict[str, PanAndScan] = {"with": PRESENT, "without": ABSENT} | {
-    f"crops-{count}": PanAndScan(min_crop_size=256, max_num_crops=count, min_ratio_to_activate=1.2) for count in (2, 3, 6)
+    f"crops-{count}": PanAndScan(min_crop_size=256, max_num_crops=count, min_ratio_to_activate=1.2)
+    for count in (2, 3, 6)
 }
 _SHAPES = ("tall", "wide", "square")
 _QUESTIONS = 4
@@ -78,7 +79,9 @@ def evaluate(engine: Engine, held: Iterable[Held]) -> list[dict[str, Any]]:
     """One row a question: what it is about, and answer and verdict under each setting."""
     rows: list[dict[str, Any]] = []
     for document in held:
-        named = SETTINGS if document.shape != "square" else {k: v for k, v in SETTINGS.items() if k in ("with", "without")}
+        named = (
+            SETTINGS if document.shape != "square" else {k: v for k, v in SETTINGS.items() if k in ("with", "without")}
+        )
         requests = [
             engine.request(ask.question, [document.page.image], pan_and_scan=setting)
             for setting in named.values()
@@ -148,7 +151,8 @@ def main() -> int:
     record = {
         "about": "exact match of the mini model on held-out documents",
         "command": f"python -m training.evaluate --documents {args.documents} --seed {args.seed}",
-        "model": args.model, "dtype": args.dtype, "device": args.device, "seed": args.seed, "seconds": round(time.perf_counter() - began),
+        "model": args.model, "dtype": args.dtype, "device": args.device, "seed": args.seed,
+        "seconds": round(time.perf_counter() - began),
         "torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.machine(),
         "summary": found,
     }  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from panscan.model.config import generation_config, processor_for
 from panscan.model.tokenizer import build_tokenizer
@@ -17,7 +17,7 @@ from training.model import new_model
 __all__ = ["export"]
 
 
-def export(model: nn.Module, directory: Path) -> None:
+def export(model: Any, directory: Path) -> None:
     """Write weights (bfloat16), configuration, tokenizer and processor, as Transformers itself writes them."""
     tokenizer = build_tokenizer(0)
     model.generation_config = generation_config(tokenizer)

@@ -28,12 +28,16 @@ _FILES: dict[str, tuple[str, str, str | None]] = {
     "Fjalla One": ("font_fjallaone", "files/FjallaOne-Regular.ttf", None),
     "EB Garamond": ("rendercv_fonts", "EB Garamond/EBGaramond-Regular.ttf", "EB Garamond/EBGaramond-Bold.ttf"),
     "Fontin": ("rendercv_fonts", "Fontin/Fontin-Regular.otf", "Fontin/Fontin-Bold.otf"),
-    "Gentium": ("rendercv_fonts", "Gentium Book Plus/GentiumBookPlus-Regular.ttf", "Gentium Book Plus/GentiumBookPlus-Bold.ttf"),
+    "Gentium": (
+        "rendercv_fonts", "Gentium Book Plus/GentiumBookPlus-Regular.ttf", "Gentium Book Plus/GentiumBookPlus-Bold.ttf",
+    ),
     "Mukta": ("rendercv_fonts", "Mukta/Mukta-Regular.ttf", "Mukta/Mukta-Bold.ttf"),
     "Noto Sans": ("rendercv_fonts", "Noto Sans/NotoSans-Regular.ttf", "Noto Sans/NotoSans-Bold.ttf"),
     "Open Sans": ("rendercv_fonts", "Open Sans/OpenSans-Regular.ttf", "Open Sans/OpenSans-Bold.ttf"),
     "Open Sans Italic": ("rendercv_fonts", "Open Sans/OpenSans-Italic.ttf", "Open Sans/OpenSans-BoldItalic.ttf"),
-    "Open Sauce": ("rendercv_fonts", "Open Sauce Sans/OpenSauceSans-Regular.ttf", "Open Sauce Sans/OpenSauceSans-Bold.ttf"),
+    "Open Sauce": (
+        "rendercv_fonts", "Open Sauce Sans/OpenSauceSans-Regular.ttf", "Open Sauce Sans/OpenSauceSans-Bold.ttf",
+    ),
     "Poppins": ("rendercv_fonts", "Poppins/Poppins-Regular.ttf", "Poppins/Poppins-Bold.ttf"),
     "Raleway": ("rendercv_fonts", "Raleway/Raleway-Regular.ttf", "Raleway/Raleway-Bold.ttf"),
     "Roboto": ("rendercv_fonts", "Roboto/Roboto-Regular.ttf", "Roboto/Roboto-Bold.ttf"),

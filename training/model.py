@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +19,25 @@ __all__ = ["Reader", "new_model"]
 _MASKED = -1e9
 
 
-def new_model() -> nn.Module:
+def new_model() -> Any:
     """A fresh Gemma 3 of the mini's shape, float32. The projector of a fresh one is zero, which hides images: drawn."""
     model = AutoModelForImageTextToText.from_config(
         gemma3_config(SHAPE, build_tokenizer(0)), dtype=torch.float32, attn_implementation="sdpa"
     )
     nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.06)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Reader(nn.Module):
     """Loss and hits of a batch.
 
-    The prompt of a page is its prefix (views and the words around them), then slots of questions; a slot sees the prefix
-    and itself.
+    The prompt of a page is its prefix (views and the words around them), then slots of questions; a slot sees the
+    prefix and itself.
     """
 
-    def __init__(self, model: nn.Module, *, compiled: bool) -> None:
+    def __init__(self, model: Any, *, compiled: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.window = model.config.text_config.sliding_window
         if compiled:
             # Layers, not the whole: all of them share two compilations, and the number of pages may change.
@@ -46,15 +47,19 @@ class Reader(nn.Module):
     def _views(self, pixels: Tensor) -> Tensor:
         """``[views, 3, S, S]`` to soft tokens ``[views, tokens, hidden]``."""
         core = self.model.model
-        return core.multi_modal_projector(core.vision_tower(pixel_values=pixels).last_hidden_state)
+        soft: Tensor = core.multi_modal_projector(core.vision_tower(pixel_values=pixels).last_hidden_state)
+        return soft
 
     def _text(self, embedded: Tensor, positions: Tensor, full: Tensor, local: Tensor) -> Tensor:
         masks = {"full_attention": full, "sliding_attention": local}
-        return self.model.model.language_model(
+        hidden: Tensor = self.model.model.language_model(
             inputs_embeds=embedded, attention_mask=masks, position_ids=positions, use_cache=False
         ).last_hidden_state
+        return hidden
 
-    def forward(self, views: int, pixels: Tensor, ids: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, views: int, pixels: Tensor, ids: Tensor, targets: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Weighted mean loss over targets, and for each token whether it was the likeliest (true where ignored).
 
         Args:

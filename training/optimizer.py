@@ -1,7 +1,7 @@
 """Muon for matrices inside layers, Adam for the rest.
 
-Muon (Jordan and others, 2024) takes the momentum of a matrix to its nearest orthogonal one by five Newton-Schulz steps, so
-that every direction learns at the same pace. Here matrices of one size are orthogonalised together.
+Muon (Jordan and others, 2024) takes the momentum of a matrix to its nearest orthogonal one by five Newton-Schulz
+steps, so that every direction learns at the same pace. Here matrices of one size are orthogonalised together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: steepest at zero, sing
 
 def _orthogonal(matrices: Tensor) -> Tensor:
     """``[n, rows, columns]``, rows <= columns, to nearly orthogonal ones."""
-    x = matrices.bfloat16()
+    x: Tensor = matrices.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         square = x @ x.mT

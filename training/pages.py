@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 from io import BytesIO
 from math import exp, log
-import string
 from random import Random
 
 from PIL import Image
@@ -22,7 +22,18 @@ _WIDE = ("board", "board", "table")
 _PAPERS = ("#ffffff", "#ffffff", "#fdfdfb", "#f8f8f4", "#f6f8fa", "#fdf6e3", "#fbf3ec", "#e8efe6", "#f3e6ea", "#dfe7f2")
 _INKS = ("#000000", "#22252b", "#22252b", "#1a2a44", "#3a2020", "#333333", "#444444")
 _GREYS = ("#44484f", "#565b63", "#6a6f78")
-_ACCENTS = ("#1f4e79", "#3d5a45", "#6b3f54", "#20508c", "#8a3b2a", "#2f6b4f", "#5b3a7a", "#222222", "#a11d2b", "#c9a44c")
+_ACCENTS = (
+    "#1f4e79",
+    "#3d5a45",
+    "#6b3f54",
+    "#20508c",
+    "#8a3b2a",
+    "#2f6b4f",
+    "#5b3a7a",
+    "#222222",
+    "#a11d2b",
+    "#c9a44c",
+)
 _LIGHTS = ("#eef3f8", "#f0f4ee", "#f7f0f3", "#eeeeee")
 
 
@@ -96,7 +107,14 @@ def a_page(
     document = draw(rng, sheet, layout, 0.35)
     if not document.asks:  # print so large that nothing fits
         return a_page(
-            rng, ratio, faces, columns=columns * 1.3, held_out_layouts=held_out_layouts, shorts=shorts, worn=worn, kinds=kinds
+            rng,
+            ratio,
+            faces,
+            columns=columns * 1.3,
+            held_out_layouts=held_out_layouts,
+            shorts=shorts,
+            worn=worn,
+            kinds=kinds,
         )
     image = _worn(rng, document.image, style.paper) if worn else document.image
     return Page(document, image, ratio)
@@ -113,13 +131,17 @@ def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, colum
     flow = Flow(sheet, 0.04 * short, 0.96 * short, 0.2 * sheet.step, sheet.height - 0.5 * sheet.step)
     flow.feed(rng.uniform(0, max(0, flow.room - 1)) * rng.random())
     least = rng.randint(1, 8)
-    asks = []
+    asks: list[Ask] = []
     while flow.room >= 1 and len(asks) < least:
-        text = sheet.pick(rng, lambda r: "".join(r.choice(_SIGNS) for _ in range(r.randint(1, 16))).strip() or "0", flow.width)
+        text = sheet.pick(
+            rng, lambda r: "".join(r.choice(_SIGNS) for _ in range(r.randint(1, 16))).strip() or "0", flow.width
+        )
         flow.feed()
         x = flow.left + rng.random() * max(0.0, flow.width - sheet.long(text))
         sheet.text(x, flow.y, text)
-        asks.append(Ask("What does the first line say?" if not asks else "What does the last line say?", (text,), "signs"))
+        asks.append(
+            Ask("What does the first line say?" if not asks else "What does the last line say?", (text,), "signs")
+        )
     return Page(sheet.document("signs", asks[:: max(1, len(asks) - 1)]), sheet.image, ratio)
 
 

@@ -1,7 +1,8 @@
 """Train the mini model from scratch: ``python -m training.train --out checkpoints/mini --minutes 25``.
 
 It goes on from the checkpoint in ``--out`` if there is one. What it draws depends on the seed and the step alone; how
-the learning rate falls, on the time spent of ``--minutes``. Several GPUs: ``torchrun --nproc-per-node 2 -m training.train``.
+the learning rate falls, on the time spent of ``--minutes``. On several GPUs:
+``torchrun --nproc-per-node 2 -m training.train``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -99,7 +100,7 @@ def weather(pixels: Tensor, views: int) -> Tensor:
 
 def rate(step: int, spent: float, args: argparse.Namespace) -> float:
     """Warm-up, flat, then straight down to 0 in the last part of the time."""
-    return min(1.0, (step + 1) / args.warmup, max(0.0, (1 - spent) / args.decay))
+    return min(1.0, (step + 1) / float(args.warmup), max(0.0, (1 - spent) / float(args.decay)))
 
 
 def slot_hits(hits: Tensor, targets: Tensor, views: int, types: list[list[str]]) -> list[tuple[str, bool]]:
@@ -174,7 +175,7 @@ def backward(
             log.add(f"q {kind}", hit)
 
 
-def gradients_are_finite(parameters: list[Tensor], world: int) -> bool:
+def gradients_are_finite(parameters: Sequence[Tensor], world: int) -> bool:
     """Mean of the gradients over processes, clipped to a norm of 1; False if they are of no use."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([g.flatten() for g in gradients])
@@ -185,7 +186,7 @@ def gradients_are_finite(parameters: list[Tensor], world: int) -> bool:
     if not bool(torch.isfinite(norm)):
         return False
     flat *= (1.0 / norm).clamp(max=1.0)
-    for gradient, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+    for gradient, new in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(new.view_as(gradient))
     return True
 
@@ -201,7 +202,7 @@ def warm_up(reader: Reader, device: torch.device, args: argparse.Namespace) -> N
 
 def main() -> None:
     args = arguments()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device(args.device)
     if world > 1:
         if device.type == "cuda":
@@ -242,7 +243,7 @@ def _train(
     before: float, log: _Log,
 ) -> int:  # fmt: skip
     """Train until the time of this call, or of all, is spent; returns the batches drawn."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     loader = DataLoader(
         _Batches(args, first, rank), batch_size=None, num_workers=args.workers, pin_memory=device.type == "cuda",
         prefetch_factor=4 if args.workers else None, worker_init_fn=lambda _: torch.set_num_threads(1),
@@ -268,7 +269,11 @@ def _train(
         now = rate(step, float(share), args)
         for group, top in zip(groups, tops, strict=True):
             group["lr"] = top * now
-        noted = log if rank == 0 and number == 0 and step % args.note_every in (0, *range(args.note_every - 5, args.note_every)) else None
+        noted = (
+            log
+            if rank == 0 and number == 0 and step % args.note_every in (0, *range(args.note_every - 5, args.note_every))
+            else None
+        )
         backward(reader, batch, number, device, args, noted)
         if gradients_are_finite(parameters, world):
             misses = 0

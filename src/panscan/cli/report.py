@@ -34,7 +34,7 @@ Examples
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="The file to write; with png the folder.  [default: RUN/report.html or RUN/gallery.html, standard output for md,"
+    help="The file to write; with png the folder.  [default: RUN/report.html, RUN/gallery.html, standard output for md,"
     " RUN for png]",
 )
 @click.option("--quality-metric", help="The metric that counts as quality.  [default: the run's]")

@@ -76,8 +76,8 @@ def write_samples(
         overwrite: replace files of the same names, whatever they hold.
 
     Raises:
-        SettingError: if ``count`` is below 1 or ``columns`` out of range, if ``directory`` cannot be written, or, before anything is written,
-            if a file that this call would replace holds something else.
+        SettingError: if ``count`` is below 1 or ``columns`` out of range, if ``directory`` cannot be written, or,
+            before anything is written, if a file that this call would replace holds something else.
     """
     if count < 1:
         raise SettingError(f"count must be at least 1, got {count}")
@@ -91,7 +91,8 @@ def write_samples(
         foreign = [name for name in stale if name in present]
         if foreign and not overwrite:
             raise SettingError(
-                f"{directory / foreign[-1]} exists and is not of these samples (count {count}, seed {seed}, columns {columns});"
+                f"{directory / foreign[-1]} exists and is not of these samples"
+                f" (count {count}, seed {seed}, columns {columns});"
                 " --overwrite (overwrite=True) replaces it"
             )
         for name in stale:

@@ -11,11 +11,11 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
-from panscan.bench.scores import exact_match
 from panscan.bench.records import Record, Run
 from panscan.bench.report import palette
 from panscan.bench.rows import distinguishing, label, meant
-from panscan.core import ImageError, RecordsError
+from panscan.bench.scores import exact_match
+from panscan.core import InputError, RecordsError
 from panscan.images.files import find_pages, load_page, page_digest
 
 __all__ = ["Answer", "Asked", "Pictured", "pictures_of", "render_gallery"]
@@ -93,8 +93,8 @@ def _pictured(names: tuple[str, ...], group: Sequence[Record], order: Sequence[s
     asked = []
     for question, records in by_question.items():
         expected = tuple(records[0]["content"]["answers"])
-        records = sorted(records, key=lambda record: order.index(record["cell"]))
-        asked.append(Asked(question, expected, tuple(_answer(record, expected) for record in records)))
+        answers = [_answer(record, expected) for record in records]
+        asked.append(Asked(question, expected, tuple(sorted(answers, key=lambda answer: order.index(answer.cell)))))
     asked.sort(key=lambda one: not one.differs)
     size = group[0].get("image_size") or [None]
     shown = tuple(size[0]) if size[0] else None
@@ -115,17 +115,21 @@ def _picture(names: tuple[str, ...], digests: Sequence[str]) -> str | None:
     if not names:
         return None
     try:
-        [page, *_] = find_pages([names[0]])
+        [page, *_] = find_pages([names[0]], on_problem=_leave_out)
         if page_digest(page) != digests[0]:
             return None
         image = load_page(page)
-    except (ImageError, ValueError):
+    except (InputError, ValueError):
         return None
     image = image.convert("RGB")
     image.thumbnail(_SHOWN, Image.Resampling.LANCZOS)
     buffer = BytesIO()
     image.save(buffer, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{b64encode(buffer.getvalue()).decode()}"
+
+
+def _leave_out(problem: InputError) -> None:
+    raise problem
 
 
 def render_gallery(run: Run) -> str:

@@ -64,7 +64,7 @@ def _departures(rng: Random, flow: Flow, invented: float, known: set[str]) -> li
     return rows
 
 
-def _panels(rng: Random, sheet: Sheet, layout: int) -> list[Flow]:
+def _panels(sheet: Sheet, layout: int) -> list[Flow]:
     """Columns about as wide as the sheet is high."""
     count = max(1, min(len(_STATIONS), round(sheet.width / sheet.height)))
     margin, gap = 0.05 * sheet.height, 0.09 * sheet.height
@@ -83,7 +83,7 @@ def _panels(rng: Random, sheet: Sheet, layout: int) -> list[Flow]:
 
 def board(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """A board that fills the sheet, a panel for about each square of it; ``layout`` is below :data:`LAYOUTS`."""
-    flows, known, asks = _panels(rng, sheet, layout), set[str](), list[Ask]()
+    flows, known, asks = _panels(sheet, layout), set[str](), list[Ask]()
     sign = rng.choice(("$", "$", ""))
     if rng.random() < 0.6:
         prices = list[tuple[str, int]]()

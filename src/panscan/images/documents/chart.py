@@ -1,4 +1,4 @@
-"""Bar charts with a value at every bar. Layouts: bars to the right, bars upwards, in one colour or many; one held out."""
+"""Bar charts with a value at every bar. Layouts: bars to the right in one colour or many, upwards; one held out."""
 
 from __future__ import annotations
 

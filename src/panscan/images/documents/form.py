@@ -7,7 +7,16 @@ from random import Random
 
 from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
 from panscan.images.documents.words import (
-    COMPANIES, PEOPLE, STREETS, TOWNS, a_code, a_date, a_name, a_phone, a_word, long_date,
+    COMPANIES,
+    PEOPLE,
+    STREETS,
+    TOWNS,
+    a_code,
+    a_date,
+    a_name,
+    a_phone,
+    a_word,
+    long_date,
 )  # fmt: skip
 
 __all__ = ["LAYOUTS", "form"]

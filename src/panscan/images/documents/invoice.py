@@ -40,7 +40,9 @@ def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Ask]:
     """Number, dates and receiver, with their questions."""
     day = a_date(rng)
     due, style = day + timedelta(days=rng.choice((10, 14, 30))), rng.random()
-    shown = [long_date(d) if style < 0.4 else d.isoformat() if style < 0.8 else d.strftime("%d.%m.%Y") for d in (day, due)]
+    shown = [
+        long_date(d) if style < 0.4 else d.isoformat() if style < 0.8 else d.strftime("%d.%m.%Y") for d in (day, due)
+    ]
     facts = {
         "Invoice number": a_code(rng),
         "Invoice date": shown[0],
@@ -74,7 +76,7 @@ def _row(flow: Flow, layout: int, line: Line, sign: str) -> None:
 def _lines(rng: Random, flow: Flow, layout: int, until: float, invented: float, sign: str) -> list[Line]:
     sheet = flow.sheet
     limit = flow.width - sheet.long(money(99999 * 4, sign)) - 3.6 * sheet.style.size
-    lines, names = [], set[str]()
+    lines, names = list[Line](), set[str]()
     while not lines or (flow.bottom - flow.y - sheet.step > until and len(lines) < 40):
         name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit)
         if name in names:

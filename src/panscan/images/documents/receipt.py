@@ -9,7 +9,15 @@ from random import Random
 from panscan.images.documents.bill import Bill, Line, item_asks, money, money_answers
 from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
 from panscan.images.documents.words import (
-    COMPANIES, GOODS, PEOPLE, SHOPS, STREETS, TOWNS, a_date, a_name, a_phone,
+    COMPANIES,
+    GOODS,
+    PEOPLE,
+    SHOPS,
+    STREETS,
+    TOWNS,
+    a_date,
+    a_name,
+    a_phone,
 )  # fmt: skip
 from panscan.images.ink import rounded
 
@@ -99,7 +107,7 @@ LAYOUTS = (
 
 def _lines(rng: Random, flow: Flow, layout: _Layout, until: float, invented: float, sign: str) -> list[Line]:
     """Goods until the sheet's room is down to ``until`` pixels."""
-    sheet, lines, names = flow.sheet, [], set[str]()
+    sheet, lines, names = flow.sheet, list[Line](), set[str]()
     cents = rng.choice(((79, 999), (15, 780), (290, 2450), (1000, 99999)))
     limit = flow.width - sheet.long(money(cents[1] * 4, sign)) - 2.2 * sheet.style.size
     while not lines or (flow.bottom - flow.y - layout.lines_each * sheet.step > until and len(lines) < 60):

@@ -170,7 +170,14 @@ class Flow:
         self.sheet.text(self.middle, self.y, text, scale, anchor="ms", bold=bold, fill=fill)
 
     def pair(
-        self, label: str, value: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None, dots: bool = False
+        self,
+        label: str,
+        value: str,
+        scale: float = 1.0,
+        *,
+        bold: bool = False,
+        fill: str | None = None,
+        dots: bool = False,
     ) -> None:
         """On the next line, a label at the left and its value at the right, perhaps with dots between them.
 

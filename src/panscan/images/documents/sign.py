@@ -39,7 +39,7 @@ def _plate(sheet: Sheet) -> Flow:
     return Flow(sheet, 3.2 * edge, sheet.width - 3.2 * edge, 2 * edge, sheet.height - 3 * edge)
 
 
-def _notice(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
+def _notice(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     """A warning in large letters, with its reason, its end and a number to call."""
     heading, reason = rng.choice(_NOTICES)
     if rng.random() < invented:
@@ -59,9 +59,9 @@ def _notice(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]
     ]
 
 
-def _hours(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
+def _hours(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     """The opening hours of a shop."""
-    shop = sheet.pick(rng, lambda r: a_name(r, SHOPS, invented), flow.width / 1.3, bold=True)
+    shop = flow.sheet.pick(rng, lambda r: a_name(r, SHOPS, invented), flow.width / 1.3, bold=True)
     flow.feed(0.3)
     flow.centre(shop, 1.3, bold=True)
     flow.rule()
@@ -69,7 +69,8 @@ def _hours(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
     closed = rng.choice(days)
     asks = [Ask("What is the name of the shop?", (shop,), "name")]
     for day in days:
-        text = f"{rng.randint(6, 11):02d}:{rng.choice(('00', '15', '30'))} - {rng.randint(13, 22)}:{rng.choice(('00', '30', '45'))}"
+        opens = f"{rng.randint(6, 11):02d}:{rng.choice(('00', '15', '30'))}"
+        text = f"{opens} - {rng.randint(13, 22)}:{rng.choice(('00', '30', '45'))}"
         text = "closed" if day == closed else text
         flow.pair(day, text)
         if day != closed:
@@ -78,10 +79,11 @@ def _hours(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
     return asks
 
 
-def _door(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
+def _door(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     """Who sits in which room."""
     rooms = sorted(rng.sample(range(1, 400), max(2, min(8, flow.room - 2))))
     people = list[str]()
+    sheet = flow.sheet
     limit = flow.width - sheet.long("000") - sheet.style.size
     while len(people) < len(rooms):
         person = sheet.pick(rng, lambda r: a_name(r, PEOPLE, max(invented, 0.1)), limit)
@@ -101,14 +103,14 @@ def _door(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
     return asks
 
 
-def _directions(rng: Random, sheet: Sheet, flow: Flow, invented: float) -> list[Ask]:
+def _directions(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     """Distances to places."""
     flow.feed(0.4)
     flow.centre("Walking routes", 1.2, bold=True)
     flow.rule()
     places, asks = list[str](), list[Ask]()
     while len(places) < max(2, min(8, flow.room)):
-        place = sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.1)), flow.width * 0.6)
+        place = flow.sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.1)), flow.width * 0.6)
         if place not in places:
             places.append(place)
     for place in places:
@@ -123,4 +125,4 @@ _DRAW = (_notice, _hours, _door, _directions)
 
 def sign(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """A sign that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
-    return sheet.document("sign", _DRAW[layout](rng, sheet, _plate(sheet), invented))
+    return sheet.document("sign", _DRAW[layout](rng, _plate(sheet), invented))
