@@ -24,6 +24,7 @@ VERBS = {
     "batch": "Ask about many documents, one answer a line; goes on where it was stopped.",
     "bench": "Sweep settings over your documents and measure them.",
     "compare": "Compare runs, cell by cell and request by request.",
+    "demo": "What pan and scan brings and costs, on made-up documents.",
     "crops": "Draw the views that pan and scan takes of an image.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",

@@ -1,0 +1,96 @@
+"""``panscan demo``: the story of pan and scan on made-up documents, told by the commands that anybody can type."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from panscan.cli.options import common_options, out
+from panscan.core import SettingError
+
+if TYPE_CHECKING:
+    from panscan.bench.records import Run
+
+__all__ = ["command"]
+
+EPILOG = """\b
+Examples
+  panscan demo
+  panscan demo demo/ --count 36
+"""
+
+_CROPS = (2, 3, 4, 6)
+
+
+@click.command("demo", epilog=EPILOG, short_help="What pan and scan brings and costs, on made-up documents.")
+@click.argument("directory", type=click.Path(path_type=Path), default=Path("demo"))
+@click.option("--count", type=click.IntRange(2), default=18, show_default=True, help="Documents.")
+@click.option("--seed", type=int, default=2, show_default=True, help="Another seed, other documents.")
+@common_options
+def command(directory: Path, count: int, seed: int) -> int:
+    """Read the same documents with and without pan and scan, and with more and more crops; all into DIRECTORY.
+
+    The bundled model reads them on this machine. It ends with answers beside their pictures, the curve of speed against
+    quality, and the preset to take.
+    """
+    from panscan.bench.records import read_run
+
+    if (directory / "runs").exists():
+        raise SettingError(f"{directory} holds a demo already: name another folder, or delete it")
+    documents, preset = directory / "documents", directory / "preset.yaml"
+    _type("samples", documents, "--count", count, "--seed", seed, "--overwrite")
+    code = _type(
+        "bench", "--dataset", documents / "questions.jsonl", "--runner", "engine", "--max-new-tokens", 32,
+        "--do-pan-and-scan", "false,true", "--min-crop-size", 256, "--grid-max-crops", ",".join(map(str, _CROPS)),
+        "--include-content", "--output-dir", directory / "runs",
+    )  # fmt: skip
+    [place] = (directory / "runs").iterdir()
+    _type("report", place, "--format", "gallery")
+    _type("recommend", place, "-o", preset)
+    run = read_run(place)
+    console = out()
+    console.print()
+    for line in _story(run):
+        console.print(line, soft_wrap=True)
+    console.print(f"\nanswers beside their pictures: {place / 'gallery.html'}", soft_wrap=True)
+    console.print(f"speed against quality:         {place / 'report.html'}", soft_wrap=True)
+    console.print("try: " + _line("ask", documents / "receipt-00.png", "-p", "What is the total?", "--preset", preset))
+    return code
+
+
+def _line(*words: object) -> str:
+    return shlex.join(["panscan", *map(str, words)])
+
+
+def _type(*words: object) -> int:
+    """Show a command and run it."""
+    from panscan.cli.main import cli
+
+    out().print(f"\n$ {_line(*words)}", style="bold", soft_wrap=True)
+    arguments = [str(word) for word in words]
+    state: dict[str, Any] = {"debug": False, "arguments": arguments}
+    found = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
+    return found if isinstance(found, int) else 0
+
+
+def _story(run: Run) -> Sequence[str]:
+    """A line for each cell: right answers and what they cost."""
+    from panscan.bench.metrics import cell_metrics
+    from panscan.bench.rows import number_text
+    from panscan.bench.quality import quality_of
+
+    lines = []
+    for cell, settings in run.cells.items():
+        quality = quality_of(run, cell)
+        if quality is None:
+            continue
+        crops = settings.get("pan_and_scan_max_num_crops")
+        name = "without pan and scan" if settings.get("do_pan_and_scan") is False else f"with up to {crops} crops"
+        measured = cell_metrics(run, cell)
+        speed = None if measured is None else measured.values["request_throughput"]
+        lines.append(f"{name:21} {quality.mean:4.0%} of {quality.questions} answers right, {number_text(speed)} requests/s")
+    return lines
