@@ -57,6 +57,9 @@ def _style(rng: Random, faces: tuple[Face, ...], short: int, columns: float) -> 
         grey=rng.choice(_GREYS),
         accent=rng.choice(_ACCENTS),
         light=rng.choice(_LIGHTS),
+        colon=rng.random() < 0.25,
+        bold_values=rng.random() < 0.15,
+        column=rng.random() < 0.2,
     )
 
 

@@ -12,15 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-from panscan.core import PanAndScan, Request
-from panscan.images.documents import KINDS, Print, Sheet
-from panscan.images.ink import AILERON
-from panscan.images.views import plan_views
-from panscan.model.prompt import PromptWriter
-from panscan.model.tokenizer import build_tokenizer
-from training import batches
 from training.batches import IGNORED, SHAPE, Batch, Plan, draw_batch, encode, prefix_ids, slots_of, views_of
 from training.checkpoint import load, save
 from training.evaluate import PRESENT, documents
@@ -30,6 +21,15 @@ from training.model import Reader, new_model
 from training.optimizer import Muon, optimizers
 from training.pages import a_page, rows_of
 from training.train import as_tensors, to_device
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from panscan.core import PanAndScan, Request
+from panscan.images.documents import KINDS, Print, Sheet
+from panscan.images.ink import AILERON
+from panscan.images.views import plan_views
+from panscan.model.prompt import PromptWriter
+from panscan.model.tokenizer import build_tokenizer
+from training import batches
 
 TOKENIZER = build_tokenizer(0)
 CPU = torch.device("cpu")

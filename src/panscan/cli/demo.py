@@ -80,8 +80,8 @@ def _type(*words: object) -> int:
 def _story(run: Run) -> Sequence[str]:
     """A line for each cell: right answers and what they cost."""
     from panscan.bench.metrics import cell_metrics
-    from panscan.bench.rows import number_text
     from panscan.bench.quality import quality_of
+    from panscan.bench.rows import number_text
 
     lines = []
     for cell, settings in run.cells.items():
@@ -92,5 +92,7 @@ def _story(run: Run) -> Sequence[str]:
         name = "without pan and scan" if settings.get("do_pan_and_scan") is False else f"with up to {crops} crops"
         measured = cell_metrics(run, cell)
         speed = None if measured is None else measured.values["request_throughput"]
-        lines.append(f"{name:21} {quality.mean:4.0%} of {quality.questions} answers right, {number_text(speed)} requests/s")
+        lines.append(
+            f"{name:21} {quality.mean:4.0%} of {quality.questions} answers right, {number_text(speed)} requests/s"
+        )
     return lines

@@ -1,4 +1,7 @@
-"""Bar charts with a value at every bar. Layouts: bars to the right in one colour or many, upwards; one held out."""
+"""Bar charts with a value at every bar. Layouts: to the right in one colour or many, upwards, values in bars; one more.
+
+That one, with its values at the right edge, is held out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from panscan.images.documents.words import PEOPLE, TOWNS, a_name
 
 __all__ = ["LAYOUTS", "chart"]
 
-LAYOUTS = 4
+LAYOUTS = 5
 """The last one is held out."""
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7a5195", "#b8860b", "#4c72a0", "#c44e52")
@@ -27,7 +30,7 @@ def _labels(rng: Random, sheet: Sheet, count: int, limit: float, invented: float
 
 
 def _across(rng: Random, sheet: Sheet, layout: int, bars: dict[str, int], top: float) -> None:
-    """Bars that grow to the right, the value behind each; layout 3 writes it at the right edge."""
+    """Bars that grow to the right, the value behind each; layout 3 writes it into the bar if it fits, 4 at the edge."""
     margin, size = 0.04 * sheet.width, sheet.style.size
     left = margin + max(sheet.long(label) for label in bars) + 0.5 * size
     right = max(left + 0.1 * sheet.width, sheet.width - margin - sheet.long("0000") - 0.5 * size)
@@ -39,8 +42,12 @@ def _across(rng: Random, sheet: Sheet, layout: int, bars: dict[str, int], top: f
         fill = colour if layout != 1 else _COLOURS[index % len(_COLOURS)]
         sheet.draw.rectangle((left, y - pitch * 0.3, end, y + pitch * 0.3), fill=fill)
         sheet.text(left - 0.4 * size, y + 0.35 * size, label, anchor="rs")
-        at = (end + 0.3 * size, "ls") if layout != 3 else (sheet.width - margin, "rs")
-        sheet.text(at[0], y + 0.35 * size, str(value), anchor=at[1], bold=layout == 1)
+        at, anchor, ink = (end + 0.3 * size, "ls", sheet.style.ink)
+        if layout == 4:
+            at, anchor = sheet.width - margin, "rs"
+        elif layout == 3 and end - left > sheet.long(str(value)) + 0.6 * size and pitch * 0.6 > size:
+            at, anchor, ink = end - 0.3 * size, "rs", "#ffffff"
+        sheet.text(at, y + 0.35 * size, str(value), anchor=anchor, fill=ink, bold=layout == 1)
 
 
 def _upwards(rng: Random, sheet: Sheet, bars: dict[str, int], top: float) -> None:

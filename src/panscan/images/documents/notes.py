@@ -1,4 +1,4 @@
-"""Numbered lines: lists, statements, minutes. Layouts: "7.", "7)", a column of numbers; and "No 7", held out."""
+"""Numbered lines: lists, statements, minutes. Layouts: "7.", "7)", "7", "(7)", "7:", "#7"; and "No 7", held out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from panscan.images.documents.words import GOODS, PEOPLE, TASKS, TOWNS, a_code, 
 
 __all__ = ["LAYOUTS", "notes"]
 
-LAYOUTS = 4
+LAYOUTS = 7
 """The last one is held out."""
 
 _TITLES = ("To do", "Minutes", "House rules", "Shopping list", "Log", "Agenda", "Statement")
 
 
 def _number(layout: int, number: int) -> str:
-    return (f"{number}.", f"{number})", str(number), f"No {number}")[layout]
+    ways = (f"{number}.", f"{number})", str(number), f"({number})", f"{number}:", f"#{number}", f"No {number}")
+    return ways[layout]
 
 
 def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
@@ -29,7 +30,7 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     start = flow.left + sheet.long(_number(layout, 88)) + sheet.style.size * 0.5
     pool = rng.choice((TASKS, GOODS, PEOPLE, TOWNS, TASKS))
     asks, said = [Ask("What is the title?", (title,), "title")], set[str]()
-    first = rng.choice((1, 1, 1, rng.randint(2, 40)))
+    first, aligned = rng.choice((1, 1, 1, rng.randint(2, 40))), rng.random() < 0.3
     while flow.room >= 1 and len(said) < 50:
         coded = rng.random() < 0.1
         text = sheet.pick(rng, a_code if coded else lambda r: a_name(r, pool, invented), flow.right - start)
@@ -37,7 +38,9 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
             continue
         number = first + len(said)
         flow.feed()
-        sheet.text(flow.left, flow.y, _number(layout, number), fill=sheet.style.grey if layout == 2 else None)
+        left, anchor = (start - sheet.style.size * 0.5, "rs") if aligned else (flow.left, "ls")
+        grey = sheet.style.grey if layout == 2 else None
+        sheet.text(left, flow.y, _number(layout, number), anchor=anchor, fill=grey, bold=sheet.style.bold_values)
         sheet.text(start, flow.y, text)
         said.add(text)
         asks.append(Ask(f"What does line {number} say?", (text,), "line"))

@@ -42,7 +42,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """How a document is printed: typeface, its size in pixels, the distance of lines in sizes, and colours."""
+    """How a document is printed: typeface, its size in pixels, the distance of lines in sizes, and colours.
+
+    Of a label and its value: whether a colon stands between them, the value is bold, and values begin one below the
+    other instead of ending at the right edge.
+    """
 
     face: Face = AILERON
     size: int = 24
@@ -52,6 +56,9 @@ class Print:
     grey: str = "#565b63"
     accent: str = "#1f4e79"
     light: str = "#eef3f8"
+    colon: bool = False
+    bold_values: bool = False
+    column: bool = False
 
     @staticmethod
     def size_for(face: Face, short_side: int, columns: float) -> int:
@@ -184,11 +191,19 @@ class Flow:
         A value that would run into its label is printed smaller.
         """
         self.feed(max(1.0, scale * 0.9))
-        start = self.sheet.text(self.left, self.y, label, scale, bold=bold, fill=fill)[2]
-        fits = self.sheet.fitting(value, self.right - start - 0.4 * self.sheet.style.size, scale, bold=bold)
-        end = self.sheet.text(self.right, self.y, value, fits, anchor="rs", bold=bold, fill=fill)[0]
+        style, strong = self.sheet.style, bold or self.sheet.style.bold_values
+        start = self.sheet.text(self.left, self.y, f"{label}:" if style.colon else label, scale, bold=bold, fill=fill)[
+            2
+        ]
+        start += round(0.4 * style.size)
+        fits = self.sheet.fitting(value, self.right - start, scale, bold=strong)
+        at = max(start, self.left + 0.55 * self.width)
+        if style.column and not dots and at + self.sheet.long(value, fits, bold=strong) <= self.right:
+            self.sheet.text(at, self.y, value, fits, bold=strong, fill=fill)
+            return
+        end = self.sheet.text(self.right, self.y, value, fits, anchor="rs", bold=strong, fill=fill)[0]
         if dots:
-            size = self.sheet.style.size
+            size = style.size
             for x in range(start + size // 2, end - size // 2, max(4, size // 3)):
                 self.sheet.rule(x, x + max(1, size // 14), round(self.y) - 1)
 

@@ -1,4 +1,4 @@
-"""Signs on a wall. Layouts: a notice, opening hours, a door plate; and directions, held out."""
+"""Signs on a wall. Layouts: a notice, opening hours, a door plate, directions; and hours under days, held out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from panscan.images.ink import rounded
 
 __all__ = ["LAYOUTS", "sign"]
 
-LAYOUTS = 4
+LAYOUTS = 5
 """The last one is held out."""
 
 _NOTICES = (
@@ -59,24 +59,32 @@ def _notice(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     ]
 
 
-def _hours(rng: Random, flow: Flow, invented: float) -> list[Ask]:
-    """The opening hours of a shop."""
+def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -> list[Ask]:
+    """The opening hours of a shop, beside the days or under them."""
     shop = flow.sheet.pick(rng, lambda r: a_name(r, SHOPS, invented), flow.width / 1.3, bold=True)
     flow.feed(0.3)
     flow.centre(shop, 1.3, bold=True)
     flow.rule()
-    days = _DAYS[: max(2, min(7, flow.room))]
+    days = _DAYS[: max(2, min(7, flow.room // 2 if stacked else flow.room))]
     closed = rng.choice(days)
     asks = [Ask("What is the name of the shop?", (shop,), "name")]
     for day in days:
         opens = f"{rng.randint(6, 11):02d}:{rng.choice(('00', '15', '30'))}"
         text = f"{opens} - {rng.randint(13, 22)}:{rng.choice(('00', '30', '45'))}"
         text = "closed" if day == closed else text
-        flow.pair(day, text)
+        if stacked:
+            flow.centre(day, fill=flow.sheet.style.grey)
+            flow.centre(text)
+        else:
+            flow.pair(day, text)
         if day != closed:
             asks.append(Ask(f"What are the opening hours on {day}?", (text, text.replace(" ", "")), "hours"))
     asks.append(Ask("On which day is it closed?", (closed,), "closed"))
     return asks
+
+
+def _hours_below(rng: Random, flow: Flow, invented: float) -> list[Ask]:
+    return _hours(rng, flow, invented, stacked=True)
 
 
 def _door(rng: Random, flow: Flow, invented: float) -> list[Ask]:
@@ -120,7 +128,7 @@ def _directions(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     return asks
 
 
-_DRAW = (_notice, _hours, _door, _directions)
+_DRAW = (_notice, _hours, _door, _directions, _hours_below)
 
 
 def sign(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
