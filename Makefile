@@ -1,4 +1,4 @@
-# make demo   installs into .venv and runs the main job on the bundled model and documents
+# make demo   installs into .venv and shows what pan and scan brings and costs, on made-up documents (into demo/)
 # make test   the suite        make check   ruff, mypy, import-linter        make format   mend what can be mended
 #
 # Without an NVIDIA GPU on Linux, PyTorch's CPU build saves gigabytes; see "Install" in README.md for TORCH_INDEX.
@@ -16,11 +16,11 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep '^torch==' constraints.txt))
-	$(PIP) -e ".[dev]"
+	$(PIP) -e ".[dev,training]"
 	touch $@
 
 demo: install
-	$(BIN)/panscan bench --preset baseline,balanced --num-samples 12 --max-new-tokens 32 --repeats 2 --output-dir runs
+	$(BIN)/panscan demo --again
 	@echo "Next: source $(VENV)/bin/activate, then panscan --help"
 
 test: install
@@ -37,4 +37,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

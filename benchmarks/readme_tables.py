@@ -20,9 +20,14 @@ from panscan.bench.metrics import replica_shares
 from panscan.bench.records import Run, read_run
 from panscan.bench.rows import Row, measured_rows
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
+
+from benchmarks.mini_tables import mini_by_part, mini_quality, mini_training
+
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
-PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "measured.md")
+CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.md"
+PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "measured.md", CARD)
 
 
 def machine(run: Run) -> str:
@@ -246,6 +251,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "w4-4b": distinct_documents("w4-4b"),
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,
+    "mini-quality": mini_quality,
+    "mini-by-part": mini_by_part,
+    "mini-training": mini_training,
 }
 
 

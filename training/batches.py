@@ -22,7 +22,7 @@ from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import build_tokenizer
 from training.fonts import held_out_faces, training_faces
-from training.pages import Page, a_page, a_page_of_signs, rows_of
+from training.pages import Page, a_page, a_page_of_labels, a_page_of_signs, rows_of
 
 __all__ = ["IGNORED", "Batch", "Plan", "draw_batch", "prefix_ids", "slots_of", "views_of"]
 
@@ -44,6 +44,7 @@ class Plan:
         whole_only: share of single views that show a tall or wide document squeezed, as without pan and scan.
         held_out: nothing, "fonts", "layouts" or "both" that training does not see.
         signs: share of single views that show random characters.
+        labels: share of pages with labels of all sorts, in all sorts of arrangements.
         sets: of questions about each document: drawing takes longer than learning, so a document is asked twice.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     whole_only: float = 0.12
     held_out: str = ""
     signs: float = 0.0
+    labels: float = 0.12
     sets: int = 1
 
 
@@ -162,6 +164,8 @@ def _drawn(rng: Random, plan: Plan) -> Page:
     ratio = _a_ratio(rng, plan.views, plan.whole_only * (1 - plan.ease))
     if plan.views == 1 and rng.random() < plan.signs:
         return a_page_of_signs(rng, min(ratio, 1.2), _faces(plan), columns=columns)
+    if not plan.held_out and rng.random() < plan.labels:
+        return a_page_of_labels(rng, ratio, _faces(plan), columns=columns)
     shorts = (200, 670) if rng.random() < 0.1 else (200, 420)  # large ones take long to draw and show the same
     new = plan.held_out in ("layouts", "both")
     return a_page(rng, ratio, _faces(plan), columns=columns, held_out_layouts=new, shorts=shorts)

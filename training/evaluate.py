@@ -3,9 +3,10 @@
     python -m training.evaluate                                     # the bundled model, on this machine's CPU
     python -m training.evaluate --check benchmarks/records/mini-quality.json
 
-Documents have held-out seeds; a half of them also held-out fonts and layouts. Each answers four questions, with pan
-and scan (256 / 4 / 1.2) and without; tall and wide ones also with other numbers of crops. Intervals draw whole
-documents, since questions about one share its fate. Answers are compared by exact match, as ``panscan bench`` does.
+Documents have held-out seeds; a quarter each also held-out fonts, held-out layouts, and both. Each answers four
+questions, with pan and scan (256 / 4 / 1.2) and without; tall and wide ones also with other numbers of crops. Intervals
+draw whole documents, since questions about one share its fate. Answers are compared by exact match, as ``panscan bench``
+does.
 """
 
 from __future__ import annotations
@@ -41,32 +42,34 @@ SETTINGS: dict[str, PanAndScan] = {"with": PRESENT, "without": ABSENT} | {
     for count in (2, 3, 6)
 }
 _SHAPES = ("tall", "wide", "square")
+_NEW = ("seed", "fonts", "layouts", "fonts and layouts")
 _QUESTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A held-out document: its number, shape, whether fonts and layouts are new too, the page and its questions."""
+    """A held-out document: its number, shape, what is new beside the seed, the page and its questions."""
 
     number: int
     shape: str
-    new_print: bool
+    new: str
     page: Page
     asks: tuple[Ask, ...]
 
 
 def documents(count: int, seed: int) -> Iterator[Held]:
-    """``count`` documents, 448 to 900 pixels on the short side; shapes, and new print or not, take turns."""
+    """``count`` documents, 448 to 900 pixels on the short side; shapes, and what is new, take turns."""
     for number in range(count):
         rng = Random(f"evaluate-{seed}-{number}")
-        shape, new = _SHAPES[number % 3], number // 3 % 2 == 1
+        shape, new = _SHAPES[number % 3], _NEW[number // 3 % len(_NEW)]
         ratio = {"tall": rng.uniform(2, 4.4), "wide": rng.uniform(2, 4), "square": rng.uniform(0.9, 1.15)}[shape]
         kinds = {"tall": ("receipt", "receipt", "notes", "form", "invoice"), "wide": ("board", "board", "table")}.get(
             shape, ("receipt", "chart", "notes", "table", "form", "sign", "board")
         )
+        faces = held_out_faces() if "fonts" in new else training_faces()
         page = a_page(
-            rng, ratio, held_out_faces() if new else training_faces(), columns=rng.uniform(27, 35), kinds=kinds,
-            held_out_layouts=new, shorts=(448, 900),
+            rng, ratio, faces, columns=rng.uniform(27, 35), kinds=kinds,
+            held_out_layouts="layouts" in new, shorts=(448, 900),
         )  # fmt: skip
         by_type: dict[str, list[Ask]] = defaultdict(list)
         for ask in page.document.asks:
@@ -92,7 +95,7 @@ def evaluate(engine: Engine, held: Iterable[Held]) -> list[dict[str, Any]]:
         for place, ask in enumerate(document.asks):
             answers = {name: results[place].text for name, results in by_setting.items()}
             rows.append({
-                "document": document.number, "shape": document.shape, "new_print": document.new_print,
+                "document": document.number, "shape": document.shape, "new": document.new,
                 "kind": document.page.document.kind, "type": ask.type, "size": list(document.page.image.size),
                 "question": ask.question, "expected": list(ask.answers), "answers": answers,
                 "right": {name: exact_match(text, ask.answers) for name, text in answers.items()},
@@ -119,7 +122,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         for setting in SETTINGS:
             if chosen and all(setting in row["right"] for row in chosen):
                 parts[f"{name}, {setting}"] = _share(chosen, setting)
-    for key in ("new_print", "kind", "type"):
+    for key in ("new", "kind", "type"):
         for shapes, called in ((("tall", "wide"), "tall and wide"), (("square",), "square")):
             by_value: dict[str, list[dict[str, Any]]] = defaultdict(list)
             for row in rows:

@@ -12,11 +12,23 @@ from PIL import Image
 
 from panscan.images.documents import KINDS, Document, Print, Sheet
 from panscan.images.documents.sheet import Ask, Flow
+from panscan.images.documents.words import (
+    GOODS,
+    LABELS,
+    PEOPLE,
+    STREETS,
+    a_code,
+    a_date,
+    a_name,
+    a_phone,
+    a_word,
+    long_date,
+)  # fmt: skip
 from panscan.images.ink import Face
 
-__all__ = ["Page", "a_page", "a_page_of_signs", "rows_of"]
+__all__ = ["Page", "a_page", "a_page_of_labels", "a_page_of_signs", "rows_of"]
 
-_SQUARE = ("receipt", "chart", "notes", "table", "form", "sign", "board", "chart")
+_SQUARE = ("receipt", "chart", "chart", "notes", "notes", "table", "form", "sign", "sign", "board")
 _TALL = ("receipt", "receipt", "receipt", "invoice", "notes", "form")
 _WIDE = ("board", "board", "table")
 _PAPERS = ("#ffffff", "#ffffff", "#fdfdfb", "#f8f8f4", "#f6f8fa", "#fdf6e3", "#fbf3ec", "#e8efe6", "#f3e6ea", "#dfe7f2")
@@ -146,6 +158,70 @@ def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, colum
             Ask("What does the first line say?" if not asks else "What does the last line say?", (text,), "signs")
         )
     return Page(sheet.document("signs", asks[:: max(1, len(asks) - 1)]), sheet.image, ratio)
+
+
+def _a_value(rng: Random) -> str:
+    day, number = a_date(rng), rng.randrange(10 ** rng.randint(2, 6))
+    return rng.choice((
+        f"${number / 100:,.2f}", f"{number:,}", f"{number / 10:.1f}", day.isoformat(), long_date(day),
+        f"{rng.randrange(24):02d}:{rng.randrange(60):02d}", a_code(rng), a_name(rng, PEOPLE, 0.5), a_word(rng),
+        f"{rng.randint(1, 99)} {a_name(rng, STREETS, 0.5)}", a_phone(rng), a_name(rng, GOODS, 0.5),
+    ))  # fmt: skip
+
+
+def _labelled(rng: Random, flow: Flow, way: int, label: str, value: str) -> None:
+    """One label and its value: beside it, after a colon, above it, below it, or in a box."""
+    sheet, size = flow.sheet, flow.sheet.style.size
+    if way == 0:
+        flow.pair(label, value)
+        return
+    if way == 1:
+        flow.feed()
+        end = sheet.text(flow.left, flow.y, f"{label}{rng.choice((':', ' =', ' -'))}")[2]
+        sheet.text(end + 0.4 * size, flow.y, value, sheet.fitting(value, flow.right - end - 0.4 * size, 1.0))
+        return
+    first, second = (label, value) if way in (2, 4) else (value, label)
+    middle = rng.random() < 0.3
+    top = flow.y
+    for text, small in ((first, first == label), (second, second == label)):
+        scale = sheet.fitting(text, flow.width, 0.85 if small else 1.0)
+        flow.feed(0.95)
+        x, anchor = (flow.middle, "ms") if middle else (flow.left, "ls")
+        fill, strong = (sheet.style.grey, False) if small else (None, way == 4)
+        sheet.text(x, flow.y, text, scale, anchor=anchor, fill=fill, bold=strong)
+    flow.feed(0.45)
+    if way == 4:
+        box = (flow.left - 0.3 * size, top + 0.1 * size, flow.right + 0.3 * size, flow.y)
+        sheet.draw.rectangle(box, outline=sheet.style.grey, width=max(1, size // 14))
+        flow.feed(0.15)
+
+
+def a_page_of_labels(rng: Random, ratio: float, faces: tuple[Face, ...], *, columns: float) -> Page:
+    """A page of labels that no form has, in one to three columns: so that a label is what is asked for, not a habit."""
+    short = round(exp(rng.uniform(log(200), log(400))))
+    long, wide = round(short * ratio), ratio > 1.2 and rng.random() < 0.5
+    width, height = (long, short) if wide else (short, long)
+    sheet = Sheet(width, height, _style(rng, faces, short, columns))
+    sheet_columns = max(1, round(width / height)) if wide else rng.choice((1, 1, 2)) if columns > 20 else 1
+    values: dict[str, str] = {}
+    way, each = rng.randrange(5), width / sheet_columns
+    for column in range(sheet_columns):
+        left = each * column + 0.05 * short
+        flow = Flow(sheet, left, left + each - 0.1 * short, 0.2 * sheet.step, height - 0.5 * sheet.step)
+        while flow.room >= (1 if way < 2 else 3) and len(values) < 40:
+            label = sheet.pick(rng, lambda r: a_name(r, LABELS, 0.6), flow.width * (0.5 if way < 2 else 1.0))
+            value = sheet.pick(rng, _a_value, flow.width - (sheet.long(label) + sheet.style.size if way < 2 else 0))
+            if label not in values and value not in values.values():
+                values[label] = value
+                _labelled(rng, flow, way, label, value)
+            elif rng.random() < 0.2:
+                break
+    if not values:  # print so large that nothing fits
+        return a_page_of_labels(rng, ratio, faces, columns=columns * 1.3)
+    asks = [Ask(f"What is the {label.lower()}?", (value,), "label") for label, value in values.items()]
+    asks += [Ask(f"What is the value of {label}?", (value,), "label") for label, value in values.items()]
+    asks += [Ask(f'Where does it say "{value}"?', (label,), "place") for label, value in values.items()]
+    return Page(sheet.document("labels", asks), sheet.image, ratio)
 
 
 def rows_of(document: Document) -> list[str]:

@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +32,7 @@ from training.model import Reader, new_model
 from training.optimizer import optimizers
 
 _DOCUMENTS = {1: 192, 3: 104, 4: 80, 5: 68, 6: 56, 7: 48}
-_MIX = {1: 30, 3: 22, 4: 22, 5: 20, 6: 3, 7: 3}
+_MIX = {1: 34, 3: 20, 4: 22, 5: 20, 6: 3, 7: 3}
 """Documents of a batch by their number of views, and how often such a batch comes."""
 
 
@@ -224,10 +226,23 @@ def main() -> None:
     steps = _train(reader, chosen, args, device, first, before, log)
     if rank == 0:
         save(args.out, first + steps, before + time.perf_counter() - began, model, chosen)
+        log.write(first + steps, **_spent(args, first + steps, before + time.perf_counter() - began, world))
         print(f"saved at step {first + steps} after {(time.perf_counter() - began) / 60:.2f} minutes", flush=True)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _spent(args: argparse.Namespace, steps: int, seconds: float, world: int) -> dict[str, Any]:
+    """What the record says last: all that was drawn and asked so far."""
+    plans = [plan_of(args.seed, step, args) for step in range(steps)]
+    return {
+        "minutes": round(seconds / 60, 2),
+        "batches": world * sum(plan.sets for plan in plans),
+        "documents": world * sum(plan.documents for plan in plans),
+        "questions": world * sum(plan.documents * plan.sets * len(slots_of(plan.views)) for plan in plans),
+        "command": shlex.join(["python", "-m", "training.train", *sys.argv[1:]]),
+    }
 
 
 def _about(device: torch.device, world: int) -> dict[str, Any]:

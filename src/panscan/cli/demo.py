@@ -30,8 +30,9 @@ _CROPS = (2, 3, 4, 6)
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("demo"))
 @click.option("--count", type=click.IntRange(2), default=18, show_default=True, help="Documents.")
 @click.option("--seed", type=int, default=2, show_default=True, help="Another seed, other documents.")
+@click.option("--again", is_flag=True, help="Take the place of a demo that is there.")
 @common_options
-def command(directory: Path, count: int, seed: int) -> int:
+def command(directory: Path, count: int, seed: int, again: bool) -> int:
     """Read the same documents with and without pan and scan, and with more and more crops; all into DIRECTORY.
 
     The bundled model reads them on this machine. It ends with answers beside their pictures, the curve of speed against
@@ -39,16 +40,17 @@ def command(directory: Path, count: int, seed: int) -> int:
     """
     from panscan.bench.records import read_run
 
-    if (directory / "runs").exists():
-        raise SettingError(f"{directory} holds a demo already: name another folder, or delete it")
-    documents, preset = directory / "documents", directory / "preset.yaml"
+    documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
+    if runs.exists() and not again:
+        raise SettingError(f"{directory} holds a demo already: name another folder, or --again")
+    before = set(runs.iterdir()) if runs.exists() else set()
     _type("samples", documents, "--count", count, "--seed", seed, "--overwrite")
     code = _type(
         "bench", "--dataset", documents / "questions.jsonl", "--runner", "engine", "--max-new-tokens", 32,
         "--do-pan-and-scan", "false,true", "--min-crop-size", 256, "--grid-max-crops", ",".join(map(str, _CROPS)),
-        "--include-content", "--output-dir", directory / "runs",
+        "--include-content", "--output-dir", runs,
     )  # fmt: skip
-    [place] = (directory / "runs").iterdir()
+    [place] = set(runs.iterdir()) - before
     _type("report", place, "--format", "gallery")
     _type("recommend", place, "-o", preset)
     run = read_run(place)

@@ -8,6 +8,7 @@ from random import Random
 __all__ = [
     "COMPANIES",
     "GOODS",
+    "LABELS",
     "MONTHS",
     "PEOPLE",
     "SHOPS",
@@ -62,6 +63,13 @@ TASKS = _names(
     " Pay the rent, Book a table, Charge the bike, Fix the gate, Clean the filter, Post the parcel, Buy stamps,"
     " Feed the cat, Test the alarm, Sort the files, Lock the shed, Mow the lawn, Paint the fence, Oil the hinge,"
     " Pack the tent, Print the form, Renew the pass, Empty the bins, Wash the car, Measure the door"
+)
+LABELS = _names(
+    "Depth, Height, Owner, Batch, Model, Serial, Colour, Origin, Grade, Pressure, Voltage, Speed, Fee, Deposit,"
+    " Balance, Discount, Delivery, Shipped, Received, Opened, Closed, Author, Editor, Volume, Issue, Chapter,"
+    " Shelf, Ward, Bed, Doctor, Driver, Vehicle, Route, Gate, Platform, Coach, Class, Ticket, Account, Branch,"
+    " Teller, Signed by, Score, Rank, Team, Coach number, Court, Judge, File, Page, Version, Size, Material,"
+    " Length, Width, Area, Rent, Tenant"
 )
 MONTHS = _names("January, February, March, April, May, June, July, August, September, October, November, December")
 

@@ -1,0 +1,86 @@
+"""Tables about the bundled mini model, from the records of its training and of its evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["mini_by_part", "mini_quality", "mini_training"]
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / "mini-quality.json").read_text())
+    return found
+
+
+def _share(part: dict[str, float]) -> str:
+    return f"{100 * part['exact_match']:.1f}% ({100 * part['low']:.0f}-{100 * part['high']:.0f})"
+
+
+def mini_quality() -> str:
+    """Exact match by shape of the document and number of crops."""
+    record = _record()
+    summary = record["summary"]
+    rows = [["held-out documents", "without", "2 crops", "3 crops", "4 crops", "6 crops", "questions"]]
+    for shape in ("tall and wide", "square"):
+        cells = [summary.get(f"{shape}, {name}") for name in ("without", "crops-2", "crops-3", "with", "crops-6")]
+        shown = ["-" if part is None else f"{_share(part)}, {part['views']:.1f} views" for part in cells]
+        rows.append([shape, *shown, str(summary[f"{shape}, with"]["questions"])])
+    return f"{_table(rows)}\n\n{_where(record)}"
+
+
+def mini_by_part() -> str:
+    """Exact match with pan and scan by print, kind of document and type of question."""
+    record = _record()
+    rows = [["with pan and scan", "tall and wide", "square"]]
+    names = dict.fromkeys(
+        name.split(", with, ")[1] for name in record["summary"] if ", with, " in name
+    )  # in the order of the record
+    for name in names:
+        cells = [record["summary"].get(f"{shape}, with, {name}") for shape in ("tall and wide", "square")]
+        shown = ["-" if part is None else f"{_share(part)}, n={part['questions']}" for part in cells]
+        rows.append([_called(name), *shown])
+    return f"{_table(rows)}\n\n{_where(record)}"
+
+
+def _called(name: str) -> str:
+    for key, called in (("new", "new"), ("kind", "kind"), ("type", "question")):
+        if name.startswith(f"{key} "):
+            return f"{called}: {name.removeprefix(key + ' ')}"
+    return name
+
+
+def _where(record: dict[str, Any]) -> str:
+    return (
+        "Exact match with 95% intervals over documents; pan and scan 256 / 4 / 1.2 unless another count stands."
+        f" float32 on a CPU ({record['machine']}), torch {record['torch']}, transformers {record['transformers']}."
+        f" Record: `benchmarks/records/mini-quality.json`. Command: `{record['command']}`"
+    )
+
+
+def mini_training() -> str:
+    """What the training took."""
+    lines = [json.loads(line) for line in (RECORDS / "mini-training.jsonl").read_text().splitlines()]
+    first, last = next(line for line in lines if "device" in line), lines[-1]
+    rows = [
+        ["", ""],
+        ["hardware", first["device"]],
+        ["time", f"{last['minutes']:.0f} minutes"],
+        ["documents drawn", f"{last['documents']:,}"],
+        ["questions asked", f"{last['questions']:,}"],
+        ["batches", f"{last['batches']:,}"],
+        ["versions", f"torch {first['torch']}, transformers {first['transformers']}, Python {first['python']}"],
+    ]
+    return (
+        f"{_table(rows)}\n\nRecord with loss and accuracy over time: `benchmarks/records/mini-training.jsonl`."
+        f" Command: `{last['command']}`"
+    )
