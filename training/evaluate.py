@@ -5,8 +5,7 @@
 
 Documents have held-out seeds; a quarter each also held-out fonts, held-out layouts, and both. Each answers four
 questions, with pan and scan (256 / 4 / 1.2) and without; tall and wide ones also with other numbers of crops. Intervals
-draw whole documents, since questions about one share its fate. Answers are compared by exact match, as ``panscan bench``
-does.
+draw whole documents, since questions about one share its fate. Answers are compared by exact match.
 """
 
 from __future__ import annotations
