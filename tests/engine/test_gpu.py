@@ -28,7 +28,7 @@ BACKENDS = st.sampled_from(["triton", "triton", "sdpa"])
 
 @pytest.fixture(scope="module")
 def on_gpu() -> GenerateRunner:
-    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda")
+    return GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cuda")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS, arrivals(8), BACKENDS, st.booleans())
+@given(OPTIONS, arrivals(8, len(requests())), BACKENDS, st.booleans())
 def test_any_history_has_the_tokens_of_generate(
     on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
     backend: str, fast: bool,
@@ -97,7 +97,7 @@ def test_one_row_more_than_a_tile(
     ids=str,
 )
 def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
-    given = {"runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
+    given = {"model": "tiny", "runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
     chosen = settings_from(given)
     runner = EngineRunner.from_settings(chosen)
     verdict = VerdictBench(tmp_path).verifier().verdict(runner, chosen)
@@ -122,7 +122,7 @@ def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, b
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus(reference: Reference) -> None:
-    given = {"runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
+    given = {"model": "tiny", "runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
     runner = EngineRunner.from_settings(settings_from(given))
     assert len(set(runner.loaded.model.hf_device_map.values())) == 2
     results = runner.run(requests())
@@ -135,7 +135,13 @@ def test_memory_comes_back(backend: str) -> None:
     """What the first engine leaves is PyTorch's: workspaces of products, one for a thread's handle and a stream."""
     left = []
     for _ in range(3):
-        given = {"runner": "engine", "device": "cuda", "max_new_tokens": 4, "attention_backend": backend}
+        given = {
+            "model": "tiny",
+            "runner": "engine",
+            "device": "cuda",
+            "max_new_tokens": 4,
+            "attention_backend": backend,
+        }
         runner = EngineRunner.from_settings(settings_from(given))
         runner.run(requests()[:3])
         held = torch.cuda.memory_allocated()

@@ -180,11 +180,11 @@ def test_what_this_machine_cannot_do_is_unsupported() -> None:
         pytest.skip("this machine may be able to")
     for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
         with pytest.raises(UnsupportedError, match="NVIDIA GPU"):
-            GenerateRunner.from_pretrained("mini", attention=name)
+            GenerateRunner.from_pretrained("tiny", attention=name)
     with pytest.raises(UnsupportedError, match="shows 0 NVIDIA"):
-        GenerateRunner.from_pretrained("mini", device="cuda")
+        GenerateRunner.from_pretrained("tiny", device="cuda")
     with pytest.raises(UnsupportedError, match="torchrun"):
-        GenerateRunner.from_pretrained("mini", tp_plan="auto")
+        GenerateRunner.from_pretrained("tiny", tp_plan="auto")
 
 
 def test_flash_attention_is_warned_about(runner: GenerateRunner) -> None:

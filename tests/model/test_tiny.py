@@ -1,4 +1,4 @@
-"""The mini model's answers depend on everything they should, the same under every exact attention."""
+"""The tiny model's answers depend on everything they should, the same under every exact attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from panscan.core import PanAndScan
-from panscan.model.mini import mini_directory
+from panscan.model.tiny import tiny_directory
 from panscan.model.tokenizer import MARKS, build_tokenizer
 
 Inputs = dict[str, torch.Tensor]
@@ -41,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Mini:
+class Tiny:
     eager: PreTrainedModel
     sdpa: PreTrainedModel
     processor: Any
@@ -83,13 +83,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def mini(cache: Path) -> Mini:
-    directory = mini_directory()
+def tiny(cache: Path) -> Tiny:
+    directory = tiny_directory()
     eager, sdpa = (
         AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation=name)
         for name in ("eager", "sdpa")
     )
-    return Mini(eager, sdpa, AutoProcessor.from_pretrained(directory))
+    return Tiny(eager, sdpa, AutoProcessor.from_pretrained(directory))
 
 
 def page(seed: int, width: int = 300, height: int = 900) -> Image.Image:
@@ -134,38 +134,38 @@ def causal_image_tokens(inputs: Inputs) -> Inputs:
 
 
 @pytest.mark.parametrize("change", [changed_patch, swapped_crops, permuted_words, causal_image_tokens])
-def test_a_changed_input_changes_the_answer_far_beyond_rounding(mini: Mini, change: Callable[[Inputs], Inputs]) -> None:
-    inputs = mini.inputs(["What is the total amount of this invoice?"], [[page(0)]])
+def test_a_changed_input_changes_the_answer_far_beyond_rounding(tiny: Tiny, change: Callable[[Inputs], Inputs]) -> None:
+    inputs = tiny.inputs(["What is the total amount of this invoice?"], [[page(0)]])
     assert inputs["pixel_values"].shape == (4, 3, 224, 224)
-    before = last_logits(mini.eager, inputs)
-    rounding = (before - last_logits(mini.sdpa, inputs)).abs().max().item()
-    moved = (before - last_logits(mini.eager, change(inputs))).abs().max().item()
+    before = last_logits(tiny.eager, inputs)
+    rounding = (before - last_logits(tiny.sdpa, inputs)).abs().max().item()
+    moved = (before - last_logits(tiny.eager, change(inputs))).abs().max().item()
     assert moved > max(1e-2, 100 * rounding)
 
 
-def test_a_changed_window_changes_the_answer(mini: Mini, cache: Path) -> None:
-    inputs = mini.inputs(["What is the total?"], [[page(0)]])
+def test_a_changed_window_changes_the_answer(tiny: Tiny, cache: Path) -> None:
+    inputs = tiny.inputs(["What is the total?"], [[page(0)]])
     narrow = AutoModelForImageTextToText.from_pretrained(
-        mini_directory(), dtype=torch.float32, attn_implementation="eager"
+        tiny_directory(), dtype=torch.float32, attn_implementation="eager"
     )
     narrow.config.text_config.sliding_window = narrow.model.language_model.config.sliding_window = 100
-    assert (last_logits(mini.eager, inputs) - last_logits(narrow, inputs)).abs().max() > 1e-1
+    assert (last_logits(tiny.eager, inputs) - last_logits(narrow, inputs)).abs().max() > 1e-1
 
 
-def test_the_masks_of_flash_attention_change_the_answer(mini: Mini, cache: Path) -> None:
+def test_the_masks_of_flash_attention_change_the_answer(tiny: Tiny, cache: Path) -> None:
     """They forget that image tokens see each other; below the window nothing else differs."""
     AttentionInterface.register(CAUSAL_IMAGES, sdpa_attention_forward)
     AttentionMaskInterface.register(CAUSAL_IMAGES, flash_attention_mask)
     causal = AutoModelForImageTextToText.from_pretrained(
-        mini_directory(),
+        tiny_directory(),
         dtype=torch.float32,
         attn_implementation={"text_config": CAUSAL_IMAGES, "vision_config": "sdpa"},
     )
-    with_image = mini.inputs(["What is this?"], [[page(0)]], crops=False)
+    with_image = tiny.inputs(["What is this?"], [[page(0)]], crops=False)
     assert with_image["input_ids"].shape[1] < 128
-    moved = (last_logits(mini.sdpa, with_image) - last_logits(causal, with_image)).abs().max()
-    text_alone = mini.inputs(["What is this?"], [[]])
-    assert torch.allclose(last_logits(mini.sdpa, text_alone), last_logits(causal, text_alone), atol=1e-4)
+    moved = (last_logits(tiny.sdpa, with_image) - last_logits(causal, with_image)).abs().max()
+    text_alone = tiny.inputs(["What is this?"], [[]])
+    assert torch.allclose(last_logits(tiny.sdpa, text_alone), last_logits(causal, text_alone), atol=1e-4)
     assert moved > 1e-1
 
 
@@ -175,37 +175,37 @@ BATCH = (
 )
 
 
-def test_eager_and_sdpa_agree_alone_and_in_a_padded_batch_of_different_crops(mini: Mini) -> None:
-    batch = mini.inputs(*BATCH)
-    alone = [mini.inputs([question], [images]) for question, images in zip(*BATCH, strict=True)]
+def test_eager_and_sdpa_agree_alone_and_in_a_padded_batch_of_different_crops(tiny: Tiny) -> None:
+    batch = tiny.inputs(*BATCH)
+    alone = [tiny.inputs([question], [images]) for question, images in zip(*BATCH, strict=True)]
     assert [len(one["pixel_values"]) for one in alone] == [4, 1, 3]
-    together = mini.answer(mini.eager, batch, 32, min_new_tokens=32)
-    assert together == mini.answer(mini.sdpa, batch, 32, min_new_tokens=32)
+    together = tiny.answer(tiny.eager, batch, 32, min_new_tokens=32)
+    assert together == tiny.answer(tiny.sdpa, batch, 32, min_new_tokens=32)
     for row, one in zip(together, alone, strict=True):
-        assert torch.allclose(last_logits(mini.eager, one), last_logits(mini.sdpa, one), atol=1e-4, rtol=0)
-        assert [row] == mini.answer(mini.eager, one, 32, min_new_tokens=32)
-        assert [row] == mini.answer(mini.sdpa, one, 32, min_new_tokens=32)
+        assert torch.allclose(last_logits(tiny.eager, one), last_logits(tiny.sdpa, one), atol=1e-4, rtol=0)
+        assert [row] == tiny.answer(tiny.eager, one, 32, min_new_tokens=32)
+        assert [row] == tiny.answer(tiny.sdpa, one, 32, min_new_tokens=32)
 
 
-def test_answers_differ_wander_and_end(mini: Mini) -> None:
+def test_answers_differ_wander_and_end(tiny: Tiny) -> None:
     questions = ["What is the total?", "Describe the page.", "Who signed the contract?", "Hello"]
     answers = []
     for images in ([], [page(0)], [page(1)]):
-        for row in mini.answer(mini.sdpa, mini.inputs(questions, [images] * len(questions)), 64):
+        for row in tiny.answer(tiny.sdpa, tiny.inputs(questions, [images] * len(questions)), 64):
             answers.append([token for token in row if token != TOKENIZER.pad_token_id])
     assert len({tuple(answer) for answer in answers}) == len(answers)
     ended = [answer for answer in answers if len(answer) < 64]
     assert 0 < len(ended) < len(answers)
-    assert all(answer[-1] in mini.eager.generation_config.eos_token_id for answer in ended)
+    assert all(answer[-1] in tiny.eager.generation_config.eos_token_id for answer in ended)
     for answer in answers:
         assert len(answer) >= 5
         assert len(set(answer)) > 0.6 * len(answer)
         assert not {TOKENIZER.convert_tokens_to_ids(mark) for mark in MARKS} & set(answer[:-1])
 
 
-def test_the_weights_are_the_published_ones(mini: Mini) -> None:
+def test_the_weights_are_the_published_ones(tiny: Tiny) -> None:
     """Records name this model: other weights need another name, so this hash changes only together with the recipe."""
     digest = sha256()
-    for name, parameter in sorted(mini.eager.named_parameters()):
+    for name, parameter in sorted(tiny.eager.named_parameters()):
         digest.update(name.encode() + parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     assert digest.hexdigest()[:16] == "160770904aee21fe"
