@@ -81,6 +81,14 @@ def runner(tiny: GenerateRunner) -> Iterator[GenerateRunner]:
     tiny.configure(before)
 
 
+@pytest.fixture
+def trained(mini: GenerateRunner) -> Iterator[GenerateRunner]:
+    """The mini model, its settings put back afterwards."""
+    before = mini.settings
+    yield mini
+    mini.configure(before)
+
+
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """A picture of random levels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))

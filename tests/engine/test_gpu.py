@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.bench.test_verify import STEPS
 from tests.bench.test_verify import Bench as VerdictBench
-from tests.engine.driving import Reference, requests
-from tests.engine.test_conformance import OPTIONS, Arrival, arrivals, check
+from tests.engine.driving import Reference, questions, requests
+from tests.engine.test_conformance import MINI_OPTIONS, OPTIONS, Arrival, arrivals, check
 
 from panscan import GenerateRunner
 from panscan.engine.engine import Engine
@@ -43,6 +43,36 @@ def test_any_history_has_the_tokens_of_generate(
     backend: str, fast: bool,
 ) -> None:  # fmt: skip
     check(on_gpu, gpu_reference, options | {"attention_backend": backend, "fast_start": fast}, history)
+
+
+@pytest.fixture(scope="module")
+def mini_on_gpu() -> GenerateRunner:
+    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def mini_gpu_reference(mini_on_gpu: GenerateRunner) -> Reference:
+    return Reference(mini_on_gpu, questions())
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(MINI_OPTIONS, arrivals(8, len(questions())), BACKENDS, st.booleans())
+def test_any_history_has_the_answers_of_the_trained_model(
+    mini_on_gpu: GenerateRunner, mini_gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
+    backend: str, fast: bool,
+) -> None:  # fmt: skip
+    check(mini_on_gpu, mini_gpu_reference, options | {"attention_backend": backend, "fast_start": fast}, history)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_every_answer_on_the_gpu_as_on_the_cpu(
+    mini_on_gpu: GenerateRunner, mini_reference: Reference, backend: str, fast: bool
+) -> None:
+    options = EngineOptions(kv_cache_gb=0.2, attention_backend=backend, fast_start=fast)
+    with Engine(mini_on_gpu.loaded, options) as engine:
+        results = engine.generate(questions())
+    assert [result.token_ids for result in results] == [mini_reference(each).token_ids for each in questions()]
 
 
 @pytest.mark.parametrize("fast", [False, True])

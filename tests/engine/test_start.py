@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.engine.driving import Reference, requests
+from tests.engine.driving import Reference, questions, requests
 from tests.triton_here import interpreted
 
-from panscan import GenerateRunner
+from panscan import GenerateRunner, Request
 from panscan.core import UnsupportedError
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
@@ -31,13 +31,22 @@ def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("fast_start", [True, False])
 @pytest.mark.usefixtures("fast_on_a_cpu")
 def test_the_fast_path_has_the_tokens_of_generate(tiny: GenerateRunner, reference: Reference, fast_start: bool) -> None:
-    asked = [requests()[place] for place in (0, 2)]
+    same_tokens(tiny, reference, [requests()[place] for place in (0, 2)], fast_start)
+
+
+@interpreted
+@pytest.mark.usefixtures("fast_on_a_cpu")
+def test_the_fast_path_has_the_answers_of_the_trained_model(mini: GenerateRunner, mini_reference: Reference) -> None:
+    same_tokens(mini, mini_reference, [questions()[place] for place in (0, 1)], True)
+
+
+def same_tokens(runner: GenerateRunner, reference: Reference, asked: list[Request], fast_start: bool) -> None:
     options = EngineOptions(
         kv_cache_gb=0.05, attention_backend="triton", fast_start=fast_start, max_num_seqs=2, vision_batch_size=2
     )
-    query = tiny.loaded.model.model.language_model.layers[0].self_attn.q_proj
+    query = runner.loaded.model.model.language_model.layers[0].self_attn.q_proj
     own = type(query)
-    with Engine(tiny.loaded, options) as engine:
+    with Engine(runner.loaded, options) as engine:
         assert type(query) is not own
         assert any("compiled" in line for line in engine.decisions) == (not fast_start)
         assert engine._loop.started.graphs is not None

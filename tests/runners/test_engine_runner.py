@@ -149,6 +149,28 @@ def test_an_engine_is_made_anew_for_other_products(tiny: GenerateRunner) -> None
     assert engines[0] is engines[1] is not engines[2]
 
 
+@pytest.mark.parametrize("chunk", [145, None])
+def test_observations_of_the_trained_model_are_those_of_eager_attention(
+    trained: GenerateRunner, chunk: int | None
+) -> None:
+    """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
+    page = printed("receipt", 220, 660)
+    views = PanAndScan(min_crop_size=50, max_num_crops=2)
+    asked = Request(page.asks[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling)
+    reader = trained.loaded.reader
+    ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
+    answer = reader.tokenizer(page.asks[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
+    script = Script(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
+    engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
+    trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))
+    [due] = observe(trained.loaded, trained.settings, [asked], [script])
+    [found] = engine.observe([asked], [script])
+    engine.drop()
+    torch.testing.assert_close(found.answer, due.answer, rtol=1e-4, atol=1e-4)
+    assert found.image is not None and due.image is not None
+    torch.testing.assert_close(found.image, due.image, rtol=1e-4, atol=1e-4)
+
+
 def test_a_request_that_fails_is_raised(tiny: GenerateRunner, tmp_path: Path) -> None:
     runner = EngineRunner(tiny.loaded, settings_from(SMALL))
     with pytest.raises(ImageError, match="none"):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import noise
+from tests.conftest import noise, printed
 from tests.runners.test_generate import check_stamps
 
-from panscan import GenerateRunner, Request, Sampling
+from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import SettingError, UnsupportedError
 from panscan.runners.factory import open_runner
 from panscan.runners.generate_batch import GenerateBatchRunner
@@ -33,6 +33,13 @@ def test_the_pipeline_gives_the_tokens_of_generate(tiny: GenerateRunner) -> None
         assert (result.id, result.views, result.prompt_tokens) == (other.id, other.views, other.prompt_tokens)
         assert result.text == other.text
         check_stamps(result)
+
+
+def test_the_pipeline_gives_the_answers_of_the_trained_model(mini: GenerateRunner) -> None:
+    page = printed("receipt", 220, 660)
+    request = mini.request(page.asks[0].question, [page.image], pan_and_scan=PanAndScan(min_crop_size=100))
+    [found], [due] = PipelineRunner(mini.loaded, mini.settings).generate([request]), mini.generate([request])
+    assert (found.token_ids, found.text, found.prompt_tokens) == (due.token_ids, due.text, due.prompt_tokens)
 
 
 def test_the_pipeline_refuses_what_it_does_not_offer(tiny: GenerateRunner) -> None:
@@ -90,8 +97,9 @@ def test_a_text_only_model_takes_no_images(text_checkpoint: Path) -> None:
         PipelineRunner(plain.loaded, plain.settings)
 
 
-def test_random_weights_load_into_the_runner() -> None:
-    settings = settings_from({"random_weights": True, "model_shape": "tiny", "dtype": "fp32", "device": "cpu"})
+@pytest.mark.parametrize("shape", ["tiny", "mini"])
+def test_random_weights_load_into_the_runner(shape: str) -> None:
+    settings = settings_from({"random_weights": True, "model_shape": shape, "dtype": "fp32", "device": "cpu"})
     runner = open_runner(settings)
     runner.configure(settings)
     [result] = runner.run([Request(prompt="What?", images=[noise(300, 900)], sampling=Sampling(4))])

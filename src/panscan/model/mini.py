@@ -29,7 +29,5 @@ def mini_directory() -> Path:
     """
     directory = Path(str(files("panscan.model"))) / "weights" / "mini"
     if missing := [name for name in _FILES if not (directory / name).is_file()]:
-        raise ModelError(
-            f"the mini model is incomplete in {directory}: {', '.join(missing)} is missing; install panscan again"
-        )
+        raise ModelError(f"the mini model in {directory} lacks {', '.join(missing)}: install panscan again")
     return directory

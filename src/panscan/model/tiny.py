@@ -23,12 +23,12 @@ import torch
 import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
 from panscan.core import ModelError, cache_directory
 from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.published import rename_as_published
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tiny_directory", "write_tiny"]
 
-_RECIPE = ("config.py", "tiny.py", "shapes.py", "tokenizer.py")
+_RECIPE = ("config.py", "published.py", "shapes.py", "tiny.py", "tokenizer.py")
 _MANIFEST = "manifest.json"
 
 _SEED = 11
@@ -112,21 +112,10 @@ def write_tiny(directory: Path) -> None:
     processor = processor_for(tokenizer, config.vision_config.image_size, shape.image_tokens)
     with _no_progress_bar():
         model.save_pretrained(directory)
-    _rename_as_published(directory / "model.safetensors")
+    rename_as_published(directory / "model.safetensors")
     processor.save_pretrained(directory)
     manifest = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=2))
-
-
-def _rename_as_published(file: Path) -> None:
-    """Give the vision tower the names that it has in published checkpoints: Transformers reads both, vLLM those."""
-    own, published = "vision_tower.", "vision_tower.vision_model."
-    tensors = load_file(file)
-    renamed = {
-        name if name.startswith(published) else name.replace(own, published, 1): tensor
-        for name, tensor in tensors.items()
-    }  # fmt: skip
-    save_file(renamed, file, metadata={"format": "pt"})
 
 
 def _row_scales(vocabulary: dict[str, int]) -> NDArray[np.float64]:
