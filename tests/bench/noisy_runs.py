@@ -32,7 +32,7 @@ def noisy_records(
     """
     draws = np.random.default_rng(seed)
     sizes = np.sort(np.exp(np.random.default_rng(99).normal(0, spread, batches))) * np.broadcast_to(factor, batches)
-    named = {f"c{number}": {"model": "tiny"} | settings for number, settings in enumerate(cells)}
+    named = {f"c{number}": {"model": "mini"} | settings for number, settings in enumerate(cells)}
     records = [header(named)]
     for cell, settings in named.items():
         for turn in range(repeats):

@@ -99,7 +99,7 @@ def test_only_random_weights_are_called_random(tmp_path: Path) -> None:
     ]
     for cells, said in models:
         header = synthetic.header({str(number): settings for number, settings in enumerate(cells)})
-        records = [record for number in range(2) for record in synthetic.batches_of(str(number), [1.0])]
+        records = [record for number in range(len(cells)) for record in synthetic.batches_of(str(number), [1.0])]
         assert (note in page_of(synthetic.write_run(tmp_path, [header, *records])).text) == said
         assert (note in page_of(synthetic.write_run(tmp_path, [header])).text) == said, "nothing measured yet"
 
