@@ -139,7 +139,7 @@ def test_an_interrupted_job_says_how_to_go_on(folder: Path) -> None:
         _, said = process.communicate()
     assert process.returncode == 130
     hint = f"go on with: panscan batch 'my samples' -p '{QUESTION}' -o a.jsonl --max-num-seqs 1"
-    assert f"{hint} --device cpu --max-new-tokens 6 --resume\n" in said.decode()
+    assert f"{hint} --model tiny --device cpu --max-new-tokens 6 --resume\n" in said.decode()
     assert 1 <= len(lines_of(folder / "a.jsonl")) < 12
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
     assert "answers.jsonl could not be written: File too large" in said
-    assert "go on with: panscan batch docs" in said
+    assert "go on with: panscan batch --model tiny --device cpu --max-new-tokens 6 docs" in said
     assert len(asked("docs", "-p", QUESTION, "--resume")) == 4
 
 
