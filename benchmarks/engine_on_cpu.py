@@ -1,4 +1,4 @@
-"""The engine against Transformers' `generate()` on a CPU, on the mini model, interleaved in one process.
+"""The engine against Transformers' `generate()` on a CPU, on the tiny model, interleaved in one process.
 
     python benchmarks/engine_on_cpu.py
 
@@ -27,7 +27,7 @@ from panscan.settings import settings_from
 RECORD = Path(__file__).parent / "records" / "engine-on-cpu.json"
 ROUNDS = 9
 REQUESTS = 16
-SETTINGS = {"dtype": "fp32", "device": "cpu", "max_new_tokens": 32, "ignore_eos": True}
+SETTINGS = {"model": "tiny", "dtype": "fp32", "device": "cpu", "max_new_tokens": 32, "ignore_eos": True}
 
 
 def timed(work: Callable[[], list[Result]]) -> tuple[float, list[list[int]]]:

@@ -1,4 +1,4 @@
-"""What measuring costs: `panscan bench` against a bare loop over Transformers, on the mini model, interleaved.
+"""What measuring costs: `panscan bench` against a bare loop over Transformers, on the tiny model, interleaved.
 
     python benchmarks/harness_overhead.py
 
@@ -62,7 +62,9 @@ def bare(runner: GenerateRunner, items: list[Item]) -> float:
 
 
 def main() -> None:
-    settings = settings_from({"dtype": "fp32", "device": "cpu", "max_new_tokens": 32, "ignore_eos": True})
+    settings = settings_from(
+        {"model": "tiny", "dtype": "fp32", "device": "cpu", "max_new_tokens": 32, "ignore_eos": True}
+    )
     runner = GenerateRunner.from_settings(settings)
     with tempfile.TemporaryDirectory() as folder:
         source = Source(dataset=str(write_samples(Path(folder) / "samples")), num_samples=8)

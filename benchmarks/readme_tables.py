@@ -135,7 +135,7 @@ def engine_on_cpu() -> str:
         spread = f"{number(min(ratios), 2)}-{number(max(ratios), 2)}"
         rows.append([ours, theirs, f"{number(statistics.median(ratios), 2)}x ({spread})", target])
     where = (
-        f"{record['requests']} requests of {record['views']} views, {record['max_new_tokens']} output tokens each, mini"
+        f"{record['requests']} requests of {record['views']} views, {record['max_new_tokens']} output tokens each, tiny"
         f" model, float32, the same tokens everywhere; median and range of {len(seconds['engine, one by one'])}"
         f" interleaved rounds; {facts['cpu']}, {facts['cpu_count']} cores, torch {facts['packages']['torch']},"
         f" transformers {facts['packages']['transformers']}. Command: `python benchmarks/engine_on_cpu.py`"
@@ -236,7 +236,7 @@ def harness() -> str:
         ["view plans per second, one core", f"{statistics.median(plans['plans_per_second']):,.0f}", "100,000"],
     ]
     facts = overhead["environment"]
-    where = f"{facts['cpu']}, {facts['cpu_count']} cores, torch {facts['packages']['torch']}, mini model, float32."
+    where = f"{facts['cpu']}, {facts['cpu_count']} cores, torch {facts['packages']['torch']}, tiny model, float32."
     return table(["the harness itself", "measured", "target"], rows) + "\n\n" + where
 
 

@@ -1,4 +1,4 @@
-"""What several test files share: one mini model per process, and documents drawn for the test."""
+"""What several test files share: one tiny and one mini model per process, and documents drawn for the test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.modeling_utils import AttentionInterface
 
+from panscan.images.documents import KINDS, Document, Print, Sheet
+from panscan.images.ink import AILERON
 from panscan.model.mini import mini_directory
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
+from panscan.model.tiny import tiny_directory
 from panscan.runners.generate import GenerateRunner
 
 needs_images_in_chunks = pytest.mark.skipif(
@@ -48,19 +52,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def mini() -> GenerateRunner:
-    """The mini model in float32 on the CPU, default settings. Tests that change its settings put them back.
+def tiny() -> GenerateRunner:
+    """The tiny model in float32 on the CPU, default settings. Tests that change its settings put them back.
 
     Its processor resizes with Pillow, as Transformers does without torchvision and panscan does on the CPU; with
     torchvision Transformers' default rounds otherwise, and a random model's tokens tell.
     """
-    runner = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", max_new_tokens=12)
-    runner.loaded.reader.processor.image_processor = Gemma3ImageProcessorPil.from_pretrained(mini_directory())
+    return _by_pillow("tiny", tiny_directory())
+
+
+@pytest.fixture(scope="session")
+def mini() -> GenerateRunner:
+    """The model that was trained, else as the fixture ``tiny``."""
+    return _by_pillow("mini", mini_directory())
+
+
+def _by_pillow(model: str, checkpoint: Path) -> GenerateRunner:
+    runner = GenerateRunner.from_pretrained(model, dtype="fp32", device="cpu", max_new_tokens=12)
+    runner.loaded.reader.processor.image_processor = Gemma3ImageProcessorPil.from_pretrained(checkpoint)
     return runner
 
 
 @pytest.fixture
-def runner(mini: GenerateRunner) -> Iterator[GenerateRunner]:
+def runner(tiny: GenerateRunner) -> Iterator[GenerateRunner]:
+    """The tiny model, its settings put back afterwards."""
+    before = tiny.settings
+    yield tiny
+    tiny.configure(before)
+
+
+@pytest.fixture
+def trained(mini: GenerateRunner) -> Iterator[GenerateRunner]:
     """The mini model, its settings put back afterwards."""
     before = mini.settings
     yield mini
@@ -70,6 +92,13 @@ def runner(mini: GenerateRunner) -> Iterator[GenerateRunner]:
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """A picture of random levels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def printed(kind: str, width: int, height: int) -> Document:
+    """A made-up document in print that the mini model was trained on, with questions about it."""
+    style = Print(size=Print.size_for(AILERON, min(width, height), columns=26))
+    draw, _ = KINDS[kind]
+    return draw(Random(kind), Sheet(width, height, style), 0, 0.0)
 
 
 @pytest.fixture
@@ -86,8 +115,8 @@ def documents(tmp_path: Path) -> list[Path]:
 def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a text-only Gemma 3 of few weights: what 270M and 1B are, smaller."""
     place = tmp_path_factory.mktemp("text-only")
-    small = replace(SHAPES["mini"].text, layers=3)
-    model, tokenizer = random_model(Shape("tiny", small, None, 0), dtype=torch.float32, device="cpu")
+    small = replace(SHAPES["tiny"].text, layers=3)
+    model, tokenizer = random_model(Shape("small", small, None, 0), dtype=torch.float32, device="cpu")
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place

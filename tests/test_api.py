@@ -42,7 +42,8 @@ def test_the_readmes_examples_run_as_they_stand(
     answer, counts, stages, stats = capsys.readouterr().out.rstrip("\n").rsplit("\n", 3)
     assert answer == f"{result.text} {result.finish_reason} None"
     views, image_tokens, prompt_tokens, cached_tokens, output_tokens = map(int, counts.split())
-    assert (views, image_tokens, cached_tokens) == (4, 4 * 64, 0)
+    assert (image_tokens, cached_tokens) == (144 * views, 0)
+    assert views > 1
     assert prompt_tokens > image_tokens
     assert output_tokens == len(result.token_ids) <= 32
     assert ast.literal_eval(stages) == result.stages_ms

@@ -59,7 +59,7 @@ def _write_line(line: NDArray[np.uint8], rng: np.random.Generator) -> None:
 def question(prompts: PromptWriter, seed: int, *, crops: int, text_tokens: int) -> str:
     """Random words, so many that the prompt with one image has exactly ``text_tokens`` beside its image tokens.
 
-    Digits fill what is left behind the last word: each is one token of its own in Gemma's tokenizer and in the mini's.
+    Digits fill what is left behind the last word: each is one token of its own in Gemma's tokenizer and in ours.
 
     Args:
         prompts: of the checkpoint; its tokenizer counts.

@@ -1,7 +1,7 @@
 """W1: distinct documents, all at once. Throughput, the request alone, decode steps, the vision tower, and the floor.
 
     python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --output w1.json
-    python -m benchmarks.workloads.w1 --model mini --num-requests 8 --max-new-tokens 8 --output w1.json
+    python -m benchmarks.workloads.w1 --model tiny --num-requests 8 --max-new-tokens 8 --output w1.json
 
 Each request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with as many prompt
 tokens on every tokenizer. No cache helps: prefix caching is off, as all turns begin alike. With another

@@ -1,7 +1,7 @@
 """W2: four questions about each page, caches on. What prefix and vision caches save.
 
     python -m benchmarks.workloads.w2 --model-shape 27b --random-weights --output w2.json
-    python -m benchmarks.workloads.w2 --model mini --num-requests 8 --max-new-tokens 8 --output w2.json
+    python -m benchmarks.workloads.w2 --model tiny --num-requests 8 --max-new-tokens 8 --output w2.json
 
 All requests at once, page after page and in rounds over the pages, each time from empty caches; then once more with
 everything cached; then follow-up questions on a page that is known, one at a time.

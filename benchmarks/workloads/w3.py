@@ -1,7 +1,7 @@
 """W3: a mixed pile that arrives over time. How much of the engine's capacity may be offered before latencies give way.
 
     python -m benchmarks.workloads.w3 --model-shape 27b --random-weights --output w3.json
-    python -m benchmarks.workloads.w3 --model mini --num-requests 8 --max-new-tokens 8 --output w3.json
+    python -m benchmarks.workloads.w3 --model tiny --num-requests 8 --max-new-tokens 8 --output w3.json
 
 Pages of five sizes and answers of 1/16 of ``--max-new-tokens`` up to all of it. First all at once: that is the
 capacity. Then Poisson arrivals at shares of it. Goodput counts requests with TTFT <= 2 s and TPOT <= 50 ms.

@@ -76,11 +76,13 @@ class Settings:
         "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch", "engine", "vllm"),
         level="load",
     )  # fmt: skip
-    model: str = _axis("mini", "checkpoint: a hub id, a directory, or 'mini'", aliases=("model_id",), level="load")
+    model: str = _axis(
+        "mini", "checkpoint: a hub id, a directory, 'mini' or 'tiny'", aliases=("model_id",), level="load"
+    )
     revision: str | None = _axis(None, "branch, tag or commit of a hub checkpoint", level="load")
     random_weights: bool = _axis(False, "true shapes, random weights: speed without a download", level="load")
     model_shape: str | None = _axis(
-        None, "with --random-weights", choices=("mini", "270m", "1b", "4b", "12b", "27b"), level="load"
+        None, "with --random-weights", choices=("mini", "tiny", "270m", "1b", "4b", "12b", "27b"), level="load"
     )
     dtype: str = _axis(
         "auto", "auto: bf16 on a GPU, fp32 on a CPU", aliases=("precision",),

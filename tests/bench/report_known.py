@@ -36,7 +36,7 @@ UNKNOWN = "the truth did not fit: <b>80 GiB</b> & more"
 
 
 def settings_of(cell: str) -> dict[str, Any]:
-    return {"model": "mini", "do_pan_and_scan": True, "pan_and_scan_max_num_crops": 4, **GRID[cell]}
+    return {"model": "tiny", "do_pan_and_scan": True, "pan_and_scan_max_num_crops": 4, **GRID[cell]}
 
 
 def requests_of(cell: str, scores: bool) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def truth(name: str = "t", **others: Any) -> dict[str, Any]:
         "truth": name,
         "source": "computed",
         "file": "truth.npz",
-        "model": "mini",
+        "model": "tiny",
         "requests": 5,
         "tokens": 77,
         "image_positions": 1234,

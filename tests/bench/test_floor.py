@@ -19,7 +19,9 @@ from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from .synthetic import header, load, repeat, request, stamps
 
 # Parameters: decoder 464, tower 1,239, projector 10. Per view 9,776 FLOPs.
-TINY = Shape("tiny", TextShape(10, 4, 6, 3, 2, 1, 2, 5, 2, 64, pattern=3), VisionShape(2, 3, 1, 1, 28), image_tokens=1)
+SMALL = Shape(
+    "small", TextShape(10, 4, 6, 3, 2, 1, 2, 5, 2, 64, pattern=3), VisionShape(2, 3, 1, 1, 28), image_tokens=1
+)
 WEIGHTS = 4 * 1713
 # (views, prompt tokens, output tokens) of each request, batch by batch.
 BATCHES = (((2, 4, 3), (1, 6, 1)), ((0, 1, 1),))
@@ -41,7 +43,7 @@ def requests_of(batches: Work, **others: Any) -> list[dict[str, Any]]:
 
 def run_with(
     requests: Sequence[dict[str, Any]],
-    shape: Shape | None = TINY,
+    shape: Shape | None = SMALL,
     settings: dict[str, Any] | None = None,
     **machine: Any,
 ) -> Run:
@@ -62,7 +64,7 @@ def floor(batches: Work = BATCHES, **others: Any) -> Floor:
 
 
 def test_every_number_by_hand() -> None:
-    assert TINY.parameters() == 1713
+    assert SMALL.parameters() == 1713
     found = floor()
     # First batch: 3 views x 9,776 FLOPs; prompts 3,440 + 5,376 FLOPs; steps read 1,856 bytes of decoder, then 240 and
     # 256 of keys and values. Second: no view; a prompt of 848 FLOPs, less than 1,856 bytes to read.
@@ -190,8 +192,8 @@ def test_more_views_or_tokens_never_lower_the_floor(
     larger = [list(each) for each in work]
     views, prompt, outputs = (a + b for a, b in zip(work[batch][one], more, strict=True))
     larger[batch][one] = views, prompt, outputs
-    mini = SHAPES["mini"]
-    before, after = (total(floor(w, shape=mini, weight_bytes=4 * mini.parameters())) for w in (work, larger))
+    tiny = SHAPES["tiny"]
+    before, after = (total(floor(w, shape=tiny, weight_bytes=4 * tiny.parameters())) for w in (work, larger))
     assert all(a <= b for a, b in zip(before, after, strict=True))
     assert before != after or more[0] == 1, "a view more may hide behind the tower's weights"
 

@@ -62,7 +62,7 @@ class Lines:
 def plan(runner: GenerateRunner, tmp_path: Path) -> Plan:
     noise(300, 900).save(tmp_path / "doc.png")
     source = Source(images=(str(tmp_path / "doc.png"),), prompt="What?", num_samples=3)
-    settings = Settings(dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
+    settings = Settings(model="tiny", dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
     return Plan([Cell.of(settings)], build_workload(source, on_problem=print), source, repeats=2, seed=7)
 
 
@@ -121,7 +121,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: Plan) -> None:
 
         def close(self) -> None: ...
 
-    other = Cell.of(Settings(dtype="fp32", device="cpu", batch_size=2))
+    other = Cell.of(Settings(model="tiny", dtype="fp32", device="cpu", batch_size=2))
     watcher, lines = Watcher(), Lines()
     gc.disable()
     try:
@@ -157,7 +157,7 @@ def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
         import panscan.model.ceilings, panscan.model.config
         import psutil
 
-        runner = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu")
+        runner = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu")
         most = psutil.Process().memory_info().vms + (64 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         print(json.dumps(_load_record([Cell.of(runner.settings)], runner, 1.0)))

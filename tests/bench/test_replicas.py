@@ -1,4 +1,4 @@
-"""Real replicas of the mini model: one run of all their records, and what happens when one of them fails or dies."""
+"""Real replicas of the tiny model: one run of all their records, and what happens when one of them fails or dies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> Plan:
     source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
-    axes = {"batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
+    axes = {"model": ["tiny"], "batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
     return Plan(build_cells(axes), build_workload(source, on_problem=print), source, **fields)
 
 
@@ -206,6 +206,8 @@ def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> 
     """Both are in the middle of a batch that takes minutes."""
     line = [
         "doc2.png",
+        "--model",
+        "tiny",
         "--device",
         "cpu",
         "--no-verify",
@@ -309,7 +311,7 @@ def test_the_command_itself_takes_no_gpu(folder: Path) -> None:
         from panscan.bench.grid import build_cells
         from panscan.bench.replicas import slots
         from tests.bench.test_replicas import plan
-        chosen = replace(plan(Path(sys.argv[1]), [1]), cells=build_cells({"device": ["cuda"]}))
+        chosen = replace(plan(Path(sys.argv[1]), [1]), cells=build_cells({"model": ["tiny"], "device": ["cuda"]}))
         environment(), chosen.skipped, slots(chosen)
         sys.exit(torch._C._cuda_hasPrimaryContext(0))
     """
@@ -320,7 +322,12 @@ def test_the_command_itself_takes_no_gpu(folder: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
     chosen = plan(folder, [1], verify=False)
-    run = start(replace(chosen, cells=build_cells({"device": ["cuda"]}), replicas=2), folder / "run", [], Watch())
+    run = start(
+        replace(chosen, cells=build_cells({"model": ["tiny"], "device": ["cuda"]}), replicas=2),
+        folder / "run",
+        [],
+        Watch(),
+    )
     [line] = run.repeats.values()
     assert [each["device"] for each in line["replicas"]] == ["cuda:0", "cuda:1"]
     assert line["peak_allocated_bytes"] == sum(each["peak_allocated_bytes"] for each in line["replicas"])

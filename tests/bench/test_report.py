@@ -242,7 +242,7 @@ def test_what_was_not_measured_and_why(known: tuple[Run, Element]) -> None:
 def test_truth_environment_and_command(known: tuple[Run, Element]) -> None:
     page = known[1]
     truth = section(page, "truth").text
-    assert "mini: 5 requests with 77 answer tokens and 1234 image positions, computed in this run in 12.5 s" in truth
+    assert "tiny: 5 requests with 77 answer tokens and 1234 image positions, computed in this run in 12.5 s" in truth
     assert "Comparing 4 cells with it took 6.00 s" in truth
     box = section(page, "environment")
     shown = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
@@ -257,7 +257,7 @@ def test_truth_environment_and_command(known: tuple[Run, Element]) -> None:
     }
     command = """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
     assert next(section(page, "repeat").all("pre")).text == command
-    assert next(page.all("h1")).text == "mini on 2 × NVIDIA H200"
+    assert next(page.all("h1")).text == "tiny on 2 × NVIDIA H200"
 
 
 def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pyte
 
 def test_each_replica_and_its_share(tmp_path: Path) -> None:
     """Two replicas over ten seconds in common: one answers a request a second, the other one in two seconds."""
-    records = [synthetic.header({"c": {"model": "mini"}})]
+    records = [synthetic.header({"c": {"model": "tiny"}})]
     for replica, step in ((0, 1.0), (1, 2.0)):
         for batch in range(int(10 / step)):
             times = [batch * step + step / 2, (batch + 1) * step]

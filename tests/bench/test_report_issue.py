@@ -53,7 +53,7 @@ def test_the_table_is_the_page_s(tmp_path: Path) -> None:
 def test_the_rest_is_there_too(tmp_path: Path) -> None:
     text = rendered(markdown(known_run(tmp_path))).text
     for wanted in (
-        "mini on 2 × NVIDIA H200",
+        "tiny on 2 × NVIDIA H200",
         "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2.",
         "Runner-up: cell 4 · attention=flash_attention_2, batch_size=1.",
         f"1 of 5 cells was not compared with the reference: {UNKNOWN}.",
@@ -61,7 +61,7 @@ def test_the_rest_is_there_too(tmp_path: Path) -> None:
         "~ has too few samples",
         "These weights are random: times are real, answers are noise.",
         "Some figures are below their floor: the machine was busy",
-        "Truth: mini, 5 requests, computed in this run in 12.5 s.",
+        "Truth: tiny, 5 requests, computed in this run in 12.5 s.",
         "torch 2.11.0",
     ):
         assert wanted in text, wanted

@@ -22,6 +22,7 @@ from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
 from panscan.settings import Settings
 
+QUICK = {"model": ["tiny"], "dtype": ["fp32"], "device": ["cpu"]}
 SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
 """Cells that no machine measures, so that a run takes no model."""
 
@@ -93,7 +94,7 @@ def test_a_new_directory_is_named_by_time_and_model(tmp_path: Path, model: str, 
 
 def test_new_directories_never_meet(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(new_directory, [tmp_path] * 20, ["mini"] * 20))
+        found = list(pool.map(new_directory, [tmp_path] * 20, ["tiny"] * 20))
     assert sorted(found) == sorted(tmp_path.iterdir())
     assert len(found) == 20
 
@@ -101,14 +102,14 @@ def test_new_directories_never_meet(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordsError, match=r"--output-dir .*file: cannot be written"):
-        new_directory(tmp_path / "file", "mini")
+        new_directory(tmp_path / "file", "tiny")
 
 
 def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) -> None:
     watch = Watch()
-    chosen = plan({"batch_size": [2], "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [2]}, repeats=2, warmup=0)
+    chosen = plan({**QUICK, "batch_size": [2], "max_new_tokens": [2]}, repeats=2, warmup=0)
     measured = start(chosen, folder / "run", ["panscan", "bench", "--x", "a b"], watch)
-    assert (watch.loads, watch.batches, watch.problems) == (["mini"], 4, [])
+    assert (watch.loads, watch.batches, watch.problems) == (["tiny"], 4, [])
     header = measured.header
     assert (header["schema"], header["command"]) == (SCHEMA, ["panscan", "bench", "--x", "a b"])
     assert header["environment"]["panscan"] == panscan.__version__
@@ -144,10 +145,10 @@ def test_the_plan_comes_back_out_of_the_records(folder: Path) -> None:
 
 def test_the_other_processes_make_the_same_calls_and_write_nothing(folder: Path) -> None:
     watch = Watch()
-    chosen = plan({"dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [1], "batch_size": [3]}, warmup=0)
+    chosen = plan({**QUICK, "batch_size": [3], "max_new_tokens": [1]}, warmup=0)
     before = sorted(folder.rglob("*"))
     follow(replace(chosen, cells=[*chosen.cells, *build_cells(SKIPPED)]), set(), watch)
-    assert (watch.loads, watch.batches) == (["mini"], 1)
+    assert (watch.loads, watch.batches) == (["tiny"], 1)
     assert [outcome for _, outcome in watch.problems] == ["skipped"]
     assert sorted(folder.rglob("*")) == before
 
@@ -194,7 +195,7 @@ def test_a_run_is_not_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli(["bench", "--num-samples", "1", "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    assert cli(["bench", "--model", "tiny", "--num-samples", "1", "--max-new-tokens", "1", "--device", "cpu"]) == 0
     [records] = tmp_path.glob("runs/*/records.jsonl")
     text = records.read_text("utf-8")
     records.write_text(text.replace(old, new, 1), "utf-8")

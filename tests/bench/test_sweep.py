@@ -1,4 +1,4 @@
-"""The sweep on the real mini model: what is recorded, what is skipped, and that killing it loses nothing."""
+"""The sweep on the real tiny model: what is recorded, what is skipped, and that killing it loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from panscan.bench.records import Run, read_run
 from panscan.bench.run import new_directory
 from panscan.core import RecordsError
 
-SMALL = ["--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?"]
+TINY = ["--model", "tiny"]
+SMALL = [*TINY, "--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?"]
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_changed_documents_are_not_resumed(folder: Path) -> None:
 
 def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
     done = bench(
-        folder, "doc0.png", "--device", "cpu", "--max-new-tokens", "2",
+        folder, "doc0.png", *TINY, "--device", "cpu", "--max-new-tokens", "2",
         "--attn_impl", "sdpa,flash_attention_2", "--runner", "generate,generate_batch",
     )  # fmt: skip
     assert done.returncode == 4
@@ -139,7 +140,7 @@ def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
 
 def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -> None:
     """A prompt without its image fails in one cell; batches without trouble are measured in the other."""
-    done = bench(folder, "doc0.png", "--raw-prompt", "-p", "no place for an image", "--max-new-tokens", "2")
+    done = bench(folder, "doc0.png", *TINY, "--raw-prompt", "-p", "no place for an image", "--max-new-tokens", "2")
     assert done.returncode == 4
     [outcome] = read_run(only_run(folder)).outcomes.values()
     assert outcome["outcome"] == "failed"
@@ -147,7 +148,7 @@ def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -
 
 
 def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path) -> None:
-    assert bench(folder, "doc0.png", "-p", "What is it?", "--max-new-tokens", "2").returncode == 0
+    assert bench(folder, "doc0.png", *TINY, "-p", "What is it?", "--max-new-tokens", "2").returncode == 0
     text = (only_run(folder) / "records.jsonl").read_text()
     header, *lines = [json.loads(line) for line in text.splitlines()]
     assert header["schema"] == 2
@@ -155,7 +156,9 @@ def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path)
     [request] = [line for line in lines if line["type"] == "request"]
     assert request["image"] == ["doc0.png"]
     assert "content" not in request
-    again = bench(folder, "doc0.png", "-p", "What?", "--max-new-tokens", "2", "--include-content", "--output-dir", "b")
+    again = bench(
+        folder, "doc0.png", *TINY, "-p", "What?", "--max-new-tokens", "2", "--include-content", "--output-dir", "b"
+    )
     assert again.returncode == 0
     [directory] = (folder / "b").iterdir()
     [key] = (run := read_run(directory)).requests
@@ -202,7 +205,7 @@ def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
     Version(version("transformers")) < Version("5.23"), reason="fails at lm_head in Transformers 5.17, is right in 5.23"
 )
 def test_tensor_parallel_under_torchrun_gives_the_same_answers(folder: Path) -> None:
-    arguments = ["doc0.png", "-p", "What?", "--max-new-tokens", "8", "--device", "cpu", "--include-content"]
+    arguments = ["doc0.png", *TINY, "-p", "What?", "--max-new-tokens", "8", "--device", "cpu", "--include-content"]
     assert bench(folder, *arguments, "--output-dir", "alone").returncode == 0
     [alone] = (folder / "alone").iterdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "panscan", "bench"]

@@ -16,7 +16,7 @@ from panscan.bench.terminal import print_summary
 
 from .synthetic import batches_of, header, outcome, write_run
 
-BASE = {"model": "mini", "pan_and_scan_max_num_crops": 4, "attention": "sdpa", "batch_size": 1, "do_pan_and_scan": True}
+BASE = {"model": "tiny", "pan_and_scan_max_num_crops": 4, "attention": "sdpa", "batch_size": 1, "do_pan_and_scan": True}
 
 
 def build(directory: Path, grid: list[dict[str, Any]], latency: Callable[[dict[str, Any]], float]) -> Run:
@@ -44,8 +44,8 @@ def swept(tmp_path: Path) -> Run:
 def test_the_table_shows_what_varies_once_and_the_numbers(swept: Run) -> None:
     text = shown(print_summary, swept)
     constant, table = text.split("\n", 1)
-    assert constant == "model=mini", "defaults go without saying"
-    assert "mini" not in table
+    assert constant == "model=tiny", "defaults go without saying"
+    assert "tiny" not in table
     assert "crops" not in table
     metrics = cell_metrics(swept, "c2")
     assert metrics is not None

@@ -65,7 +65,7 @@ def test_a_recorded_verdict_is_read_back(tmp_path: Path) -> None:
         "image": figures(4e-3), "top1": {"clear": 8, "agree": 8}, "equal_tokens": True, "seconds": 1.0,
     }  # fmt: skip
     truth = {
-        "type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "mini", "requests": 1, "tokens": 1,
+        "type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "tiny", "requests": 1, "tokens": 1,
         "image_positions": 1, "seconds": 2.5,
     }  # fmt: skip
     run = write_run(tmp_path, [header({"c": {}, "d": {}}), *batches_of("c", [1.0]), truth, record])

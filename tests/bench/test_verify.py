@@ -1,4 +1,4 @@
-"""Verdicts of the mini model: what is exact, what is caught as different, and whose truth is taken."""
+"""Verdicts of the tiny model: what is exact, what is caught as different, and whose truth is taken."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def half() -> GenerateRunner:
-    return GenerateRunner.from_pretrained("mini", dtype="bf16", device="cpu", max_new_tokens=STEPS)
+    return GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu", max_new_tokens=STEPS)
 
 
 EXACT: list[Record] = [
@@ -145,7 +145,7 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
 def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     settings = settings_from(
-        {"quantization": "torchao-int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
+        {"model": "tiny", "quantization": "torchao-int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
     )
     verifier = bench.verifier(directory=tmp_path)
     record = verifier.verdict(GenerateRunner.from_settings(settings), settings)
@@ -162,8 +162,9 @@ def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench,
 def test_a_quantised_pipeline_has_a_truth_of_its_own_pixels(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     settings = settings_from(
-        {"quantization": "torchao-int8", "dtype": "bf16", "device": "cpu", "max_new_tokens": 2, "runner": "pipeline"}
-    )
+        {"model": "tiny", "quantization": "torchao-int8", "dtype": "bf16", "device": "cpu", "max_new_tokens": 2,
+         "runner": "pipeline"}
+    )  # fmt: skip
     record = bench.verifier(directory=tmp_path).verdict(open_runner(settings), settings)
     assert record["verdict"] != "unverified", record["reason"]
 
@@ -183,9 +184,9 @@ def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpo
         assert bool(record["reason"]) == (word != "exact")
 
 
-def test_the_pipeline_is_watched_through_its_own_call(mini: GenerateRunner, bench: Bench) -> None:
-    settings = replace(mini.settings, runner="pipeline", max_new_tokens=STEPS)
-    record = bench.verifier().verdict(PipelineRunner(mini.loaded, settings), settings)
+def test_the_pipeline_is_watched_through_its_own_call(tiny: GenerateRunner, bench: Bench) -> None:
+    settings = replace(tiny.settings, runner="pipeline", max_new_tokens=STEPS)
+    record = bench.verifier().verdict(PipelineRunner(tiny.loaded, settings), settings)
     assert record["verdict"] == "exact", record
 
 
@@ -229,7 +230,7 @@ def test_a_reference_of_other_views_or_weights_is_refused(
     verifier.check_references([Cell.of(settings)])
     with pytest.raises(RecordsError, match=r"--reference .* other views"):
         verifier.check_references([Cell.of(replace(settings, do_pan_and_scan=False))])
-    with pytest.raises(RecordsError, match=r"--reference .* other weights: it was made of mini"):
+    with pytest.raises(RecordsError, match=r"--reference .* other weights: it was made of tiny"):
         verifier.verdict(half, half.settings)
 
 
@@ -245,7 +246,7 @@ def test_a_reference_of_several_loads_serves_each(
     of_half = tmp_path / "truth" / f"{second.verdict(*loads[1])['truth']}.safetensors"
     third = bench.verifier(of_half, directory=tmp_path / "third")
     third.check_references([Cell.of(settings) for _, settings in loads])
-    with pytest.warns(PanscanWarning, match="other weights.* mini in fp32 is computed here"):
+    with pytest.warns(PanscanWarning, match="other weights.* tiny in fp32 is computed here"):
         assert third.verdict(*loads[0])["answer"] == expected[0]
 
 
@@ -280,10 +281,10 @@ def test_what_is_no_truth_is_refused(runner: GenerateRunner, bench: Bench, tmp_p
         find_references(torn)
 
 
-def test_without_a_truth_a_cell_is_unverified_and_says_why(mini: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
-    settings = replace(mini.settings, max_new_tokens=STEPS)
-    offloaded = cpu_offload(deepcopy(mini.loaded.model), execution_device="cpu")
-    runner = GenerateRunner(replace(mini.loaded, model=offloaded), settings)
+def test_without_a_truth_a_cell_is_unverified_and_says_why(tiny: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
+    settings = replace(tiny.settings, max_new_tokens=STEPS)
+    offloaded = cpu_offload(deepcopy(tiny.loaded.model), execution_device="cpu")
+    runner = GenerateRunner(replace(tiny.loaded, model=offloaded), settings)
     record = bench.verifier(directory=tmp_path).verdict(runner, settings)
     assert (record["verdict"], record["truth"]) == ("unverified", None)
     assert "offloaded" in record["reason"]

@@ -1,4 +1,4 @@
-"""The workloads of ``benchmarks/``: they run on the mini model, and their figures are what made-up stamps say."""
+"""The workloads of ``benchmarks/``: they run on the tiny model, and their figures are what made-up stamps say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.workloads.w2 import orders
 from benchmarks.workloads.w3 import arrivals, pile
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bench.test_floor import TINY, requests_of, run_with
+from tests.bench.test_floor import SMALL, requests_of, run_with
 
 from panscan.bench.floor import floor_of
 from panscan.core import Request, Result, SettingError, Stamps
@@ -40,7 +40,7 @@ def result(accepted: float, tokens: Sequence[float]) -> Result:
 @pytest.mark.parametrize("name", PARTS)
 def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
     place = tmp_path / "new" / "record.json"
-    words = "--model mini --dtype fp32 --device cpu --num-requests 4 --max-new-tokens 4 --repeats 1 --compared 1"
+    words = "--model tiny --dtype fp32 --device cpu --num-requests 4 --max-new-tokens 4 --repeats 1 --compared 1"
     words += f" --output {place}"
     assert import_module(f"benchmarks.workloads.{name}").main(words.split()) == 0
     record = json.loads(place.read_text())
@@ -60,7 +60,18 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
 
 def test_generate_is_measured_on_the_same_model(tmp_path: Path) -> None:
     place = tmp_path / "record.json"
-    words = ["--runner", "engine,generate", "--num-requests", "2", "--max-new-tokens", "3", "--device", "cpu"]
+    words = [
+        "--model",
+        "tiny",
+        "--runner",
+        "engine,generate",
+        "--num-requests",
+        "2",
+        "--max-new-tokens",
+        "3",
+        "--device",
+        "cpu",
+    ]
     words += ["--repeats", "1", "--compared", "0", "--max-num-seqs", "3", "--output", str(place)]
     assert import_module("benchmarks.workloads.w1").main(words) == 0
     record = json.loads(place.read_text())
@@ -148,9 +159,9 @@ def test_floors_are_those_of_the_bench(views: int, prompt: int, outputs: int, ba
     """As ``panscan bench`` counts a batch, where neither tower nor prompt is bound by reading its weights."""
     machine = {"flops_per_s": 1.0, "bytes_per_s": bytes_per_s}
     requests = requests_of([[(views, prompt, outputs)] * batch])
-    bench = floor_of(run_with(requests, TINY, **machine), "c")
+    bench = floor_of(run_with(requests, SMALL, **machine), "c")
     assert bench is not None
-    own = Floors(TINY, 1.0, bytes_per_s, 4, views, prompt, outputs)
+    own = Floors(SMALL, 1.0, bytes_per_s, 4, views, prompt, outputs)
     assert own.e2e_ms(batch) == pytest.approx(bench.e2e_ms)
     assert own.requests_per_s(batch) == pytest.approx(bench.request_throughput)
 

@@ -18,7 +18,7 @@ from panscan.core import Stamps
 from panscan.images.files import expand_images, open_image
 from panscan.images.views import plan_views
 
-QUICK = ["--device", "cpu", "--max-new-tokens", "6"]
+QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 QUESTION = "What is the total?"
 
 
@@ -43,15 +43,15 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return found
 
 
-def expected(mini: GenerateRunner, images: list[str], prompt: str = QUESTION, **fields: Any) -> Result:
+def expected(tiny: GenerateRunner, images: list[str], prompt: str = QUESTION, **fields: Any) -> Result:
     """What the Python interface answers."""
-    [result] = mini.generate([mini.request(prompt, images, sampling=Sampling(6), **fields)])
+    [result] = tiny.generate([tiny.request(prompt, images, sampling=Sampling(6), **fields)])
     return result
 
 
-def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner) -> None:
+def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
     found = asked(capsys, "tall.png", "square.jpg", "-p", QUESTION)
-    result = expected(mini, ["tall.png", "square.jpg"])
+    result = expected(tiny, ["tall.png", "square.jpg"])
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
@@ -72,10 +72,10 @@ def test_every_page_of_a_pdf_is_an_image(folder: Path, capsys: pytest.CaptureFix
     assert asked(capsys, "scan.pdf#page=2", "-p", QUESTION)["views"] == 1 + crops[1]
 
 
-def test_a_system_message_is_read(folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner) -> None:
+def test_a_system_message_is_read(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
     found = asked(capsys, "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
-    result = expected(mini, ["square.jpg"], system="Answer in French.")
-    plain = expected(mini, ["square.jpg"])
+    result = expected(tiny, ["square.jpg"], system="Answer in French.")
+    plain = expected(tiny, ["square.jpg"])
     assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
     assert result.prompt_tokens > plain.prompt_tokens
 
@@ -122,25 +122,25 @@ def test_a_stdin_without_a_prompt_is_said(
 
 
 def test_special_tokens_in_a_prompt_are_plain_text(
-    folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner
+    folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner
 ) -> None:
     prompt = "Is <start_of_image> a mark<end_of_turn>?"
     found = asked(capsys, "square.jpg", "-p", prompt)
     assert (found["views"], found["image_tokens"]) == (1, 64)
-    assert found["text"] == expected(mini, ["square.jpg"], prompt).text
-    tokenizer = mini.loaded.reader.tokenizer
+    assert found["text"] == expected(tiny, ["square.jpg"], prompt).text
+    tokenizer = tiny.loaded.reader.tokenizer
     longer = len(tokenizer.encode("<start_of_image><end_of_turn>", split_special_tokens=True, add_special_tokens=False))
     without = asked(capsys, "square.jpg", "-p", "Is  a mark?")
     assert found["prompt_tokens"] >= without["prompt_tokens"] + longer - 2
     assert longer > 10
 
 
-def test_a_raw_prompt_stays_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner) -> None:
+def test_a_raw_prompt_stays_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
     prompt = " <start_of_image> The total is \n"
     found = asked(capsys, "square.jpg", "--raw-prompt", "-p", prompt)
-    result = expected(mini, ["square.jpg"], prompt, raw=True)
+    result = expected(tiny, ["square.jpg"], prompt, raw=True)
     assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
-    assert result.prompt_tokens > expected(mini, ["square.jpg"], prompt.strip(), raw=True).prompt_tokens
+    assert result.prompt_tokens > expected(tiny, ["square.jpg"], prompt.strip(), raw=True).prompt_tokens
 
 
 def test_presets_set_the_views_and_flags_win(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,17 +211,22 @@ def test_the_help_says_which_runner_is_taken(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
-    folder: Path, capsys: pytest.CaptureFixture[str], mini: GenerateRunner
+    folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner
 ) -> None:
     assert run(["ask", "tall.png", "-p", QUESTION, *QUICK]) == 0
     captured = capsys.readouterr()
-    result = expected(mini, ["tall.png"])
+    result = expected(tiny, ["tall.png"])
     assert captured.out == f"{result.text}\n"
-    assert captured.err.startswith("no --model given: running the bundled mini Gemma 3")
     assert f"runner engine: 4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
     assert " ms\n" in captured.err
-    assert run(["ask", "tall.png", "-p", QUESTION, "--model", "mini", *QUICK]) == 0
-    assert "no --model given" not in capsys.readouterr().err
+    assert "no --model given" not in captured.err
+
+
+def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ask", "square.jpg", "-p", QUESTION, "--device", "cpu", "--max-new-tokens", "6"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("no --model given: running the bundled mini Gemma 3, trained to read made-up documents\n")
+    assert "runner engine: 1 view, 144 image tokens, " in said
 
 
 def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ from tests.conftest import noise
 from panscan import GenerateRunner, Sampling
 from panscan.cli.main import run
 from panscan.images.samples import write_samples
-from panscan.model.mini import mini_directory
+from panscan.model.tiny import tiny_directory
 
-QUICK = ["--device", "cpu", "--max-new-tokens", "6"]
+QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 QUESTION = "What is the total?"
 RUN_DEPENDENT = ("cached_tokens", "ttft_ms", "e2el_ms")
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked(*arguments: str, code: int = 0, output: str = "answers.jsonl") -> list[dict[str, Any]]:
     """The file after ``panscan batch``."""
-    assert run(["batch", *arguments, "-o", output, *QUICK]) == code
+    assert run(["batch", *QUICK, *arguments, "-o", output]) == code
     return lines_of(Path(output))
 
 
@@ -52,13 +52,13 @@ def unchanging(path: Path) -> list[bytes]:
     return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-def test_every_page_gets_the_answer_of_generate(folder: Path, mini: GenerateRunner) -> None:
+def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunner) -> None:
     lines = asked("docs", "-p", QUESTION, "--system", "In French.")
     names = ["docs/a.png", "docs/b.pdf#page=1", "docs/b.pdf#page=2", "docs/c.jpg"]
     assert [(line["id"], line["image"]) for line in lines] == [(name, [name]) for name in names]
     for line in lines:
-        request = mini.request(QUESTION, line["image"], system="In French.", sampling=Sampling(6))
-        [result] = mini.generate([request])
+        request = tiny.request(QUESTION, line["image"], system="In French.", sampling=Sampling(6))
+        [result] = tiny.generate([request])
         fields = ("finish_reason", "views", "crops", "prompt_tokens", "output_tokens", "error")
         assert line["answer"] == result.text
         assert {name: line[name] for name in fields} == {name: getattr(result, name) for name in fields}
@@ -67,15 +67,15 @@ def test_every_page_gets_the_answer_of_generate(folder: Path, mini: GenerateRunn
     assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == QUESTION
 
 
-def test_a_file_can_be_one_request(folder: Path, mini: GenerateRunner) -> None:
+def test_a_file_can_be_one_request(folder: Path, tiny: GenerateRunner) -> None:
     [line] = asked("docs/b.pdf", "-p", QUESTION, "--whole-files")
-    [result] = mini.generate([mini.request(QUESTION, ["docs/b.pdf"], sampling=Sampling(6))])
+    [result] = tiny.generate([tiny.request(QUESTION, ["docs/b.pdf"], sampling=Sampling(6))])
     assert (line["id"], line["image"]) == ("docs/b.pdf", ["docs/b.pdf#page=1", "docs/b.pdf#page=2"])
     assert (line["answer"], line["views"]) == (result.text, result.views)
 
 
 def test_a_dataset_asks_its_own_questions(
-    folder: Path, mini: GenerateRunner, capsys: pytest.CaptureFixture[str]
+    folder: Path, tiny: GenerateRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         {"image": "a.png", "question": "Who?", "id": "first"},
@@ -87,7 +87,7 @@ def test_a_dataset_asks_its_own_questions(
         ("first", ["a.png"], "Who?"),
         ("00001", ["c.jpg", "a.png"], "Where?"),
     ]
-    [result] = mini.generate([mini.request("Where?", ["docs/c.jpg", "docs/a.png"], sampling=Sampling(6))])
+    [result] = tiny.generate([tiny.request("Where?", ["docs/c.jpg", "docs/a.png"], sampling=Sampling(6))])
     assert lines[1]["answer"] == result.text
     capsys.readouterr()
     assert run(["batch", "docs/q.jsonl", "-p", QUESTION, "-o", "other.jsonl"]) == 2
@@ -113,7 +113,7 @@ def test_a_killed_job_resumes_to_the_lines_of_an_undisturbed_one(
 ) -> None:
     write_samples(folder / "samples", count=8)
     shared = ["batch", "samples/questions.jsonl", "--max-num-seqs", "2", "--limit", "16", "--max-new-tokens", "16"]
-    shared += ["--device", "cpu", "-o"]
+    shared += ["--model", "tiny", "--device", "cpu", "-o"]
     assert run([*shared, "whole.jsonl"]) == 0
     killed = folder / "killed.jsonl"
     with started(*shared[1:], "killed.jsonl") as process:
@@ -139,7 +139,7 @@ def test_an_interrupted_job_says_how_to_go_on(folder: Path) -> None:
         _, said = process.communicate()
     assert process.returncode == 130
     hint = f"go on with: panscan batch 'my samples' -p '{QUESTION}' -o a.jsonl --max-num-seqs 1"
-    assert f"{hint} --device cpu --max-new-tokens 6 --resume\n" in said.decode()
+    assert f"{hint} --model tiny --device cpu --max-new-tokens 6 --resume\n" in said.decode()
     assert 1 <= len(lines_of(folder / "a.jsonl")) < 12
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
     assert "answers.jsonl could not be written: File too large" in said
-    assert "go on with: panscan batch docs" in said
+    assert "go on with: panscan batch --model tiny --device cpu --max-new-tokens 6 docs" in said
     assert len(asked("docs", "-p", QUESTION, "--resume")) == 4
 
 
@@ -206,12 +206,12 @@ def test_answers_can_be_written_as_they_finish(folder: Path) -> None:
 
 
 def test_a_finished_job_loads_no_model(folder: Path) -> None:
-    shutil.copytree(mini_directory(), "checkpoint")
+    shutil.copytree(tiny_directory(), "checkpoint")
     model = ("--model", "./checkpoint")
     lines = asked("docs/c.jpg", "-p", QUESTION, *model)
     shutil.rmtree("checkpoint")
     assert asked("docs/c.jpg", "-p", QUESTION, *model, "--resume") == lines
-    assert run(["batch", "docs", "-p", QUESTION, *model, "-o", "new.jsonl", *QUICK]) == 3
+    assert run(["batch", *QUICK, "docs", "-p", QUESTION, *model, "-o", "new.jsonl"]) == 3
     asked("docs/c.jpg", "-p", QUESTION, output="new.jsonl")  # what never began need not be forced
 
 

@@ -26,9 +26,9 @@ from panscan.cli.main import run
 from panscan.cli.options import errors
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
-from panscan.model.mini import mini_directory
+from panscan.model.tiny import tiny_directory
 
-QUICK = ["--device", "cpu", "--max-new-tokens", "4"]
+QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "4"]
 QUESTION = "What is the total?"
 
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(*arguments: str) -> list[str]:
-    return ["batch", *arguments, *QUICK]
+    return ["batch", *QUICK, *arguments]
 
 
 def lines_of(path: str) -> list[dict[str, Any]]:
@@ -147,8 +147,8 @@ def test_a_refused_start_changes_nothing(
 
 
 def test_a_setting_that_suits_no_document_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["--vision-cache-gb", "1e-9"]
-    assert run(started("docs", "-p", QUESTION, "-o", "a.jsonl", *tiny)) == 2
+    small = ["--vision-cache-gb", "1e-9"]
+    assert run(started("docs", "-p", QUESTION, "-o", "a.jsonl", *small)) == 2
     said = capsys.readouterr().err
     assert said.count("--vision-cache-gb 1e-09") == 1
     assert "failed" not in said
@@ -163,7 +163,7 @@ def test_a_failed_load_or_another_limit_keeps_the_lines_of_failures(
     for name in whole:
         Path(name).write_bytes(b"not a picture")
     job = ["docs", "-p", QUESTION, "-o", "a.jsonl"]
-    shutil.copytree(mini_directory(), "checkpoint")
+    shutil.copytree(tiny_directory(), "checkpoint")
     assert run(started(*job, "--model", "./checkpoint")) == 3
     first = Path("a.jsonl").read_bytes()
     for name, picture in whole.items():

@@ -28,7 +28,7 @@ LAUNCHER = shlex.split(
     ' --images "docs/*.png" --prompts prompts.txt --num_samples 40 --batch_size 2 --max_new_tokens 256'
     " --grid_min_ratio 2.0,2.5 --grid_max_crops 4,6 --grid_min_crop_size 448 --output_dir runs"
 )
-QUICK = ["--device", "cpu", "--max-new-tokens", "2", "--warmup", "0"]
+QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "--warmup", "0"]
 
 
 @pytest.fixture
@@ -126,10 +126,10 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def test_the_launchers_line_measures_the_mini_model(pictures: Path, connections: list[Any]) -> None:
+def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections: list[Any]) -> None:
     (pictures / "prompts.txt").write_text("What is it?\n")
     line = changed(
-        LAUNCHER, model_id="mini", precision="fp32", attn_impl="eager,sdpa", images="docs/*", num_samples="6",
+        LAUNCHER, model_id="tiny", precision="fp32", attn_impl="eager,sdpa", images="docs/*", num_samples="6",
         max_new_tokens="2",
     )  # fmt: skip
     place = line.index("--device_map")
@@ -224,8 +224,9 @@ def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count
 
 def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoint: Path) -> None:
     assert run(
-        ["bench", "--no-images", "--prompts", "prompts.txt", "--model", str(text_checkpoint), "--batch-size", "2",
-         "--runner", "generate,generate_batch", "--include-content", *changed(QUICK, **{"max-new-tokens": "8"})]
+        ["bench", "--no-images", "--prompts", "prompts.txt", "--batch-size", "2",
+         "--runner", "generate,generate_batch", "--include-content",
+         *changed(QUICK, **{"model": str(text_checkpoint), "max-new-tokens": "8"})]
     ) == 0  # fmt: skip
     measured = only_run(folder)
     assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]

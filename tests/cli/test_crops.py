@@ -97,16 +97,16 @@ def test_json_draws_only_when_told_where(folder: Path, capsys: pytest.CaptureFix
 def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     noise(260, 800).save(folder / "tall.png")
     noise(300, 300).save(folder / "square.png")
-    prompts = load_reader("mini").prompts
+    prompts = load_reader("tiny").prompts
     bare = len(prompts.write(Request(prompt="What is it?"), []).ids)
-    for found in facts(capsys, "tall.png", "square.png", "--model", "mini"):
+    for found in facts(capsys, "tall.png", "square.png", "--model", "tiny"):
         request = Request(prompt="What is it?", images=[found["image"]])
         whole = len(prompts.write(request, [found["crops"]]).ids)
         assert found["prompt_tokens"] == whole - bare
         assert found["image_tokens"] == 64 * len(found["views"])
         assert not found["prompt_tokens_estimated"]
     capsys.readouterr()
-    assert run(["crops", "tall.png", "--model", "mini"]) == 0
+    assert run(["crops", "tall.png", "--model", "tiny"]) == 0
     printed = capsys.readouterr().out
     assert "about" not in printed
     assert [row[-1] for row in table(printed)] == ["64"] * 4

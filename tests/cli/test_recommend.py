@@ -145,7 +145,8 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     noise(260, 800).save(tmp_path / "tall.png")
     noise(300, 300).save(tmp_path / "square.png")
     asking = ["tall.png", "-p", "What is the total?"]
-    axes = ["--attention", "eager", "--grid-max-crops", "2", "--max-new-tokens", "2", "--device", "cpu"]
+    axes = ["--attention", "eager", "--grid-max-crops", "2", "--max-new-tokens", "2"]
+    axes += ["--model", "tiny", "--device", "cpu"]
     answer = printed(capsys, "ask", *asking, *axes, "--json")["text"]
     rows = [{"image": f"{name}.png", "question": asking[-1], "answers": [answer]} for name in ("tall", "square")]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -18,7 +18,7 @@ from panscan.cli.main import run
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A run directory with two measured cells."""
-    cells = {"a": {"model": "mini", "batch_size": 1}, "b": {"model": "mini", "batch_size": 2}}
+    cells = {"a": {"model": "tiny", "batch_size": 1}, "b": {"model": "tiny", "batch_size": 2}}
     records = [synthetic.header(cells), *synthetic.batches_of("a", [1.0, 1.2]), *synthetic.batches_of("b", [1.5, 1.6])]
     synthetic.write_run(tmp_path / "run", records)
     return tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Models of other kinds than the mini, and the reference's answers, computed once per process."""
+"""Models of other kinds than the tiny one, and the reference's answers, computed once per process."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.engine.driving import Reference
+from tests.engine.driving import Reference, questions
 
 from panscan import GenerateRunner
-from panscan.model.mini import mini_directory
+from panscan.model.tiny import tiny_directory
 
 
 @pytest.fixture(scope="session")
-def reference(mini: GenerateRunner) -> Reference:
-    return Reference(mini)
+def reference(tiny: GenerateRunner) -> Reference:
+    return Reference(tiny)
+
+
+@pytest.fixture(scope="session")
+def mini_reference(mini: GenerateRunner) -> Reference:
+    return Reference(mini, questions())
 
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> GenerateRunner:
-    """The mini model with a window of 24 tokens: less than half of an image block."""
-    place = tmp_path_factory.mktemp("narrow") / "mini"
-    shutil.copytree(mini_directory(), place)
+    """The tiny model with a window of 24 tokens: less than half of an image block."""
+    place = tmp_path_factory.mktemp("narrow") / "tiny"
+    shutil.copytree(tiny_directory(), place)
     config = json.loads((place / "config.json").read_text())
     config["text_config"]["sliding_window"] = 24
     (place / "config.json").write_text(json.dumps(config))

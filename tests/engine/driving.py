@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from tests.conftest import noise
+from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
 from panscan.core import Stamps, TokenEvent, now
@@ -62,11 +62,35 @@ def requests() -> tuple[Request, ...]:
     return tuple(replace(request, id=str(place), sampling=SHORT) for place, request in enumerate(asked))
 
 
-class Reference:
-    """What ``generate()`` with eager attention says, each request alone."""
+@cache
+def questions() -> tuple[Request, ...]:
+    """The same for the mini model, which was trained: text on paper and what it was taught to ask of it. Fewer, since
+    its views are larger. Every other one goes on after its answer, where the model is less sure of itself."""
+    chart, receipt, board = printed("chart", 300, 300), printed("receipt", 220, 660), printed("board", 640, 220)
+    (first, *_, last), [posted, *_] = receipt.asks, board.asks
+    story = "".join(f"The total of line {line} is not what it says. " for line in range(20))
+    asked = [
+        Request("Hi"),
+        Request(chart.asks[0].question, [chart.image], pan_and_scan=crops(4)),
+        Request(first.question, [receipt.image], pan_and_scan=crops(4)),
+        Request(last.question, [receipt.image], pan_and_scan=crops(4)),
+        Request(last.question, [receipt.image], pan_and_scan=crops(2)),
+        Request(posted.question, [board.image], pan_and_scan=crops(2), system="Answer in few words."),
+        Request(posted.question, [chart.image, board.image], pan_and_scan=crops(2)),
+        Request(f"{story}{BOI}{chart.asks[0].question}", [chart.image], raw=True, pan_and_scan=crops(1)),
+    ]
+    return tuple(
+        replace(request, id=str(place), sampling=replace(SHORT, ignore_eos=place % 2 == 1))
+        for place, request in enumerate(asked)
+    )
 
-    def __init__(self, runner: GenerateRunner) -> None:
+
+class Reference:
+    """What ``generate()`` with eager attention says to some requests, each alone."""
+
+    def __init__(self, runner: GenerateRunner, asked: Sequence[Request] | None = None) -> None:
         self._runner = runner
+        self.requests = requests() if asked is None else asked
         self._known: dict[str, Result] = {}
 
     def __call__(self, request: Request) -> Result:

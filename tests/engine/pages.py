@@ -22,7 +22,7 @@ from panscan.model.shapes import SHAPES, Shape, VisionShape
 BLOCKS = 400
 SOFT = 9  # the id of image tokens
 
-_TEXT = replace(SHAPES["mini"].text, hidden=64, intermediate=96, layers=4, heads=2, kv_heads=1, pattern=2, window=7)
+_TEXT = replace(SHAPES["tiny"].text, hidden=64, intermediate=96, layers=4, heads=2, kv_heads=1, pattern=2, window=7)
 _EYES = VisionShape(hidden=16, intermediate=24, layers=1, heads=2, image_size=48, patch_size=4)
 MODELS: dict[str, Shape] = {
     "window inside image blocks": Shape("t", _TEXT, _EYES, 16),

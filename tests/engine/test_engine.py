@@ -25,8 +25,8 @@ SMALL: dict[str, Any] = {"kv_cache_gb": 0.02}
 
 
 @pytest.fixture
-def engine(mini: GenerateRunner) -> Iterator[Engine]:
-    with Engine(mini.loaded, EngineOptions(**SMALL)) as opened:
+def engine(tiny: GenerateRunner) -> Iterator[Engine]:
+    with Engine(tiny.loaded, EngineOptions(**SMALL)) as opened:
         yield opened
         stats = opened.stats()
         assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, (0, 0))
@@ -49,15 +49,15 @@ def test_results_come_in_order_and_are_those_of_generate(engine: Engine, referen
         assert len(result.stamps.tokens) == result.output_tokens
 
 
-def test_views_cut_on_the_device_are_those_of_generate_too(mini: GenerateRunner) -> None:
+def test_views_cut_on_the_device_are_those_of_generate_too(tiny: GenerateRunner) -> None:
     """PyTorch's rounding instead of Pillow's: of several views of an image, and of several images."""
-    before = mini.settings
-    mini.configure(replace(before, preprocess="device"))
+    before = tiny.settings
+    tiny.configure(replace(before, preprocess="device"))
     try:
-        due = [mini.run([request])[0].token_ids for request in requests()[3:10]]
+        due = [tiny.run([request])[0].token_ids for request in requests()[3:10]]
     finally:
-        mini.configure(before)
-    with Engine(mini.loaded, EngineOptions(**SMALL, preprocess="device")) as engine:
+        tiny.configure(before)
+    with Engine(tiny.loaded, EngineOptions(**SMALL, preprocess="device")) as engine:
         assert tokens(engine.generate(requests()[3:10])) == due
 
 
@@ -86,21 +86,21 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
     assert tokens(engine.generate([fine])) == [reference(fine).token_ids]
 
 
-def test_a_vision_cache_too_small_for_a_view(mini: GenerateRunner, reference: Reference) -> None:
-    with Engine(mini.loaded, EngineOptions(**SMALL, vision_cache_gb=1e-6)) as engine:
+def test_a_vision_cache_too_small_for_a_view(tiny: GenerateRunner, reference: Reference) -> None:
+    with Engine(tiny.loaded, EngineOptions(**SMALL, vision_cache_gb=1e-6)) as engine:
         seen, read = engine.generate([requests()[3], requests()[1]])
         assert isinstance(seen.error, SettingError)
         [least] = re.findall(r"--vision-cache-gb .* raise it to at least (\S+) GB", str(seen.error))
         assert read.token_ids == reference(requests()[1]).token_ids
         assert engine.stats().kv_blocks_used == (0, 0)
-    with Engine(mini.loaded, EngineOptions(**SMALL, vision_cache_gb=float(least))) as engine:
+    with Engine(tiny.loaded, EngineOptions(**SMALL, vision_cache_gb=float(least))) as engine:
         assert tokens(engine.generate([requests()[3]])) == [reference(requests()[3]).token_ids]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_prompt_tokens_are_counted_once(mini: GenerateRunner, overlap: bool) -> None:
+def test_prompt_tokens_are_counted_once(tiny: GenerateRunner, overlap: bool) -> None:
     """Also where a row of a request is under way that has ended."""
-    driver = Driver(mini, EngineOptions(**SMALL, overlap=overlap, prefix_caching=False))
+    driver = Driver(tiny, EngineOptions(**SMALL, overlap=overlap, prefix_caching=False))
     stopped = replace(requests()[3], sampling=replace(requests()[3].sampling, stop=("a", "e", "i", "o", "t", " ")))
     driven = [driver.add(each) for each in (stopped, requests()[0])]
     driver.run()
@@ -110,17 +110,17 @@ def test_prompt_tokens_are_counted_once(mini: GenerateRunner, overlap: bool) -> 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pass_that_fails_ends_only_those_that_came_with_it(
-    mini: GenerateRunner, reference: Reference, overlap: bool
+    tiny: GenerateRunner, reference: Reference, overlap: bool
 ) -> None:
     """A model that raises at one token: who decodes keeps tokens and cache, and so does whoever comes later."""
-    driver = Driver(mini, EngineOptions(**SMALL, overlap=overlap))
-    poison = mini.loaded.reader.tokenizer.encode("%", add_special_tokens=False)[-1]
+    driver = Driver(tiny, EngineOptions(**SMALL, overlap=overlap))
+    poison = tiny.loaded.reader.tokenizer.encode("%", add_special_tokens=False)[-1]
 
     def check(_module: Any, inputs: tuple[torch.Tensor]) -> None:
         if (inputs[0] == poison).any():
             raise ValueError("poison")
 
-    hook = mini.loaded.model.get_input_embeddings().register_forward_pre_hook(check)
+    hook = tiny.loaded.model.get_input_embeddings().register_forward_pre_hook(check)
     try:
         first = driver.add(requests()[3])
         driver.run(lambda: len(first.tokens) == 3)
@@ -214,8 +214,8 @@ def test_an_event_loop_that_ends_cancels_its_streams(engine: Engine) -> None:
     assert engine.stats().output_tokens < 500  # and the fixture sees that nothing is held
 
 
-def test_a_closed_engine(mini: GenerateRunner) -> None:
-    engine = Engine(mini.loaded, EngineOptions(**SMALL))
+def test_a_closed_engine(tiny: GenerateRunner) -> None:
+    engine = Engine(tiny.loaded, EngineOptions(**SMALL))
     endless = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True))
     results = engine.stream_results([endless, requests()[0]])
     index, _ = next(results)
@@ -265,24 +265,24 @@ def test_ends_and_log_probabilities(engine: Engine, reference: Reference) -> Non
         assert dict(each.top).get(token, each.logprob) == each.logprob <= 0
 
 
-def test_a_seed_gives_the_same_tokens_whatever_goes_on_around_it(mini: GenerateRunner) -> None:
+def test_a_seed_gives_the_same_tokens_whatever_goes_on_around_it(tiny: GenerateRunner) -> None:
     sampling = Sampling(max_new_tokens=TOKENS, temperature=1.5, top_p=0.95, seed=7)
     asked = [replace(request, sampling=sampling) for request in requests()]
-    with Engine(mini.loaded, EngineOptions(**SMALL, max_num_seqs=1)) as engine:
+    with Engine(tiny.loaded, EngineOptions(**SMALL, max_num_seqs=1)) as engine:
         alone = tokens(engine.generate(asked))
     crowded: dict[str, Any] = {"kv_cache_gb": 0.003, "prefill_chunk_size": 50, "block_size": 1}
-    with Engine(mini.loaded, EngineOptions(**crowded)) as engine:
+    with Engine(tiny.loaded, EngineOptions(**crowded)) as engine:
         assert tokens(engine.generate(asked)) == alone
-    with Engine(mini.loaded, EngineOptions(**SMALL)) as engine:
+    with Engine(tiny.loaded, EngineOptions(**SMALL)) as engine:
         other = engine.generate([replace(each, sampling=replace(sampling, seed=8)) for each in asked])
         unseeded = [replace(asked[1], sampling=replace(sampling, seed=None))] * 2
         first, second = tokens(engine.generate(unseeded))
     assert tokens(other) != alone and first != second
 
 
-def test_what_is_seen_of_a_preempted_request_is_the_same(mini: GenerateRunner) -> None:
+def test_what_is_seen_of_a_preempted_request_is_the_same(tiny: GenerateRunner) -> None:
     """Its prompt is computed twice, and seen once."""
-    loaded = mini.loaded
+    loaded = tiny.loaded
     asked = [requests()[place] for place in (2, 10, 13) * 3]
     prompts = [plan_request(read_images(request), loaded.reader)[1].ids for request in asked]
     places = [image_places(ids, loaded.reader.prompts.soft_id) for ids in prompts]
@@ -302,7 +302,7 @@ def test_opening_by_name(tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_text("pan_and_scan_max_num_crops: 2\nmax_new_tokens: 3\nkv_cache_gb: 0.01\n")
     page = noise(700, 100)
-    with Engine.from_pretrained("mini", preset=str(preset), dtype="fp32", device="cpu", min_crop_size=50) as engine:
+    with Engine.from_pretrained("tiny", preset=str(preset), dtype="fp32", device="cpu", min_crop_size=50) as engine:
         assert engine.settings.runner == "engine"
         [result] = engine.generate([engine.request("What?", [page])])
         assert (result.views, result.output_tokens) == (3, 3)
@@ -310,17 +310,17 @@ def test_opening_by_name(tmp_path: Path) -> None:
         assert more.views == 5
     preset.write_text("max_new_tokens: 2\nbatch_size: [4, 8]\n")
     with pytest.warns(PanscanWarning, match="takes no batch_size"):
-        Engine.from_pretrained(preset=str(preset), dtype="fp32", device="cpu", kv_cache_gb=0.01).close()
+        Engine.from_pretrained("tiny", preset=str(preset), dtype="fp32", device="cpu", kv_cache_gb=0.01).close()
     with pytest.raises(SettingError, match="this is the engine"):
-        Engine.from_pretrained(runner="generate")
+        Engine.from_pretrained("tiny", runner="generate")
     preset.write_text("max_new_tokens: [3, 4]\n")
     with pytest.raises(SettingError, match="one max_new_tokens"):
-        Engine.from_pretrained(preset=str(preset))
+        Engine.from_pretrained("tiny", preset=str(preset))
     with pytest.raises(SettingError, match="max_num_seqs"):
-        Engine.from_pretrained(max_num_seq=3)
+        Engine.from_pretrained("tiny", max_num_seq=3)
     with pytest.raises(UnsupportedError, match="--cache must stay at dynamic"):
-        Engine.from_pretrained(cache="static")
+        Engine.from_pretrained("tiny", cache="static")
     with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
-        Engine.from_pretrained(kv_cache_gb=1e9)
+        Engine.from_pretrained("tiny", kv_cache_gb=1e9)
     with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
-        Engine.from_pretrained(kv_cache_gb=1e-6)
+        Engine.from_pretrained("tiny", kv_cache_gb=1e-6)

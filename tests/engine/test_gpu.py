@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.bench.test_verify import STEPS
 from tests.bench.test_verify import Bench as VerdictBench
-from tests.engine.driving import Reference, requests
-from tests.engine.test_conformance import OPTIONS, Arrival, arrivals, check
+from tests.engine.driving import Reference, questions, requests
+from tests.engine.test_conformance import MINI_OPTIONS, OPTIONS, Arrival, arrivals, check
 
 from panscan import GenerateRunner
 from panscan.engine.engine import Engine
@@ -28,7 +28,7 @@ BACKENDS = st.sampled_from(["triton", "triton", "sdpa"])
 
 @pytest.fixture(scope="module")
 def on_gpu() -> GenerateRunner:
-    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda")
+    return GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cuda")
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,42 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS, arrivals(8), BACKENDS, st.booleans())
+@given(OPTIONS, arrivals(8, len(requests())), BACKENDS, st.booleans())
 def test_any_history_has_the_tokens_of_generate(
     on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
     backend: str, fast: bool,
 ) -> None:  # fmt: skip
     check(on_gpu, gpu_reference, options | {"attention_backend": backend, "fast_start": fast}, history)
+
+
+@pytest.fixture(scope="module")
+def mini_on_gpu() -> GenerateRunner:
+    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def mini_gpu_reference(mini_on_gpu: GenerateRunner) -> Reference:
+    return Reference(mini_on_gpu, questions())
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(MINI_OPTIONS, arrivals(8, len(questions())), BACKENDS, st.booleans())
+def test_any_history_has_the_answers_of_the_trained_model(
+    mini_on_gpu: GenerateRunner, mini_gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
+    backend: str, fast: bool,
+) -> None:  # fmt: skip
+    check(mini_on_gpu, mini_gpu_reference, options | {"attention_backend": backend, "fast_start": fast}, history)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_every_answer_on_the_gpu_as_on_the_cpu(
+    mini_on_gpu: GenerateRunner, mini_reference: Reference, backend: str, fast: bool
+) -> None:
+    options = EngineOptions(kv_cache_gb=0.2, attention_backend=backend, fast_start=fast)
+    with Engine(mini_on_gpu.loaded, options) as engine:
+        results = engine.generate(questions())
+    assert [result.token_ids for result in results] == [mini_reference(each).token_ids for each in questions()]
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -97,7 +127,7 @@ def test_one_row_more_than_a_tile(
     ids=str,
 )
 def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
-    given = {"runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
+    given = {"model": "tiny", "runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
     chosen = settings_from(given)
     runner = EngineRunner.from_settings(chosen)
     verdict = VerdictBench(tmp_path).verifier().verdict(runner, chosen)
@@ -122,7 +152,7 @@ def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, b
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus(reference: Reference) -> None:
-    given = {"runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
+    given = {"model": "tiny", "runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
     runner = EngineRunner.from_settings(settings_from(given))
     assert len(set(runner.loaded.model.hf_device_map.values())) == 2
     results = runner.run(requests())
@@ -135,7 +165,13 @@ def test_memory_comes_back(backend: str) -> None:
     """What the first engine leaves is PyTorch's: workspaces of products, one for a thread's handle and a stream."""
     left = []
     for _ in range(3):
-        given = {"runner": "engine", "device": "cuda", "max_new_tokens": 4, "attention_backend": backend}
+        given = {
+            "model": "tiny",
+            "runner": "engine",
+            "device": "cuda",
+            "max_new_tokens": 4,
+            "attention_backend": backend,
+        }
         runner = EngineRunner.from_settings(settings_from(given))
         runner.run(requests()[:3])
         held = torch.cuda.memory_allocated()

@@ -135,10 +135,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("how", CASES, ids=str)
-def test_scores_are_those_of_generate(mini: GenerateRunner, how: Sampling) -> None:
+def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> None:
     """The order of the steps, too: whole answers of ``generate()`` with its scores before and after."""
-    loaded = mini.loaded
-    prompt = loaded.reader.prompts.write(mini.request("What is the total?"), []).ids
+    loaded = tiny.loaded
+    prompt = loaded.reader.prompts.write(tiny.request("What is the total?"), []).ids
     suppressed = loaded.model.generation_config.suppress_tokens
     torch.manual_seed(0)
     output = loaded.model.generate(

@@ -144,12 +144,12 @@ def test_transformers_criterion_stops_at_the_same_token(parts: list[list[int]], 
     assert (taken if text.stopped else None) == next(ends, None)
 
 
-def test_generate_stops_at_the_same_token(mini: GenerateRunner) -> None:
+def test_generate_stops_at_the_same_token(tiny: GenerateRunner) -> None:
     """Stop texts out of a greedy answer: inside of tokens, across them, whole ones; several at once."""
-    prompt = mini.loaded.reader.prompts.write(mini.request("What is the total?"), []).ids
+    prompt = tiny.loaded.reader.prompts.write(tiny.request("What is the total?"), []).ids
 
     def answered(**stop: Any) -> list[int]:
-        output = mini.loaded.model.generate(
+        output = tiny.loaded.model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=24, do_sample=False, eos_token_id=VOCABULARY_SIZE, **stop,
         )  # fmt: skip
@@ -161,5 +161,5 @@ def test_generate_stops_at_the_same_token(mini: GenerateRunner) -> None:
     assert len(set(ids)) > 5
     stops = [[whole[at : at + length]] for at, length in ((2, 2), (11, 9), (30, 1), (40, 5), (len(whole) - 3, 3))]
     for stop in [*stops, [stops[3][0], stops[1][0], "never that"]]:
-        expected = answered(stop_strings=stop, tokenizer=mini.loaded.reader.tokenizer)
+        expected = answered(stop_strings=stop, tokenizer=tiny.loaded.reader.tokenizer)
         assert pushed(ids, stop)[2] == len(expected), stop

@@ -69,8 +69,8 @@ def server() -> Iterator[SlowServer]:
 
 
 @pytest.fixture
-def engine(mini: GenerateRunner) -> Iterator[Engine]:
-    with Engine(mini.loaded, OPTIONS) as opened:
+def engine(tiny: GenerateRunner) -> Iterator[Engine]:
+    with Engine(tiny.loaded, OPTIONS) as opened:
         yield opened
 
 
@@ -107,9 +107,9 @@ def test_cancelled_while_it_is_prepared_and_before(engine: Engine, server: SlowS
     assert len(server.asked) <= 8
 
 
-def test_few_requests_are_prepared_ahead(mini: GenerateRunner) -> None:
+def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
     """However many wait: their images are what memory is bounded by."""
-    with Engine(mini.loaded, replace(OPTIONS, max_num_seqs=1)) as engine:
+    with Engine(tiny.loaded, replace(OPTIONS, max_num_seqs=1)) as engine:
         worker, seen = engine._worker, []
         endless = replace(requests()[0], sampling=Sampling(max_new_tokens=60, ignore_eos=True))
         for _ in engine.stream_results([endless, *requests()[1:] * 2], max_concurrency=40):
@@ -117,9 +117,9 @@ def test_few_requests_are_prepared_ahead(mini: GenerateRunner) -> None:
         assert 0 < max(seen) <= 8
 
 
-def test_pixels_go_when_they_are_not_needed_any_more(mini: GenerateRunner) -> None:
+def test_pixels_go_when_they_are_not_needed_any_more(tiny: GenerateRunner) -> None:
     """Also those of views that a shared prefix brought along."""
-    driver = Driver(mini, replace(OPTIONS, max_num_seqs=1))
+    driver = Driver(tiny, replace(OPTIONS, max_num_seqs=1))
     first, second = driver.add(requests()[3]), driver.add(requests()[4])
     assert all(sight.pixels is not None for sight in second.job.sights.values())
     driver.run(lambda: len(second.tokens) == 1)
@@ -209,7 +209,7 @@ def test_a_thread_that_outlives_the_program_is_answered() -> None:
     code = """
 import threading
 from panscan import Engine
-engine = Engine.from_pretrained("mini", dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=2)
+engine = Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=2)
 started = threading.Event()
 def late():
     started.set()

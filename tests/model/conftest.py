@@ -1,4 +1,4 @@
-"""What several tests of the modules ask the mini model."""
+"""What several tests of the modules ask the tiny model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from panscan.model.inputs import collate, prepare, read_images
 
 
 @pytest.fixture
-def two_asked(mini: GenerateRunner) -> dict[str, torch.Tensor]:
+def two_asked(tiny: GenerateRunner) -> dict[str, torch.Tensor]:
     """Inputs of ``generate()`` for two requests, one with crops."""
-    reader, cpu = mini.loaded.reader, torch.device("cpu")
+    reader, cpu = tiny.loaded.reader, torch.device("cpu")
     asked = [Request("What is it?", [noise(300, 900)]), Request("And this?", [noise(90, 70)])]
     ready = [prepare(read_images(item), reader, cpu, torch.float32, on_device=False) for item in asked]
-    return collate(ready, mini.loaded, None)
+    return collate(ready, tiny.loaded, None)

@@ -169,13 +169,13 @@ def test_parts_that_the_formulas_leave_out_are_refused(change: dict[str, Any], m
         ({"experts": 8}, "no field 'experts'"),
         ({"text": None}, "needs fields"),
         ({"text": {"vocabulary": 3}}, "needs 'hidden'"),
-        ({"vision": {**asdict(SHAPES["mini"])["vision"], "layers": "2"}}, "whole number 'layers'"),
+        ({"vision": {**asdict(SHAPES["tiny"])["vision"], "layers": "2"}}, "whole number 'layers'"),
         ({"image_tokens": None}, "whole number 'image_tokens'"),
     ],
 )
 def test_another_versions_shape_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordsError, match=message):
-        Shape.from_dict({**asdict(SHAPES["mini"]), **change})
+        Shape.from_dict({**asdict(SHAPES["tiny"]), **change})
 
 
 def test_positions_seen_are_one_row_of_the_attention_pairs() -> None:

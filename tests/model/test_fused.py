@@ -242,8 +242,8 @@ def test_the_float32_truth_is_the_same(shape: Shape) -> None:
     assert difference <= (short - expected).norm()
 
 
-def test_generate_gives_the_same_tokens(mini: GenerateRunner, two_asked: dict[str, torch.Tensor]) -> None:
-    model = mini.loaded.model
+def test_generate_gives_the_same_tokens(tiny: GenerateRunner, two_asked: dict[str, torch.Tensor]) -> None:
+    model = tiny.loaded.model
     expected = model.generate(**two_asked, max_new_tokens=8)
     with fused(model), Products() as seen:
         assert torch.equal(model.generate(**two_asked, max_new_tokens=8), expected)

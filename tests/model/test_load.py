@@ -22,7 +22,7 @@ from tests.conftest import noise
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
 from panscan.model.load import Placement, load_model, load_reader
-from panscan.model.mini import mini_directory
+from panscan.model.tiny import tiny_directory
 from panscan.settings import settings_from
 
 CPU = Placement(torch.device("cpu"), torch.float32)
@@ -30,23 +30,23 @@ CPU = Placement(torch.device("cpu"), torch.float32)
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The mini checkpoint as somebody's local directory."""
-    return Path(shutil.copytree(mini_directory(), tmp_path / "checkpoint"))
+    """The tiny checkpoint as somebody's local directory."""
+    return Path(shutil.copytree(tiny_directory(), tmp_path / "checkpoint"))
 
 
 def answer(runner: GenerateRunner) -> list[int]:
     return runner.generate([runner.request("What is the total?", [noise(300, 900)])])[0].token_ids
 
 
-def test_a_sharded_local_directory_gives_the_same_answers(mini: GenerateRunner, copy: Path) -> None:
-    deepcopy(mini.loaded.model).to(torch.bfloat16).save_pretrained(copy, max_shard_size="1MB")
+def test_a_sharded_local_directory_gives_the_same_answers(tiny: GenerateRunner, copy: Path) -> None:
+    deepcopy(tiny.loaded.model).to(torch.bfloat16).save_pretrained(copy, max_shard_size="1MB")
     (copy / "model.safetensors").unlink()
     assert len(list(copy.glob("model-*.safetensors"))) > 2
     local = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
-    assert answer(local) == answer(mini)
+    assert answer(local) == answer(tiny)
 
 
-def test_a_base_checkpoint_takes_raw_prompts_only(mini: GenerateRunner, copy: Path) -> None:
+def test_a_base_checkpoint_takes_raw_prompts_only(tiny: GenerateRunner, copy: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     base = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
     with pytest.raises(ModelError, match="--raw-prompt"):
@@ -55,7 +55,7 @@ def test_a_base_checkpoint_takes_raw_prompts_only(mini: GenerateRunner, copy: Pa
     raw = Request(prompt="<start_of_image> reads: ", images=[noise(300, 900)], raw=True, sampling=greedy)
     [result] = base.generate([raw])
     assert result.views == 4
-    assert result.token_ids == mini.generate([raw])[0].token_ids
+    assert result.token_ids == tiny.generate([raw])[0].token_ids
 
 
 def test_the_checkpoints_sampling_defaults_do_not_leak(copy: Path) -> None:
@@ -119,13 +119,13 @@ def test_max_memory_as_accelerate_wants_it() -> None:
     assert placed.arguments()["max_memory"] == {0: "30GiB", "cpu": "60GiB"}
 
 
-def test_device_map_places_the_model(mini: GenerateRunner) -> None:
-    spread = GenerateRunner.from_pretrained("mini", dtype="fp32", device_map="auto", max_memory="cpu=2GiB")
+def test_device_map_places_the_model(tiny: GenerateRunner) -> None:
+    spread = GenerateRunner.from_pretrained("tiny", dtype="fp32", device_map="auto", max_memory="cpu=2GiB")
     if torch.cuda.is_available():
         pytest.skip("auto takes the GPU here")
     assert (
-        spread.generate([mini.request("What?", [noise(300, 900)])])[0].token_ids
-        == mini.generate([mini.request("What?", [noise(300, 900)])])[0].token_ids
+        spread.generate([tiny.request("What?", [noise(300, 900)])])[0].token_ids
+        == tiny.generate([tiny.request("What?", [noise(300, 900)])])[0].token_ids
     )
 
 

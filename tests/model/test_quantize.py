@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def int8() -> GenerateRunner:
     return GenerateRunner.from_pretrained(
-        "mini", dtype="bf16", device="cpu", quantization="torchao-int8", max_new_tokens=8
+        "tiny", dtype="bf16", device="cpu", quantization="torchao-int8", max_new_tokens=8
     )
 
 
@@ -38,7 +38,7 @@ def test_text_layers_are_quantised_and_the_vision_tower_is_not(int8: GenerateRun
 
 def test_a_quantised_model_answers_otherwise(int8: GenerateRunner) -> None:
     """Eight bits are close, not equal: the first token's distribution has moved, and only a little."""
-    plain = GenerateRunner.from_pretrained("mini", dtype="bf16", device="cpu", max_new_tokens=8)
+    plain = GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu", max_new_tokens=8)
     [ours] = int8.generate([int8.request("What is it?", [noise(300, 900)])])
     [theirs] = plain.generate([plain.request("What is it?", [noise(300, 900)])])
     assert (ours.views, ours.prompt_tokens) == (theirs.views, theirs.prompt_tokens)
@@ -56,7 +56,7 @@ def test_what_cannot_be_quantised_here_is_said() -> None:
     assert quantization_reason("torchao-int8", CPU) is None
     assert quantization_config("gptq", torch.bfloat16) is None
     with pytest.raises(UnsupportedError, match="gptq"):
-        GenerateRunner.from_pretrained("mini", quantization="gptq")
+        GenerateRunner.from_pretrained("tiny", quantization="gptq")
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.model.tokenizer import MARKS
 
 TEXT = TextShape(5000, 64, 96, 6, 2, 1, 32, 16, 32, 256)
-TINY = Shape("tiny", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)
+SMALL = Shape("small", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)
 BLIND = Shape("blind", TEXT)
 
-every_shape = pytest.mark.parametrize("shape", ["mini", TINY, BLIND], ids=["mini", "tiny", "text only"])
+every_shape = pytest.mark.parametrize(
+    "shape", ["mini", "tiny", SMALL, BLIND], ids=["mini", "tiny", "small", "text only"]
+)
 
 
 def auto(model: PreTrainedModel) -> Any:
@@ -79,14 +81,14 @@ def test_tokens_beyond_the_tokenizer_decode_to_nothing() -> None:
 
 
 def test_the_processor_speaks_the_shape() -> None:
-    model, processor = random_model(TINY, dtype=torch.float32, device="cpu")
+    model, processor = random_model(SMALL, dtype=torch.float32, device="cpu")
     inputs = prompt(processor)
     assert inputs["pixel_values"].shape == (2, 3, 56, 56)
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * 4
 
 
 def weights(seed: int) -> torch.Tensor:
-    model, _ = random_model(TINY, dtype=torch.float32, device="cpu", seed=seed)
+    model, _ = random_model(SMALL, dtype=torch.float32, device="cpu", seed=seed)
     return torch.cat([parameter.flatten() for parameter in model.parameters()])
 
 
@@ -122,7 +124,7 @@ class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
 def test_a_model_is_built_in_place_in_its_own_precision() -> None:
     with Created() as created:
-        model, _ = random_model(TINY, dtype=torch.bfloat16, device="cpu")
+        model, _ = random_model(SMALL, dtype=torch.bfloat16, device="cpu")
     assert created.dtypes == {torch.bfloat16}
     output_matrix = model.get_input_embeddings().weight.nbytes  # made before it is tied, and given back
     assert created.bytes() <= model.get_memory_footprint() + output_matrix

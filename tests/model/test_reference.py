@@ -22,8 +22,8 @@ from panscan.runners.generate import GenerateRunner
 
 @pytest.fixture(scope="module")
 def half() -> GenerateRunner:
-    """The mini model in bfloat16."""
-    return GenerateRunner.from_pretrained("mini", dtype="bf16", device="cpu", attention="eager")
+    """The tiny model in bfloat16."""
+    return GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu", attention="eager")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def inputs(half: GenerateRunner) -> dict[str, Any]:
 @pytest.fixture
 def twin(half: GenerateRunner) -> Iterator[Any]:
     """The same checkpoint loaded in float32, with the scale of embeddings that the bfloat16 model has rounded."""
-    full = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", attention="eager").loaded.model
+    full = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu", attention="eager").loaded.model
     scale = half.loaded.model.model.language_model.embed_tokens.embed_scale
     full.model.language_model.embed_tokens.embed_scale = scale.float()
     yield full
@@ -76,8 +76,8 @@ def test_the_model_is_left_as_it_was_also_after_a_failure(half: GenerateRunner, 
     assert logits(model, {**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}).dtype == torch.bfloat16
 
 
-def test_views_one_by_one_are_the_views_together(mini: GenerateRunner, inputs: dict[str, Any]) -> None:
-    model, sizes = mini.loaded.model, []
+def test_views_one_by_one_are_the_views_together(tiny: GenerateRunner, inputs: dict[str, Any]) -> None:
+    model, sizes = tiny.loaded.model, []
     handle = model.model.vision_tower.encoder.register_forward_pre_hook(
         lambda _module, _args, options: sizes.append(options["inputs_embeds"].shape[0]), with_kwargs=True
     )
@@ -90,13 +90,13 @@ def test_views_one_by_one_are_the_views_together(mini: GenerateRunner, inputs: d
     assert "forward" not in vars(model.model.vision_tower)
 
 
-def test_the_forward_that_accelerate_gives_a_tower_comes_back(mini: GenerateRunner) -> None:
+def test_the_forward_that_accelerate_gives_a_tower_comes_back(tiny: GenerateRunner) -> None:
     """As it does when layers are spread over devices."""
-    tower = mini.loaded.model.model.vision_tower
+    tower = tiny.loaded.model.model.vision_tower
     add_hook_to_module(tower, ModelHook())
     try:
         own = vars(tower)["forward"]
-        with one_view_at_a_time(mini.loaded.model):
+        with one_view_at_a_time(tiny.loaded.model):
             assert tower.forward is not own
         assert vars(tower)["forward"] is own
     finally:
@@ -104,14 +104,14 @@ def test_the_forward_that_accelerate_gives_a_tower_comes_back(mini: GenerateRunn
         vars(tower).pop("forward", None)  # accelerate leaves the class's own behind, as an attribute
 
 
-def test_the_output_matrix_is_the_models(mini: GenerateRunner, inputs: dict[str, Any]) -> None:
+def test_the_output_matrix_is_the_models(tiny: GenerateRunner, inputs: dict[str, Any]) -> None:
     with torch.no_grad():
-        hidden = mini.loaded.model.model(**inputs)[0][0, -5:]
-    expected = logits(mini.loaded.model, inputs)[0, -5:]
-    torch.testing.assert_close(head_logits(mini.loaded.model, hidden), expected, rtol=1e-5, atol=1e-5)
+        hidden = tiny.loaded.model.model(**inputs)[0][0, -5:]
+    expected = logits(tiny.loaded.model, inputs)[0, -5:]
+    torch.testing.assert_close(head_logits(tiny.loaded.model, hidden), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_truths_logits_are_never_in_tf32(mini: GenerateRunner) -> None:
+def test_the_truths_logits_are_never_in_tf32(tiny: GenerateRunner) -> None:
     seen = []
 
     class Watching(TorchFunctionMode):
@@ -123,7 +123,7 @@ def test_the_truths_logits_are_never_in_tf32(mini: GenerateRunner) -> None:
     apply_tf32(True)
     try:
         with Watching():
-            head_logits(mini.loaded.model, torch.zeros(1, mini.loaded.model.config.text_config.hidden_size))
+            head_logits(tiny.loaded.model, torch.zeros(1, tiny.loaded.model.config.text_config.hidden_size))
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         apply_tf32(False)
@@ -131,11 +131,11 @@ def test_the_truths_logits_are_never_in_tf32(mini: GenerateRunner) -> None:
     assert set(seen) == {"highest"}
 
 
-def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, mini: GenerateRunner) -> None:
+def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, tiny: GenerateRunner) -> None:
     model = half.loaded.model
     digest = weights_digest(model)
-    assert digest == weights_digest(GenerateRunner.from_pretrained("mini", dtype="bf16", device="cpu").loaded.model)
-    assert digest != weights_digest(mini.loaded.model)  # whose scale of embeddings is not rounded
+    assert digest == weights_digest(GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu").loaded.model)
+    assert digest != weights_digest(tiny.loaded.model)  # whose scale of embeddings is not rounded
     weight = model.model.language_model.layers[3].mlp.up_proj.weight
     before = weight[0, 0].clone()
     with torch.no_grad():

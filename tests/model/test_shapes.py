@@ -22,22 +22,22 @@ from panscan.model.config import gemma3_config
 from panscan.model.shapes import SHAPES, TextShape
 from panscan.model.tokenizer import build_tokenizer
 
-MINI = SHAPES["mini"]
+TINY = SHAPES["tiny"]
 
 
 @cache
-def mini() -> PreTrainedModel:
-    config = gemma3_config(MINI, build_tokenizer())
+def tiny() -> PreTrainedModel:
+    config = gemma3_config(TINY, build_tokenizer())
     return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
 
 
 def counted(**inputs: Any) -> int:
-    """FLOPs of the mini model's decoder or tower as PyTorch counts them, without the table of rotations."""
+    """FLOPs of the tiny model's decoder or tower as PyTorch counts them, without the table of rotations."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         if "pixel_values" in inputs:
-            mini().get_image_features(**inputs)
+            tiny().get_image_features(**inputs)
         else:
-            mini()(**inputs, logits_to_keep=1)
+            tiny()(**inputs, logits_to_keep=1)
     rotations = sum(
         sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")
     )
@@ -65,9 +65,9 @@ def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
 
 @pytest.mark.parametrize("views", [1, 3])
 def test_vision_flops_are_those_that_pytorch_counts(views: int) -> None:
-    assert MINI.vision is not None
-    side = MINI.vision.image_size
-    assert MINI.vision_flops(views) == counted(pixel_values=torch.zeros(views, 3, side, side))
+    assert TINY.vision is not None
+    side = TINY.vision.image_size
+    assert TINY.vision_flops(views) == counted(pixel_values=torch.zeros(views, 3, side, side))
 
 
 def test_a_text_only_shape_spends_nothing_on_views() -> None:
@@ -76,16 +76,16 @@ def test_a_text_only_shape_spends_nothing_on_views() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 def test_prefill_flops_are_those_that_pytorch_counts_but_for_the_masked_pairs(tokens: int) -> None:
-    text = MINI.text
+    text = TINY.text
     masked = text.layers * tokens**2 - text.attention_pairs(tokens)
-    assert MINI.prefill_flops(tokens) == counted(input_ids=torch.ones(1, tokens, dtype=torch.long)) - (
+    assert TINY.prefill_flops(tokens) == counted(input_ids=torch.ones(1, tokens, dtype=torch.long)) - (
         4 * text.heads * text.head_size * masked
     )
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
 def test_attention_pairs_are_the_open_entries_of_transformers_masks(tokens: int) -> None:
-    config = mini().config.text_config
+    config = tiny().config.text_config
     kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     given_to_each: dict[str, Any] = {
         "config": config,
@@ -95,7 +95,7 @@ def test_attention_pairs_are_the_open_entries_of_transformers_masks(tokens: int)
     }
     masks = {kind: make(**given_to_each) for kind, make in kinds.items()}
     open_entries = {kind: int((mask == 0).sum()) for kind, mask in masks.items()}
-    assert MINI.text.attention_pairs(tokens) == sum(open_entries[kind] for kind in config.layer_types)
+    assert TINY.text.attention_pairs(tokens) == sum(open_entries[kind] for kind in config.layer_types)
 
 
 @given(
@@ -113,12 +113,12 @@ def test_attention_pairs_add_up_row_by_row(tokens: int, window: int, layers: int
 @pytest.mark.parametrize("tokens", [5, 127, 128, 300])
 def test_kv_bytes_are_what_transformers_keeps_and_the_next_token_beside_a_full_window(tokens: int) -> None:
     with torch.no_grad():
-        kept = mini()(torch.ones(1, tokens, dtype=torch.long), past_key_values=DynamicCache(config=mini().config))
+        kept = tiny()(torch.ones(1, tokens, dtype=torch.long), past_key_values=DynamicCache(config=tiny().config))
     layers = kept.past_key_values.layers
     stored = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
     # A sliding layer drops its oldest position before the next token comes, which makes the window full again.
-    awaited = MINI.text.local_layers if tokens >= MINI.text.window else 0
-    assert MINI.kv_bytes(tokens, 4) == stored + awaited * 2 * MINI.text.kv_heads * MINI.text.head_size * 4
+    awaited = TINY.text.local_layers if tokens >= TINY.text.window else 0
+    assert TINY.kv_bytes(tokens, 4) == stored + awaited * 2 * TINY.text.kv_heads * TINY.text.head_size * 4
 
 
 @given(st.integers(0, 5000), st.integers(0, 300), st.sampled_from([0.5, 1, 2, 4]), st.sampled_from([1, 2, 4]))

@@ -41,7 +41,7 @@ def test_the_saved_tokenizer_is_the_built_one(reloaded: Any, text: str) -> None:
 
 
 def test_the_vocabulary_is_the_same_everywhere() -> None:
-    """The mini model's weights belong to these ids."""
+    """The tiny model's weights belong to these ids."""
     vocabulary = " ".join(sorted(TOKENIZER.get_vocab(), key=TOKENIZER.get_vocab().__getitem__))
     assert sha256(vocabulary.encode()).hexdigest()[:16] == "5e4d96cb39d79e1a"
 

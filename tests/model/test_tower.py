@@ -24,7 +24,7 @@ from panscan.runners.generate import GenerateRunner
 
 TEXT = TextShape(1024, 64, 96, 1, 2, 1, 32, 16, 32, 256)
 EYES = VisionShape(hidden=48, intermediate=64, layers=3, heads=2, image_size=56)
-TINY = Shape("tiny", TEXT, EYES, image_tokens=4)
+SMALL = Shape("small", TEXT, EYES, image_tokens=4)
 ODD = Shape("odd", TEXT, replace(EYES, heads=3, image_size=60, patch_size=4), image_tokens=9)
 
 
@@ -63,7 +63,7 @@ class Seen(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("shape", [TINY, ODD, SHAPES["mini"]], ids=["tiny", "odd", "mini"])
+@pytest.mark.parametrize("shape", [SMALL, ODD, SHAPES["tiny"], SHAPES["mini"]], ids=["small", "odd", "tiny", "mini"])
 def test_views_are_those_of_the_model(shape: Shape, fused: bool) -> None:
     model = model_of(shape)
     tower = VisionTower(model)
@@ -80,7 +80,7 @@ def test_views_are_those_of_the_model(shape: Shape, fused: bool) -> None:
 
 @pytest.mark.parametrize("attention", ["cudnn", "flash", "efficient", "math", "default"])
 def test_every_kernel_computes_the_same_or_gives_way_to_one_that_does(attention: str) -> None:
-    model = model_of(TINY)
+    model = model_of(SMALL)
     tower = VisionTower(model)
     tower.attention = attention
     pixels = pixels_for(model, 2)
@@ -89,7 +89,7 @@ def test_every_kernel_computes_the_same_or_gives_way_to_one_that_does(attention:
 
 def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_model() -> None:
     """Both round at the same places but two (the sum of a patch, a head's attention): neither is the better one."""
-    model = model_of(SHAPES["mini"], torch.bfloat16)
+    model = model_of(SHAPES["tiny"], torch.bfloat16)
     pixels = pixels_for(model, 4)
     with float32_model(model):
         truth = features(model, pixels)
@@ -100,9 +100,9 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_model() -> None:
 
 
 def test_the_model_is_untouched_between_calls_and_after_a_failure(
-    mini: GenerateRunner, two_asked: dict[str, torch.Tensor]
+    tiny: GenerateRunner, two_asked: dict[str, torch.Tensor]
 ) -> None:
-    model = mini.loaded.model
+    model = tiny.loaded.model
     pixels = pixels_for(model, 3)
     classes = [type(module) for module in model.modules()]
     tokens, views, digest = (
@@ -124,7 +124,7 @@ def test_the_model_is_untouched_between_calls_and_after_a_failure(
 
 
 def test_the_float32_truth_is_the_same_beside_a_tower() -> None:
-    model = model_of(TINY, torch.bfloat16)
+    model = model_of(SMALL, torch.bfloat16)
     pixels = pixels_for(model, 2)
     with float32_model(model):
         expected = features(model, pixels)
@@ -138,7 +138,7 @@ def test_the_float32_truth_is_the_same_beside_a_tower() -> None:
 @pytest.mark.parametrize("hooks", [False, True])
 def test_values_of_a_token_lie_next_to_each_other_in_every_layer(hooks: bool) -> None:
     """Also where the patch convolution stays one; Transformers' own residuals run across the grain."""
-    model = model_of(TINY)
+    model = model_of(SMALL)
     model = hooked(model) if hooks else model
     seen: list[int] = []
     for layer in model.model.vision_tower.encoder.layers:
@@ -149,7 +149,7 @@ def test_values_of_a_token_lie_next_to_each_other_in_every_layer(hooks: bool) ->
 
 def test_views_go_in_few_different_numbers() -> None:
     """A kernel that is planned for each number of views is planned for few: powers of two."""
-    model = model_of(TINY)
+    model = model_of(SMALL)
     seen: list[int] = []
     model.model.vision_tower.encoder.layers[0].mlp.register_forward_pre_hook(
         lambda _, given: seen.append(len(given[0]))
@@ -204,7 +204,7 @@ def watched(model: Any) -> Any:
 
 @pytest.mark.parametrize("change", [hooked, offloaded, packed, quantised, watched])
 def test_a_tower_with_hooks_or_quantised_runs_as_it_is(change: Any) -> None:
-    model = model_of(TINY)
+    model = model_of(SMALL)
     pixels = pixels_for(model, 3)
     expected = features(model, pixels)
     model = change(model)
@@ -216,7 +216,7 @@ def test_a_tower_with_hooks_or_quantised_runs_as_it_is(change: Any) -> None:
 
 
 def test_the_patch_convolution_is_a_product() -> None:
-    model = model_of(TINY)
+    model = model_of(SMALL)
     with Seen() as seen:
         VisionTower(model)(pixels_for(model, 1))
     assert "conv2d" not in seen.names

@@ -10,7 +10,7 @@ import torch
 from tests.bench.test_measure import Lines, Watcher
 from tests.bench.test_verify import STEPS as VERDICT_STEPS
 from tests.bench.test_verify import Bench as VerdictBench
-from tests.conftest import noise
+from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request
 from panscan.bench.grid import build_cells
@@ -28,7 +28,14 @@ from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
 
 STEPS = 6
-SMALL = {"runner": "engine", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS, "kv_cache_gb": 0.02}
+SMALL = {
+    "model": "tiny",
+    "runner": "engine",
+    "dtype": "fp32",
+    "device": "cpu",
+    "max_new_tokens": STEPS,
+    "kv_cache_gb": 0.02,
+}
 
 
 def batch() -> list[Request]:
@@ -42,9 +49,9 @@ def batch() -> list[Request]:
 
 
 @pytest.mark.parametrize("chunk", [1, 70, None])
-def test_observations_are_those_of_eager_attention(mini: GenerateRunner, chunk: int | None) -> None:
+def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: int | None) -> None:
     """Logits before each forced token, and at places of images, through chunks: those of ``generate()``, eager."""
-    loaded = mini.loaded
+    loaded = tiny.loaded
     prompts = [
         prepare(read_images(each), loaded.reader, loaded.device, loaded.dtype, on_device=False).prompt
         for each in batch()
@@ -54,16 +61,16 @@ def test_observations_are_those_of_eager_attention(mini: GenerateRunner, chunk: 
         for place, prompt in enumerate(prompts)
     ]
     engine = EngineRunner(loaded, settings_from({**SMALL, "prefill_chunk_size": chunk}))
-    before = mini.settings
+    before = tiny.settings
     try:
-        mini.configure(replace(before, attention="eager"))
+        tiny.configure(replace(before, attention="eager"))
         due = [
-            observe(loaded, mini.settings, [each], [script])[0] for each, script in zip(batch(), scripts, strict=True)
+            observe(loaded, tiny.settings, [each], [script])[0] for each, script in zip(batch(), scripts, strict=True)
         ]
         seen = engine.observe(batch(), scripts)
         again = engine.observe(batch(), [Script(None, [], STEPS)] * 3)
     finally:
-        mini.configure(before)
+        tiny.configure(before)
         engine.drop()
     for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
         assert ours.tokens == theirs.tokens == scripts[place].tokens[: STEPS - place]  # type: ignore[index]  # every script has tokens
@@ -73,15 +80,18 @@ def test_observations_are_those_of_eager_attention(mini: GenerateRunner, chunk: 
         else:
             torch.testing.assert_close(ours.image, theirs.image, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(ours.image_hidden, theirs.image_hidden, rtol=1e-4, atol=1e-4)
-    for own, result in zip(again, mini.generate(batch()), strict=True):
+    for own, result in zip(again, tiny.generate(batch()), strict=True):
         assert own.tokens == result.token_ids
 
 
-def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", "mini"])
+def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
     """Both are exact; the engine has one cell however many batch sizes there are, with all requests in one call."""
     for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
-        noise(*size, seed).save(tmp_path / f"doc{seed}.png")
+        page = noise(*size, seed) if model == "tiny" else printed("sign", *size).image
+        page.save(tmp_path / f"doc{seed}.png")
     flags = {
+        "model": [model],
         "runner": ["generate", "engine"], "batch_size": ["1", "3"], "max_num_seqs": ["2"], "dtype": ["fp32"],
         "device": ["cpu"], "max_new_tokens": ["6"], "kv_cache_gb": ["0.02"],
     }  # fmt: skip
@@ -118,8 +128,8 @@ def test_its_verdict_in_bf16_is_exact(tmp_path: Path, changes: dict[str, int]) -
     runner.close()
 
 
-def test_each_call_begins_with_empty_caches(mini: GenerateRunner) -> None:
-    runner = EngineRunner(mini.loaded, settings_from(SMALL))
+def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
+    runner = EngineRunner(tiny.loaded, settings_from(SMALL))
     first, second = runner.run(batch()), runner.run(batch())
     assert runner._engine is not None and runner._engine.generate(batch())[0].cached_tokens > 20
     runner.drop()
@@ -127,10 +137,10 @@ def test_each_call_begins_with_empty_caches(mini: GenerateRunner) -> None:
     assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
 
 
-def test_an_engine_is_made_anew_for_other_products(mini: GenerateRunner) -> None:
+def test_an_engine_is_made_anew_for_other_products(tiny: GenerateRunner) -> None:
     """What it compiled and recorded is of one kind."""
     chosen = settings_from(SMALL)
-    runner = EngineRunner(mini.loaded, chosen)
+    runner = EngineRunner(tiny.loaded, chosen)
     engines = []
     for settings in (chosen, replace(chosen, max_new_tokens=3), replace(chosen, tf32=True)):
         runner.settings = settings
@@ -139,8 +149,30 @@ def test_an_engine_is_made_anew_for_other_products(mini: GenerateRunner) -> None
     assert engines[0] is engines[1] is not engines[2]
 
 
-def test_a_request_that_fails_is_raised(mini: GenerateRunner, tmp_path: Path) -> None:
-    runner = EngineRunner(mini.loaded, settings_from(SMALL))
+@pytest.mark.parametrize("chunk", [145, None])
+def test_observations_of_the_trained_model_are_those_of_eager_attention(
+    trained: GenerateRunner, chunk: int | None
+) -> None:
+    """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
+    page = printed("receipt", 220, 660)
+    views = PanAndScan(min_crop_size=50, max_num_crops=2)
+    asked = Request(page.asks[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling)
+    reader = trained.loaded.reader
+    ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
+    answer = reader.tokenizer(page.asks[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
+    script = Script(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
+    engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
+    trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))
+    [due] = observe(trained.loaded, trained.settings, [asked], [script])
+    [found] = engine.observe([asked], [script])
+    engine.drop()
+    torch.testing.assert_close(found.answer, due.answer, rtol=1e-4, atol=1e-4)
+    assert found.image is not None and due.image is not None
+    torch.testing.assert_close(found.image, due.image, rtol=1e-4, atol=1e-4)
+
+
+def test_a_request_that_fails_is_raised(tiny: GenerateRunner, tmp_path: Path) -> None:
+    runner = EngineRunner(tiny.loaded, settings_from(SMALL))
     with pytest.raises(ImageError, match="none"):
         runner.run([*batch(), Request(prompt="What?", images=[tmp_path / "none.png"])])
     assert len(runner.run(batch())) == 3
@@ -164,7 +196,7 @@ def test_what_only_one_of_them_has_is_refused() -> None:
         ready_runner(settings_from({**SMALL, "cache": "static"}))
 
 
-def test_the_engine_is_made_anew_for_other_sizes_only(mini: GenerateRunner) -> None:
+def test_the_engine_is_made_anew_for_other_sizes_only(tiny: GenerateRunner) -> None:
     """A cell's settings reach the engine; requests' settings need no other engine."""
     settings = settings_from(SMALL)
     runner = open_runner(settings)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.conftest import noise
+from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import ImageError, PanscanWarning, Result, SettingError, UnsupportedError
@@ -69,9 +69,32 @@ def test_batched_and_padded_tokens_equal_single_requests_by_hand(
         assert result.token_ids == by_hand(runner, text, images, views)
 
 
-@pytest.mark.parametrize("changes", [{"attention": "eager"}, {"cache": "static"}, {"tf32": True}])
+def test_the_trained_models_answers_equal_those_by_hand(trained: GenerateRunner) -> None:
+    """Text on paper, in one batch that is padded on the left: pages of other sizes, views and questions."""
+    trained.configure(replace(trained.settings, batch_size=3, max_new_tokens=TOKENS))
+    pages = [printed("receipt", 220, 660), printed("sign", 300, 300), printed("board", 640, 220)]
+    views = PanAndScan(min_crop_size=100, max_num_crops=2)
+    asked = [(page.asks[-1].question, [page.image]) for page in pages]
+    requests = [trained.request(question, images, pan_and_scan=views) for question, images in asked]
+    found = [result.token_ids for result in trained.generate(requests)]
+    assert found == [by_hand(trained, question, images, views) for question, images in asked]
+
+
+EXACT = [{"attention": "eager"}, {"cache": "static"}, {"tf32": True}]
+
+
+@pytest.mark.parametrize("changes", EXACT)
 def test_settings_that_are_exact_give_the_same_tokens(runner: GenerateRunner, changes: dict[str, Any]) -> None:
-    requests = [runner.request("What is it?", [noise(300, 900, seed)]) for seed in range(2)]
+    same_tokens(runner, [noise(300, 900, seed) for seed in range(2)], changes)
+
+
+@pytest.mark.parametrize("changes", EXACT)
+def test_and_the_same_answers_of_the_trained_model(trained: GenerateRunner, changes: dict[str, Any]) -> None:
+    same_tokens(trained, [printed("sign", 300, 300).image, printed("receipt", 200, 500).image], changes)
+
+
+def same_tokens(runner: GenerateRunner, pages: list[Image.Image], changes: dict[str, Any]) -> None:
+    requests = [runner.request("What is it?", [page]) for page in pages]
     expected = [result.token_ids for result in runner.generate(requests)]
     runner.configure(replace(runner.settings, batch_size=2, **changes))
     assert [result.token_ids for result in runner.generate(requests)] == expected
@@ -180,11 +203,11 @@ def test_what_this_machine_cannot_do_is_unsupported() -> None:
         pytest.skip("this machine may be able to")
     for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
         with pytest.raises(UnsupportedError, match="NVIDIA GPU"):
-            GenerateRunner.from_pretrained("mini", attention=name)
+            GenerateRunner.from_pretrained("tiny", attention=name)
     with pytest.raises(UnsupportedError, match="shows 0 NVIDIA"):
-        GenerateRunner.from_pretrained("mini", device="cuda")
+        GenerateRunner.from_pretrained("tiny", device="cuda")
     with pytest.raises(UnsupportedError, match="torchrun"):
-        GenerateRunner.from_pretrained("mini", tp_plan="auto")
+        GenerateRunner.from_pretrained("tiny", tp_plan="auto")
 
 
 def test_flash_attention_is_warned_about(runner: GenerateRunner) -> None:

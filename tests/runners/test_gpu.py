@@ -24,15 +24,15 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def on_gpu() -> GenerateRunner:
-    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda", max_new_tokens=12)
+    return GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cuda", max_new_tokens=12)
 
 
 def requests_of(runner: GenerateRunner) -> list[Any]:
     return [runner.request("What is it?", [noise(300, height, height)]) for height in (300, 700, 900)]
 
 
-def test_tokens_equal_the_cpus(on_gpu: GenerateRunner, mini: GenerateRunner) -> None:
-    expected = [result.token_ids for result in mini.generate(requests_of(mini))]
+def test_tokens_equal_the_cpus(on_gpu: GenerateRunner, tiny: GenerateRunner) -> None:
+    expected = [result.token_ids for result in tiny.generate(requests_of(tiny))]
     assert [result.token_ids for result in on_gpu.generate(requests_of(on_gpu))] == expected
 
 
@@ -63,7 +63,7 @@ def test_every_exact_mode_gives_the_same_tokens(on_gpu: GenerateRunner, changes:
 def test_flex_attention_runs_in_bf16() -> None:
     """PyTorch 2.11 has no kernel for it in float32, nor for prompts below 128 tokens, so tokens are not compared."""
     runner = GenerateRunner.from_pretrained(
-        "mini", dtype="bf16", device="cuda", attention="flex_attention", max_new_tokens=12, ignore_eos=True
+        "tiny", dtype="bf16", device="cuda", attention="flex_attention", max_new_tokens=12, ignore_eos=True
     )
     for result in runner.generate(requests_of(runner)[1:]):
         assert result.output_tokens == 12
@@ -100,7 +100,7 @@ STEPS = 8
 def test_verdicts_of_what_is_compiled_and_captured(tmp_path: Path, causal: str, dtype: str) -> None:
     """The static cache's decode is a CUDA graph; device pixels have a truth of their own; causal images are caught."""
     bench = VerdictBench(tmp_path)
-    runner = GenerateRunner.from_pretrained("mini", dtype=dtype, device="cuda", max_new_tokens=STEPS)
+    runner = GenerateRunner.from_pretrained("tiny", dtype=dtype, device="cuda", max_new_tokens=STEPS)
     plain = runner.settings
     for changes in ({}, {"attention": "eager"}, {"cache": "static"}, {"compile": "default"}, {"preprocess": "device"}):
         record = bench.verifier().verdict(runner, replace(plain, **changes))

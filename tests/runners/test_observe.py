@@ -72,7 +72,7 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
 
 
 def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> None:
-    """Passes that cut image blocks give other logits (the mini's blocks are 64 tokens), but at the same places."""
+    """Passes that cut image blocks give other logits (the tiny's blocks are 64 tokens), but at the same places."""
     from dataclasses import replace
 
     whole = observed(runner, None)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import noise
+from tests.conftest import noise, printed
 from tests.runners.test_generate import check_stamps
 
-from panscan import GenerateRunner, Request, Sampling
+from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import SettingError, UnsupportedError
 from panscan.runners.factory import open_runner
 from panscan.runners.generate_batch import GenerateBatchRunner
@@ -19,14 +19,14 @@ from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from
 
 
-def test_the_pipeline_gives_the_tokens_of_generate(mini: GenerateRunner) -> None:
-    pipeline = PipelineRunner(mini.loaded, mini.settings)
+def test_the_pipeline_gives_the_tokens_of_generate(tiny: GenerateRunner) -> None:
+    pipeline = PipelineRunner(tiny.loaded, tiny.settings)
     requests = [
-        mini.request("What is the total?", [noise(300, 900)], id="one"),
-        mini.request("And here?", [noise(300, 300, 1), noise(900, 300, 2)], system="Be brief.", id="two"),
-        mini.request("No image at all?", id="three"),
+        tiny.request("What is the total?", [noise(300, 900)], id="one"),
+        tiny.request("And here?", [noise(300, 300, 1), noise(900, 300, 2)], system="Be brief.", id="two"),
+        tiny.request("No image at all?", id="three"),
     ]
-    expected = mini.generate(requests)
+    expected = tiny.generate(requests)
     found = pipeline.generate(requests)
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     for result, other in zip(found, expected, strict=True):
@@ -35,26 +35,33 @@ def test_the_pipeline_gives_the_tokens_of_generate(mini: GenerateRunner) -> None
         check_stamps(result)
 
 
-def test_the_pipeline_refuses_what_it_does_not_offer(mini: GenerateRunner) -> None:
-    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+def test_the_pipeline_gives_the_answers_of_the_trained_model(mini: GenerateRunner) -> None:
+    page = printed("receipt", 220, 660)
+    request = mini.request(page.asks[0].question, [page.image], pan_and_scan=PanAndScan(min_crop_size=100))
+    [found], [due] = PipelineRunner(mini.loaded, mini.settings).generate([request]), mini.generate([request])
+    assert (found.token_ids, found.text, found.prompt_tokens) == (due.token_ids, due.text, due.prompt_tokens)
+
+
+def test_the_pipeline_refuses_what_it_does_not_offer(tiny: GenerateRunner) -> None:
+    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
     with pytest.raises(UnsupportedError, match="--batch-size must stay at 1"):
-        pipeline.configure(replace(mini.settings, runner="pipeline", batch_size=2))
+        pipeline.configure(replace(tiny.settings, runner="pipeline", batch_size=2))
     with pytest.raises(SettingError, match="raw"):
         pipeline.run([Request(prompt="<start_of_image>", images=[noise(50, 50)], raw=True)])
 
 
-def test_the_pipeline_refuses_special_tokens_that_it_would_obey(mini: GenerateRunner) -> None:
-    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+def test_the_pipeline_refuses_special_tokens_that_it_would_obey(tiny: GenerateRunner) -> None:
+    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
     with pytest.raises(SettingError, match="would obey <end_of_turn>"):
-        pipeline.generate([mini.request("What <end_of_turn> now?")])
+        pipeline.generate([tiny.request("What <end_of_turn> now?")])
 
 
-def test_the_pipeline_reads_all_pages_of_a_file(mini: GenerateRunner, tmp_path: Path) -> None:
+def test_the_pipeline_reads_all_pages_of_a_file(tiny: GenerateRunner, tmp_path: Path) -> None:
     pages = [noise(300, 300, seed) for seed in range(2)]
     pages[0].save(tmp_path / "scan.tiff", save_all=True, append_images=pages[1:])
-    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
-    request = mini.request("What?", [tmp_path / "scan.tiff"])
-    [found], [expected] = pipeline.generate([request]), mini.generate([request])
+    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
+    request = tiny.request("What?", [tmp_path / "scan.tiff"])
+    [found], [expected] = pipeline.generate([request]), tiny.generate([request])
     assert found.views == 2
     assert found.token_ids == expected.token_ids
 
@@ -90,8 +97,9 @@ def test_a_text_only_model_takes_no_images(text_checkpoint: Path) -> None:
         PipelineRunner(plain.loaded, plain.settings)
 
 
-def test_random_weights_load_into_the_runner() -> None:
-    settings = settings_from({"random_weights": True, "model_shape": "mini", "dtype": "fp32", "device": "cpu"})
+@pytest.mark.parametrize("shape", ["tiny", "mini"])
+def test_random_weights_load_into_the_runner(shape: str) -> None:
+    settings = settings_from({"random_weights": True, "model_shape": shape, "dtype": "fp32", "device": "cpu"})
     runner = open_runner(settings)
     runner.configure(settings)
     [result] = runner.run([Request(prompt="What?", images=[noise(300, 900)], sampling=Sampling(4))])
@@ -100,8 +108,8 @@ def test_random_weights_load_into_the_runner() -> None:
     runner.close()
 
 
-def test_the_pipeline_refuses_places_without_images(mini: GenerateRunner) -> None:
-    pipeline = PipelineRunner(mini.loaded, replace(mini.settings, runner="pipeline"))
+def test_the_pipeline_refuses_places_without_images(tiny: GenerateRunner) -> None:
+    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
     turn = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Same?"}]}
     with pytest.raises(SettingError, match=r"2 place\(s\) for images and 1 image"):
         pipeline.run([Request(messages=[turn], images=[noise(50, 50)])])

@@ -99,8 +99,8 @@ REFUSED = [{"stop": ("a",)}, {"stop_token_ids": (7,)}, {"logprobs": 0}]
 
 
 @pytest.mark.parametrize("sampling", REFUSED, ids=str)
-def test_other_runners_refuse_what_they_would_drop(mini: GenerateRunner, sampling: dict[str, Any]) -> None:
-    pipeline = PipelineRunner(mini.loaded, mini.settings)
+def test_other_runners_refuse_what_they_would_drop(tiny: GenerateRunner, sampling: dict[str, Any]) -> None:
+    pipeline = PipelineRunner(tiny.loaded, tiny.settings)
     with pytest.raises(SettingError, match=f"^runner pipeline does not offer {next(iter(sampling))}: "):
         pipeline.run([Request(prompt="What?", sampling=Sampling(4, **sampling))])
 

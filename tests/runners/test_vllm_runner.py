@@ -167,11 +167,11 @@ def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
     assert drawn["stop"] == ["END"] and drawn["logprobs"] == 2
 
 
-def replaced(ids: list[int], mini: GenerateRunner, request: Request) -> list[int]:
+def replaced(ids: list[int], tiny: GenerateRunner, request: Request) -> list[int]:
     """What vLLM's processor makes of ids: each image mark becomes the words of its views, as Gemma 3's processor words
     them, and line breaks that meet become one token."""
-    tokenizer = mini.loaded.reader.tokenizer
-    [plan] = plan_request(read_images(request), mini.loaded.reader)[0]
+    tokenizer = tiny.loaded.reader.tokenizer
+    [plan] = plan_request(read_images(request), tiny.loaded.reader)[0]
     view = f"\n\n{tokenizer.boi_token}{tokenizer.image_token * 64}{tokenizer.eoi_token}\n\n"
     text = view
     if plan.crops:
@@ -190,23 +190,23 @@ def replaced(ids: list[int], mini: GenerateRunner, request: Request) -> list[int
 
 
 @pytest.mark.parametrize("size", [(300, 300), (300, 900)])
-def test_image_marks_become_the_prompt_that_panscan_writes(size: tuple[int, int], mini: GenerateRunner) -> None:
-    request = mini.request("What is the total?", [noise(*size)])
-    ids = prompt_ids(request, mini.loaded.reader)
-    assert ids.count(mini.loaded.reader.tokenizer.boi_token_id) == 1
-    assert replaced(ids, mini, request) == plan_request(read_images(request), mini.loaded.reader)[1].ids
+def test_image_marks_become_the_prompt_that_panscan_writes(size: tuple[int, int], tiny: GenerateRunner) -> None:
+    request = tiny.request("What is the total?", [noise(*size)])
+    ids = prompt_ids(request, tiny.loaded.reader)
+    assert ids.count(tiny.loaded.reader.tokenizer.boi_token_id) == 1
+    assert replaced(ids, tiny, request) == plan_request(read_images(request), tiny.loaded.reader)[1].ids
 
 
-def test_what_vllm_would_obey_is_refused(mini: GenerateRunner) -> None:
+def test_what_vllm_would_obey_is_refused(tiny: GenerateRunner) -> None:
     with pytest.raises(SettingError, match="would obey <end_of_turn>"):
-        prompt_ids(mini.request("What <end_of_turn> now?"), mini.loaded.reader)
+        prompt_ids(tiny.request("What <end_of_turn> now?"), tiny.loaded.reader)
     with pytest.raises(SettingError, match="raw"):
-        prompt_ids(Request(prompt="What", raw=True), mini.loaded.reader)
+        prompt_ids(Request(prompt="What", raw=True), tiny.loaded.reader)
 
 
-def test_a_result_has_vllms_answer_and_times(mini: GenerateRunner) -> None:
-    request = mini.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=3, logprobs=1))
-    planned = plan_request(read_images(request), mini.loaded.reader)
+def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
+    request = tiny.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=3, logprobs=1))
+    planned = plan_request(read_images(request), tiny.loaded.reader)
     rows = [{7: Logprob(-1.0, 2), 9: Logprob(-0.5, 1)}, {8: Logprob(-0.1, 1)}, {9: Logprob(-0.2, 1)}]
     metrics = RequestStateStats(3, 1000.5, 50.0, 50.4, 0.25)
     output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9), logprobs=rows)], metrics, 16)
@@ -219,17 +219,17 @@ def test_a_result_has_vllms_answer_and_times(mini: GenerateRunner) -> None:
     assert found.logprobs is not None and found.logprobs[0].logprob == -1.0 and found.logprobs[0].top == ((9, -0.5),)
 
 
-def test_without_metrics_there_are_no_token_times(mini: GenerateRunner) -> None:
-    request = mini.request("What?")
-    planned = plan_request(read_images(request), mini.loaded.reader)
+def test_without_metrics_there_are_no_token_times(tiny: GenerateRunner) -> None:
+    request = tiny.request("What?")
+    planned = plan_request(read_images(request), tiny.loaded.reader)
     output = RequestOutput(planned[1].ids, [CompletionOutput([7], finish_reason="stop")])
     found = result_of(request, planned, output, Stamps(1000.0, end=1002.0))
     assert found.stamps.tokens == [] and found.logprobs is None and found.cached_tokens == 0
 
 
-def test_another_prompt_or_an_end_of_its_own_is_an_error(mini: GenerateRunner) -> None:
-    request = mini.request("What?", id="one")
-    planned = plan_request(read_images(request), mini.loaded.reader)
+def test_another_prompt_or_an_end_of_its_own_is_an_error(tiny: GenerateRunner) -> None:
+    request = tiny.request("What?", id="one")
+    planned = plan_request(read_images(request), tiny.loaded.reader)
     more = RequestOutput([*planned[1].ids, 5], [CompletionOutput([7])])
     with pytest.raises(PanscanError, match=f"{len(planned[1].ids) + 1} tokens, panscan's has {len(planned[1].ids)}"):
         result_of(request, planned, more, Stamps(0.0))
@@ -290,16 +290,16 @@ def test_the_same_distribution_is_no_divergence_however_little_is_seen() -> None
     assert (compare_logits(truth, likeliest(truth, 20), [], CPU, partial=True).kl < 1e-5).all()
 
 
-def test_an_outline_has_the_embedding_and_nothing_else(mini: GenerateRunner) -> None:
-    outline = load_outline("mini", torch.float32, CPU, revision=None, embedding=True)
+def test_an_outline_has_the_embedding_and_nothing_else(tiny: GenerateRunner) -> None:
+    outline = load_outline("tiny", torch.float32, CPU, revision=None, embedding=True)
     hidden = torch.randn(3, 128)
-    assert torch.equal(head_logits(outline.model, hidden), head_logits(mini.loaded.model, hidden))
+    assert torch.equal(head_logits(outline.model, hidden), head_logits(tiny.loaded.model, hidden))
     assert outline.device == CPU and outline.dtype == torch.float32
 
     def stored(model: Any) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
 
-    assert stored(outline.model) == stored(mini.loaded.model)
+    assert stored(outline.model) == stored(tiny.loaded.model)
     with pytest.raises(UnsupportedError):
         weights_digest(outline.model)
 
@@ -344,15 +344,15 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
     record = verifier.verify(shown, cell)
     assert record["verdict"] in ("exact", "close"), record
     assert record["reason"] == f"from top {LIKELIEST} log-probabilities"
-    drawn = replace(cell.settings, random_weights=True, model_shape="mini")
+    drawn = replace(cell.settings, model="mini", random_weights=True, model_shape="tiny")
     assert "random weights of its own" in verifier.verify(shown, Cell.of(drawn))["reason"]
 
 
-def test_tallies_take_whole_and_partial_rows(mini: GenerateRunner) -> None:
+def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:
     hidden = torch.randn(3, 128)
-    logits = head_logits(mini.loaded.model, hidden)
+    logits = head_logits(tiny.loaded.model, hidden)
     tally = Tally()
-    tally.add(mini.loaded, hidden, likeliest(logits, LIKELIEST), hidden, likeliest(logits, LIKELIEST), partial=True)
+    tally.add(tiny.loaded, hidden, likeliest(logits, LIKELIEST), hidden, likeliest(logits, LIKELIEST), partial=True)
     assert (tally.joined("answer").kl < 1e-5).all() and (tally.joined("image").kl < 1e-5).all()
 
 
@@ -369,7 +369,7 @@ class Llm:
     """Stands where ``vllm.LLM`` does: replaces image marks as it does, answers 5, 6, ..., keeps what it is told."""
 
     started: ClassVar[list[Llm]]
-    mini: ClassVar[GenerateRunner]
+    tiny: ClassVar[GenerateRunner]
 
     def __init__(self, **told: Any) -> None:
         self.told, self.calls = told, []
@@ -389,8 +389,8 @@ class Llm:
     def _output(self, prompt: Any, params: SimpleNamespace) -> RequestOutput:
         ids = prompt["prompt_token_ids"]
         if "multi_modal_data" in prompt:
-            request = self.mini.request("", prompt["multi_modal_data"]["image"])
-            ids = replaced(ids, self.mini, request)
+            request = self.tiny.request("", prompt["multi_modal_data"]["image"])
+            ids = replaced(ids, self.tiny, request)
         answer = CompletionOutput(list(range(5, 5 + params.max_tokens)))
         found = RequestOutput(ids, [answer], RequestStateStats(params.max_tokens, 1.0, 2.0, 3.0, 0.5), 0)
         if getattr(params, "prompt_logprobs", None):
@@ -399,40 +399,40 @@ class Llm:
 
 
 @pytest.fixture
-def vllm_runner(mini: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> VllmRunner:
+def vllm_runner(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> VllmRunner:
     """On a stand-in for the package, as if a GPU were here."""
-    Llm.mini, Llm.started = mini, []
+    Llm.tiny, Llm.started = tiny, []
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm, SamplingParams=SimpleNamespace))
     monkeypatch.setattr("panscan.runners.vllm.unsupported_reason", lambda settings: None)
-    runner = VllmRunner(replace(mini.settings, runner="vllm"))
+    runner = VllmRunner(replace(tiny.settings, runner="vllm"))
     runner.configure(runner.settings)
     return runner
 
 
-def test_all_requests_are_one_call_from_empty_caches(vllm_runner: VllmRunner, mini: GenerateRunner) -> None:
+def test_all_requests_are_one_call_from_empty_caches(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:
     requests = [
-        mini.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=2)),
-        mini.request("No image?", id="two", sampling=Sampling(max_new_tokens=3)),
+        tiny.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=2)),
+        tiny.request("No image?", id="two", sampling=Sampling(max_new_tokens=3)),
     ]
     found = vllm_runner.run(requests)
     assert [(each.id, each.views, each.token_ids) for each in found] == [("one", 4, [5, 6]), ("two", 0, [5, 6, 7])]
     assert Llm.started[0].calls == ["reset", "reset mm", "generate"]
 
 
-def test_other_views_start_another_llm(vllm_runner: VllmRunner, mini: GenerateRunner) -> None:
+def test_other_views_start_another_llm(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:
     vllm_runner.configure(replace(vllm_runner.settings, max_new_tokens=3))
     assert len(Llm.started) == 1
     vllm_runner.configure(replace(vllm_runner.settings, pan_and_scan_max_num_crops=2))
     assert len(Llm.started) == 2 and Llm.started[0].calls == ["shutdown"]
     with pytest.raises(SettingError, match="pan-and-scan"):
-        vllm_runner.run([mini.request("What?", [noise(300, 900)])])
+        vllm_runner.run([tiny.request("What?", [noise(300, 900)])])
     vllm_runner.close()
     assert Llm.started[1].calls[-1] == "shutdown"
 
 
-def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunner, mini: GenerateRunner) -> None:
-    request = mini.request("What?", [noise(300, 900)])
-    ids = plan_request(read_images(request), mini.loaded.reader)[1].ids
+def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:
+    request = tiny.request("What?", [noise(300, 900)])
+    ids = plan_request(read_images(request), tiny.loaded.reader)[1].ids
     [found] = vllm_runner.observe([request], [Script([600, 601, 602], [3, 40], 2)])
     assert found.tokens == [600, 601] and found.image is not None
     assert [int(row.isfinite().nonzero()) for row in found.answer] == [600, 601]

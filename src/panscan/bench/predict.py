@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from panscan.bench.plan import Plan
 from panscan.bench.workload import plans_of
 from panscan.images.views import GEMMA3_COST
-from panscan.model.shapes import SHAPES, Shape
+from panscan.model.shapes import BUNDLED, SHAPES, Shape
 from panscan.settings import ALL_AT_ONCE, Settings
 
 __all__ = ["Prediction", "predict"]
@@ -69,8 +69,8 @@ def shape_of(settings: Settings) -> Shape | None:
     if settings.random_weights:
         return SHAPES[settings.model_shape or "mini"]
     name = settings.model.lower()
-    if name == "mini":
-        return SHAPES["mini"]
+    if name in BUNDLED:
+        return SHAPES[name]
     return next((shape for size, shape in SHAPES.items() if f"gemma-3-{size}" in name), None)
 
 

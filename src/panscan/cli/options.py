@@ -199,7 +199,7 @@ def read_prompt(text: str | None) -> str:
 
 def say_mini() -> None:
     """Say that nobody named a model."""
-    text = "no --model given: running the bundled mini Gemma 3 (random weights, so its answers are noise)"
+    text = "no --model given: running the bundled mini Gemma 3, trained to read made-up documents"
     errors().print(text, soft_wrap=True)
 
 

@@ -65,7 +65,7 @@ class Engine:
 
     @classmethod
     def from_pretrained(cls, model: str = "mini", *, preset: str | None = None, **settings: Any) -> Engine:
-        """Load a checkpoint: ``mini``, a directory or a hub id.
+        """Load a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
         Args:
             model: what to load.

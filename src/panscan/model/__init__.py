@@ -1,4 +1,4 @@
-"""The only room that imports transformers: load, prompt, attention, quantisation, the bundled mini model."""
+"""The only room that imports transformers: load, prompt, attention, quantisation, the bundled models."""
 
 import logging
 

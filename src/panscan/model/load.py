@@ -34,6 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
+from panscan.model.bundled import bundled_directory
 from panscan.model.prompt import PromptWriter
 
 __all__ = ["Loaded", "Placement", "Reader", "load_model", "load_outline", "load_random", "load_reader"]
@@ -107,7 +108,7 @@ class Loaded:
 
 
 def load_reader(name: str, revision: str | None = None) -> Reader:
-    """Tokenizer and processor of a checkpoint: ``mini``, a directory or a hub id.
+    """Tokenizer and processor of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
     Raises:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
@@ -218,17 +219,15 @@ def _prepared(model: Any, reader: Reader) -> Loaded:
 
 
 def _source(name: str) -> str:
-    if name == "mini":
-        from panscan.model.mini import mini_directory
-
-        return str(mini_directory())
+    if (bundled := bundled_directory(name)) is not None:
+        return str(bundled)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
         return str(path)
     if "/" not in name and not path.exists():
-        raise ModelError(f"--model {name}: neither 'mini', nor a directory, nor a hub id (owner/name)")
+        raise ModelError(f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
         raise ModelError(f"--model {name}: there is no such directory")
     return name

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from panscan.core import SettingError
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES, Shape
-from panscan.model.tokenizer import build_tokenizer
+from panscan.model.tokenizer import tokenizer_for
 
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
@@ -27,7 +27,7 @@ def random_model(
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
-    With it comes what feeds it: the processor, or for a text-only shape the tokenizer, the mini model's either way.
+    With it comes what feeds it: the processor, or for a text-only shape the tokenizer, a bundled model's either way.
     Weights are N(0, 0.02), those of SigLIP's layer norms N(1, 0.02); the image projection, which Transformers leaves
     at zero, is drawn like the rest. The embedding keeps all its rows; ids beyond the tokenizer's decode to nothing.
     The same seed gives the same weights on the same kind of device. Global random states stay as they are.
@@ -36,7 +36,7 @@ def random_model(
         SettingError: for an unknown name.
     """
     shape, device = _named(shape), torch.device(device)
-    tokenizer = build_tokenizer()
+    tokenizer = tokenizer_for(shape.text.vocabulary)
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = auto.from_config(gemma3_config(shape, tokenizer), dtype=dtype).eval()
@@ -48,12 +48,13 @@ def random_model(
 
 
 def write_shape(shape: str | Shape, directory: Path) -> None:
-    """Write all of a checkpoint of ``shape`` but weights: configurations, the mini model's tokenizer, the processor.
+    """Write all of a checkpoint of ``shape`` but weights: configurations, a bundled model's tokenizer, the processor.
 
     Raises:
         SettingError: for an unknown name.
     """
-    shape, tokenizer = _named(shape), build_tokenizer()
+    shape = _named(shape)
+    tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     config.architectures = ["Gemma3ForCausalLM" if shape.vision is None else "Gemma3ForConditionalGeneration"]
     config.save_pretrained(directory)

@@ -14,7 +14,7 @@ from typing import Any
 
 from panscan.core import RecordsError
 
-__all__ = ["PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape"]
+__all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape"]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""
@@ -243,4 +243,7 @@ SHAPES: dict[str, Shape] = {
     "mini": Shape("mini", _MINI_TEXT, _MINI_VISION, image_tokens=144),
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
-"""The published shapes; ``mini``, the bundled model that reads; and ``tiny``, the bundled one of random weights."""
+"""The published shapes, and those of :data:`BUNDLED`."""
+
+BUNDLED = ("mini", "tiny")
+"""The models that panscan brings itself: ``mini``, which was trained to read, and ``tiny``, of random weights."""

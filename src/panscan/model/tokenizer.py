@@ -9,7 +9,7 @@ from itertools import pairwise
 from tokenizers import AddedToken
 from transformers import GemmaTokenizer
 
-__all__ = ["CHAT_TEMPLATE", "END_MARKS", "MARKS", "VOCABULARY_SIZE", "build_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "END_MARKS", "MARKS", "VOCABULARY_SIZE", "build_tokenizer", "tokenizer_for"]
 
 VOCABULARY_SIZE = 1024
 
@@ -136,6 +136,11 @@ def build_tokenizer(size: int = VOCABULARY_SIZE) -> GemmaTokenizer:
     tokenizer.add_tokens([AddedToken(run, normalized=False) for run in _NEWLINES])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def tokenizer_for(rows: int) -> GemmaTokenizer:
+    """The tokenizer that fits an embedding of so many rows: the tiny model's, or the mini's where that is too large."""
+    return build_tokenizer(VOCABULARY_SIZE if rows >= VOCABULARY_SIZE else 0)
 
 
 def _learn_merges(tokens: dict[str, None], size: int) -> list[tuple[str, str]]:

@@ -88,7 +88,7 @@ class GenerateRunner:
 
     @classmethod
     def from_pretrained(cls, model: str = "mini", **settings: Any) -> GenerateRunner:
-        """Load a checkpoint: ``mini``, a directory or a hub id. Further settings as on the command line.
+        """Load a checkpoint: ``mini``, ``tiny``, a directory or a hub id. Further settings as on the command line.
 
         Raises:
             ModelError: the checkpoint cannot be had.

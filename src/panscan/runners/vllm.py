@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.model.bundled import bundled_directory
 from panscan.model.inputs import Read, plan_request, read_images
 from panscan.model.load import load_outline
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
@@ -163,11 +164,7 @@ def _answer(script: Script) -> list[int]:
 
 def _source_of(name: str) -> str:
     """What vLLM finds a checkpoint by."""
-    if name != "mini":
-        return str(Path(name).expanduser())
-    from panscan.model.mini import mini_directory
-
-    return str(mini_directory())
+    return str(bundled_directory(name) or Path(name).expanduser())
 
 
 def _start(arguments: dict[str, Any]) -> Any:

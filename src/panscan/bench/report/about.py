@@ -45,7 +45,7 @@ def _model(settings: Mapping[str, Any]) -> str:
 
 def random_note(cells: Sequence[Mapping[str, Any]]) -> str:
     """What to expect of a model that was never trained; nothing where any cell's was."""
-    if cells and all(settings.get("random_weights") or settings.get("model") == "mini" for settings in cells):
+    if cells and all(settings.get("random_weights") or settings.get("model") == "tiny" for settings in cells):
         return "These weights are random: times are real, answers are noise."
     return ""
 

@@ -1,4 +1,4 @@
-"""The mini model's checkpoint: the same bytes everywhere, through races, tears and caches that cannot be written."""
+"""The tiny model's checkpoint: the same bytes everywhere, through races, tears and caches that cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from panscan.model.mini import mini_directory, write_mini
+from panscan.model.tiny import tiny_directory, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A finished checkpoint in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PANSCAN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield mini_directory()
+        yield tiny_directory()
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -32,7 +32,7 @@ def test_two_builds_write_the_same_bytes_and_leave_the_random_state_alone(tmp_pa
     before = torch.get_rng_state()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        write_mini(tmp_path / name)
+        write_tiny(tmp_path / name)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert torch.equal(before, torch.get_rng_state())
 
@@ -61,31 +61,31 @@ def test_a_torn_cache_is_built_again(
     shutil.copytree(whole, torn)
     tear(torn)
     monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path))
-    assert mini_directory() == torn
+    assert tiny_directory() == torn
     assert contents(torn) == contents(whole)
 
 
 def test_a_whole_cache_is_left_as_it_is(whole: Path) -> None:
     weights = whole / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    assert mini_directory() == weights.parent
+    assert tiny_directory() == weights.parent
     assert weights.stat().st_mtime_ns == before
 
 
 CHILD = """
 import os, socket, sys
 import torch, transformers
-from panscan.model.mini import mini_directory
+from panscan.model.tiny import tiny_directory
 
 def refuse(*_):
-    raise AssertionError("the mini model must not need a network")
+    raise AssertionError("the tiny model must not need a network")
 
 torch.set_num_threads(1)
 socket.socket.connect = socket.getaddrinfo = refuse
 transformers.utils.logging.disable_progress_bar()
 print("ready", flush=True)
 sys.stdin.readline()
-shared = mini_directory()
+shared = tiny_directory()
 model = transformers.AutoModelForImageTextToText.from_pretrained(shared)
 processor = transformers.AutoProcessor.from_pretrained(shared)
 inputs = processor.apply_chat_template(
@@ -95,7 +95,7 @@ inputs = processor.apply_chat_template(
 model.generate(**inputs, max_new_tokens=3)
 print(shared, model.dtype, flush=True)
 os.environ["PANSCAN_CACHE"] = __file__
-print(mini_directory(), mini_directory(), (mini_directory() / "model.safetensors").stat().st_size, flush=True)
+print(tiny_directory(), tiny_directory(), (tiny_directory() / "model.safetensors").stat().st_size, flush=True)
 """
 
 
@@ -108,7 +108,7 @@ class Child:
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Child]]:
-    """Two processes that ask for the mini model at the same moment, from an empty cache, without a network."""
+    """Two processes that ask for the tiny model at the same moment, from an empty cache, without a network."""
     root = tmp_path_factory.mktemp("race")
     script = tmp_path_factory.mktemp("script") / "child.py"
     script.write_text(CHILD)
