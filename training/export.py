@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForImageTextToText
 
-from panscan.model.config import generation_config, processor_for
+from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.published import rename_as_published
 from panscan.model.tokenizer import build_tokenizer
 from training.batches import SHAPE
 from training.checkpoint import load
@@ -18,10 +20,17 @@ __all__ = ["export"]
 
 
 def export(model: Any, directory: Path) -> None:
-    """Write weights (bfloat16), configuration, tokenizer and processor, as Transformers itself writes them."""
+    """Write weights (bfloat16, under their published names), configuration, tokenizer and processor.
+
+    Transformers itself writes them, as it would those of any Gemma 3.
+    """
     tokenizer = build_tokenizer(0)
-    model.generation_config = generation_config(tokenizer)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    kept = AutoModelForImageTextToText.from_config(gemma3_config(SHAPE, tokenizer), dtype=torch.bfloat16)
+    kept.load_state_dict(model.state_dict())
+    kept.generation_config = generation_config(tokenizer)
+    kept.save_pretrained(directory)
+    rename_as_published(directory / "model.safetensors")
+    (directory / "model.safetensors").chmod(0o644)  # a package is read by others than its installer
     processor_for(tokenizer, SHAPE.vision.image_size, SHAPE.image_tokens).save_pretrained(directory)  # type: ignore[union-attr]
 
 
