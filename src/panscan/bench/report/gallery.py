@@ -112,7 +112,7 @@ def _answer(record: Record, expected: tuple[str, ...]) -> Answer:
 
 def _picture(names: tuple[str, ...], digests: Sequence[str]) -> str | None:
     """The first picture of a question, small, if the file is still what the run read."""
-    if not names:
+    if not names or "://" in names[0]:  # a page that is looked at later must not fetch anything
         return None
     try:
         [page, *_] = find_pages([names[0]], on_problem=_leave_out)
