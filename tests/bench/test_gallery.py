@@ -23,12 +23,13 @@ CELLS = {"off": {"do_pan_and_scan": False}, "on": {"pan_and_scan_max_num_crops":
 
 
 class Page(HTMLParser):
-    """Texts by class, and the sources of pictures."""
+    """Texts of table rows, and the sources of pictures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.pictures: list[str] = []
         self.cells: list[list[str]] = []
+        self.inside = False
         self.links: list[str] = []
         self.feed(text)
 
@@ -38,10 +39,14 @@ class Page(HTMLParser):
             self.pictures.append(found["src"] or "")
         if tag == "tr":
             self.cells.append([])
+            self.inside = True
         self.links += [value or "" for name, value in attrs if name in ("href", "src")]
 
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag != "tr"
+
     def handle_data(self, data: str) -> None:
-        if self.cells and data.strip():
+        if self.inside and data.strip():
             self.cells[-1].append(data.strip())
 
 
