@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
-__all__ = ["mini_by_part", "mini_quality", "mini_training"]
+__all__ = ["mini_by_part", "mini_on_cpu", "mini_quality", "mini_training"]
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -64,6 +65,22 @@ def _where(record: dict[str, Any]) -> str:
         "Exact match with 95% intervals over documents; pan and scan 256 / 4 / 1.2 unless another count stands."
         f" float32 on a CPU ({record['machine']}), torch {record['torch']}, transformers {record['transformers']}."
         f" Record: `benchmarks/records/mini-quality.json`. Command: `{record['command']}`"
+    )
+
+
+def mini_on_cpu() -> str:
+    """Seconds of loading and of one answer, the median and the range."""
+    record = json.loads((RECORDS / "mini-on-cpu.json").read_text())
+    rows = [["on a CPU", "seconds"]]
+    called = {"load_s": "loading", "answer_s": f"an answer about a page of {record['views']} views"}
+    for key, name in called.items():
+        values = record[key]
+        rows.append([name, f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"])
+    facts = record["environment"]
+    return (
+        f"{_table(rows)}\n\nfloat32, {record['output_tokens']:.0f} output tokens; {facts['cpu']}, {facts['cpu_count']} cores,"
+        f" torch {facts['packages']['torch']}, transformers {facts['packages']['transformers']}. Command:"
+        " `python benchmarks/mini_on_cpu.py`"
     )
 
 

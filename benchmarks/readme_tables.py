@@ -22,7 +22,7 @@ from panscan.bench.rows import Row, measured_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
-from benchmarks.mini_tables import mini_by_part, mini_quality, mini_training
+from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -253,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "harness": harness,
     "mini-quality": mini_quality,
     "mini-by-part": mini_by_part,
+    "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,
 }
 
