@@ -1,7 +1,7 @@
 """How long the mini model takes on a CPU: python benchmarks/mini_on_cpu.py
 
-Seconds of loading it with Transformers, in a process that has imported them, and of answering one question about a page of
-four views with the engine, caches empty; different pages, float32, greedy.
+Seconds of loading it with Transformers, in a process that has imported them, and of answering one question about a page
+of four views with the engine, caches empty; different pages, float32, greedy.
 """
 
 from __future__ import annotations

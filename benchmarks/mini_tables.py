@@ -78,9 +78,9 @@ def mini_on_cpu() -> str:
         rows.append([name, f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"])
     facts = record["environment"]
     return (
-        f"{_table(rows)}\n\nfloat32, {record['output_tokens']:.0f} output tokens; {facts['cpu']}, {facts['cpu_count']} cores,"
-        f" torch {facts['packages']['torch']}, transformers {facts['packages']['transformers']}. Command:"
-        " `python benchmarks/mini_on_cpu.py`"
+        f"{_table(rows)}\n\nfloat32, {record['output_tokens']:.0f} output tokens; {facts['cpu']},"
+        f" {facts['cpu_count']} cores, torch {facts['packages']['torch']},"
+        f" transformers {facts['packages']['transformers']}. Command: `python benchmarks/mini_on_cpu.py`"
     )
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from panscan.bench.records import Record, Run
 from panscan.bench.report import palette
+from panscan.bench.report.page import templates
 from panscan.bench.rows import distinguishing, label, meant
 from panscan.bench.scores import exact_match
 from panscan.core import InputError, RecordsError
@@ -138,24 +139,19 @@ def render_gallery(run: Run) -> str:
     Raises:
         RecordsError: see :func:`pictures_of`.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     cells, found = pictures_of(run)
-    environment = Environment(
-        loader=PackageLoader("panscan.bench.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("gallery.html.j2").render(
-        cells=cells,
-        documents=found[:_MOST],
-        left_out=max(0, len(found) - _MOST),
-        totals=_totals(cells, found),
-        light=palette.LIGHT,
-        dark=palette.DARK,
-        picture=Markup,  # data URLs that were made above
+    return (
+        templates()
+        .get_template("gallery.html.j2")
+        .render(
+            cells=cells,
+            documents=found[:_MOST],
+            left_out=max(0, len(found) - _MOST),
+            totals=_totals(cells, found),
+            light=palette.LIGHT,
+            dark=palette.DARK,
+            picture=Markup,  # data URLs that were made above
+        )
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from markupsafe import Markup
 
 from panscan.bench.metrics import STAGES
@@ -11,23 +13,31 @@ from panscan.bench.report.facts import Cell, Facts
 from panscan.bench.report.text import percent, times, verdict_figures
 from panscan.bench.rows import count, number_text
 
-__all__ = ["render_html"]
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = ["render_html", "templates"]
 
 _FLOORED = ("vision", "prefill", "decode", "E2E")
 _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
 
 
-def render_html(facts: Facts) -> str:
-    """The page of a run. The same facts give the same text."""
+def templates() -> Environment:
+    """The pages' templates: everything that is filled in is escaped, and a name that is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=PackageLoader("panscan.bench.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def render_html(facts: Facts) -> str:
+    """The page of a run. The same facts give the same text."""
+    environment = templates()
     environment.filters.update(number=number_text, percent=percent, times=times, count=count)
     return environment.get_template("report.html.j2").render(
         facts=facts,
