@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import ceil
+from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Z95",
     "Interval",
     "bounds",
     "cluster_draws",
     "cluster_intervals",
     "ratio_interval",
     "weighted_percentiles",
+    "wilson_interval",
 ]
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Interval = tuple[float, float]
+
+Z95 = 1.959963984540054  # of a 95% interval, two-sided normal
 
 _RESAMPLES = 1_000
 _BLOCK = 4_000_000  # numbers held at once while resampling: 32 MB
@@ -87,3 +91,10 @@ def weighted_percentiles(ordered: Floats, weights: Counts, percents: Sequence[fl
         below, above = (ordered[(upto <= rank).sum(axis=1)] for rank in (low, np.minimum(low + 1, last)))
         found.append(below + (above - below) * (position - low)[:, 0])
     return found
+
+
+def wilson_interval(share: float, count: int) -> Interval:
+    """Wilson's 95% interval of a share of ``count``."""
+    centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
+    reach = Z95 / (1 + Z95**2 / count) * sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    return max(0.0, centre - reach), min(1.0, centre + reach)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
-from panscan.bench.intervals import cluster_intervals
+from panscan.bench.intervals import Z95, cluster_intervals, wilson_interval
 from panscan.bench.permutation import sign_flip_p_value
 from panscan.bench.records import Record, Run
 from panscan.bench.scores import EXACT_MATCH, METRICS
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _POINT = 1e-9  # an interval that is only as wide as rounding
-_Z = 1.959963984540054  # 95%, two-sided normal
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def quality_of(
     count = len(set(questions))
     [(low, high)] = cluster_intervals(values, questions, (), seed) or [(mean, mean)]
     if high - low < _POINT:
-        low, high = _wilson(mean, count)
+        low, high = wilson_interval(mean, count)
     return Quality(mean, low, high, count)
 
 
@@ -160,8 +159,8 @@ def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None
     spread = sqrt(((sum(mean**2 for mean in means) + 1) / count - centre**2) / count)
     return QualityDifference(
         value=sum(means) / len(means),
-        low=max(-1.0, centre - _Z * spread),
-        high=min(1.0, centre + _Z * spread),
+        low=max(-1.0, centre - Z95 * spread),
+        high=min(1.0, centre + Z95 * spread),
         questions=len(means),
         better=sum(mean > _POINT for mean in means),
         worse=sum(mean < -_POINT for mean in means),
@@ -193,10 +192,3 @@ def _scores_of(record: Mapping[str, Any]) -> Mapping[str, float]:
 def question_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """The same documents and prompt are one question, whatever the request is called."""
     return (*record["image_sha256"], record["prompt_sha256"])
-
-
-def _wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share of ``count``."""
-    centre = (share + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
-    reach = _Z / (1 + _Z**2 / count) * sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    return max(0.0, centre - reach), min(1.0, centre + reach)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
 from random import Random
 
+from panscan.core import ImageError
 from panscan.images.documents import board, chart, form, invoice, notes, receipt, sign, table
 from panscan.images.documents.sheet import Ask, Document, Print, Sheet, Text, choose
 from panscan.images.ink import AILERON, Face
@@ -54,33 +55,49 @@ _LOOKS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+@cache
 def _faces() -> tuple[Face, ...]:
     """Pillow's typeface and those that come with matplotlib, which panscan needs anyway."""
-    spec = find_spec("matplotlib")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    fonts = Path(spec.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
-    names = ("DejaVuSans", "DejaVuSerif")
-    return (AILERON, AILERON, *(Face(n, str(fonts / f"{n}.ttf"), str(fonts / f"{n}-Bold.ttf")) for n in names))
+    import matplotlib
+
+    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    faces = [Face(n, str(fonts / f"{n}.ttf"), str(fonts / f"{n}-Bold.ttf")) for n in ("DejaVuSans", "DejaVuSerif")]
+    for face in faces:
+        if not Path(str(face.regular)).is_file() or not Path(str(face.bold)).is_file():
+            raise ImageError(f"{fonts}: matplotlib's own typeface {face.name} is missing: install matplotlib again")
+    return (AILERON, AILERON, *faces)
 
 
 def draw_document(seed: int, index: int, *, columns: int = COLUMNS) -> Document:
     """Document ``index`` (from 0) of ``seed``, 448 to 900 pixels on its short side: a pure function of its arguments.
 
-    Kinds, and layouts of a kind, take turns. It comes with two to four questions.
+    Kinds, and layouts of a kind, take turns. It comes with two to four questions; where the print is so large that
+    hardly anything fits, it is a little smaller than asked for.
+
+    Raises:
+        ImageError: the typefaces are not where matplotlib keeps them.
     """
     turn, place = divmod(index, len(_CYCLE))
     kind, low, high = _CYCLE[place]
-    rng = Random(f"{seed}-{index}")
     before = turn * sum(kind == each for each, *_ in _CYCLE) + sum(kind == each for each, *_ in _CYCLE[:place])
-    draw, layouts = KINDS[kind]
-    short, ratio = rng.randrange(448, 901, 4), rng.uniform(low, high)
-    size = (short, round(short * ratio)) if ratio >= 1 else (round(short / ratio), short)
-    face, (paper, accent, light) = rng.choice(_faces()), rng.choice(_LOOKS)
-    print_size = Print.size_for(face, short, columns + rng.uniform(-2, 3))
-    style = Print(face, print_size, rng.uniform(1.6, 1.9), paper, accent=accent, light=light)
-    drawn = draw(rng, Sheet(*size, style), before % (layouts - 1), 0.0)
+    drawn = _drawn(f"{seed}-{index}", kind, before, (low, high), columns)
+    while len(set(drawn.asks)) < 2:  # print so large that hardly anything fits
+        columns = columns + 2
+        drawn = _drawn(f"{seed}-{index}", kind, before, (low, high), columns)
+    rng = Random(f"{seed}-{index}-asks")
     asks = list(dict.fromkeys(drawn.asks))
     first = rng.choice([ask for ask in asks if ask.type == _FIRST.get(kind)] or asks)
     chosen = choose(rng, first, [ask for ask in asks if ask != first])
     return Document(kind, drawn.image, drawn.texts, tuple(chosen))
+
+
+def _drawn(seed: str, kind: str, before: int, ratios: tuple[float, float], columns: int) -> Document:
+    """A document of ``kind``, of which there were ``before`` others, with all its questions."""
+    rng = Random(seed)
+    draw, layouts = KINDS[kind]
+    short, ratio = rng.randrange(448, 901, 4), rng.uniform(*ratios)
+    size = (short, round(short * ratio)) if ratio >= 1 else (round(short / ratio), short)
+    face, (paper, accent, light) = rng.choice(_faces()), rng.choice(_LOOKS)
+    print_size = Print.size_for(face, short, columns + rng.uniform(-2, 3))
+    style = Print(face, print_size, rng.uniform(1.6, 1.9), paper, accent=accent, light=light)
+    return draw(rng, Sheet(*size, style), before % (layouts - 1), 0.0)

@@ -40,9 +40,7 @@ def _prices(rng: Random, flow: Flow, layout: int, invented: float, sign: str, kn
     cents = rng.choice(((150, 990), (290, 2450), (1000, 9999)))
     limit = flow.width - sheet.long(money(cents[1], sign)) - 0.8 * sheet.style.size
     while flow.room >= 1:
-        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit)
-        if name in known:
-            continue
+        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit, known=known)
         known.add(name)
         rows.append((name, rng.randint(*cents)))
         flow.pair(name, money(rows[-1][1], sign), dots=layout == 2)
@@ -54,9 +52,7 @@ def _departures(rng: Random, flow: Flow, invented: float, known: set[str]) -> li
     minutes = rng.randint(5 * 60, 9 * 60)
     limit = flow.width - sheet.long("00:00") - 0.8 * sheet.style.size
     while flow.room >= 1:
-        place = sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.25)), limit)
-        if place in known:
-            continue
+        place = sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.25)), limit, known=known)
         known.add(place)
         minutes += rng.randint(3, 40)
         rows.append((place, f"{minutes // 60 % 24:02d}:{minutes % 60:02d}"))

@@ -23,9 +23,7 @@ def _labels(rng: Random, sheet: Sheet, count: int, limit: float, invented: float
     names = list[str]()
     pool = rng.choice((TOWNS, tuple(person.split()[0] for person in PEOPLE)))
     while len(names) < count:
-        name = sheet.pick(rng, lambda r: a_name(r, pool, max(invented, 0.2)).split()[0], limit)
-        if name not in names:
-            names.append(name)
+        names.append(sheet.pick(rng, lambda r: a_name(r, pool, max(invented, 0.2)).split()[0], limit, known=names))
     return names
 
 

@@ -50,10 +50,11 @@ def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Ask]:
         "Customer": a_name(rng, PEOPLE, invented),
     }
     asks = []
-    for label, value in list(facts.items())[: 4 if flow.room > 13 else 3]:
+    below = 6  # lines: a rule, one article, a rule and the sums
+    for label, value in list(facts.items())[: max(1, min(4, flow.room - below))]:
         if layout == 2:
             flow.line(f"{label}: {value}")
-        elif layout == 3 and flow.room > 14:
+        elif layout == 3 and flow.room > below + 8:
             flow.line(label, 0.85, fill=flow.sheet.style.grey)
             flow.line(value)
         else:
@@ -78,9 +79,7 @@ def _lines(rng: Random, flow: Flow, layout: int, until: float, invented: float, 
     limit = flow.width - sheet.long(money(99999 * 4, sign)) - 3.6 * sheet.style.size
     lines, names = list[Line](), set[str]()
     while not lines or (flow.bottom - flow.y - sheet.step > until and len(lines) < 40):
-        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit)
-        if name in names:
-            continue
+        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit, known=names)
         line = Line(name, rng.choice((1, 1, 2, 3, 4)), rng.randint(900, 99999))
         _row(flow, layout, line, sign)
         names.add(name)

@@ -32,10 +32,8 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     asks, said = [Ask("What is the title?", (title,), "title")], set[str]()
     first, aligned = rng.choice((1, 1, 1, rng.randint(2, 40))), rng.random() < 0.3
     while flow.room >= 1 and len(said) < 50:
-        coded = rng.random() < 0.1
-        text = sheet.pick(rng, a_code if coded else lambda r: a_name(r, pool, invented), flow.right - start)
-        if text in said:
-            continue
+        draw = a_code if rng.random() < 0.1 else lambda r: a_name(r, pool, invented)
+        text = sheet.pick(rng, draw, flow.right - start, known=said)
         number = first + len(said)
         flow.feed()
         left, anchor = (start - sheet.style.size * 0.5, "rs") if aligned else (flow.left, "ls")

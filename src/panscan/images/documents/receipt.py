@@ -111,9 +111,7 @@ def _lines(rng: Random, flow: Flow, layout: _Layout, until: float, invented: flo
     cents = rng.choice(((79, 999), (15, 780), (290, 2450), (1000, 99999)))
     limit = flow.width - sheet.long(money(cents[1] * 4, sign)) - 2.2 * sheet.style.size
     while not lines or (flow.bottom - flow.y - layout.lines_each * sheet.step > until and len(lines) < 60):
-        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit)
-        if name in names:
-            continue
+        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit, known=names)
         line = Line(name, rng.choice((1, 1, 1, 2, 3, 4)), rng.randint(*cents))
         layout.line(flow, line, sign)
         names.add(name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from PIL import Image, ImageDraw
 
+from panscan.images.documents.words import a_word
 from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, wrap, write
 
 __all__ = ["Ask", "Document", "Flow", "Print", "Sheet", "Text", "choose"]
@@ -111,14 +112,28 @@ class Sheet:
         width = self.long(text, most, bold=bold)
         return most if width <= limit else most * limit / width * 0.97
 
-    def pick(self, rng: Random, draw: Callable[[Random], str], limit: float, *, bold: bool = False) -> str:
-        """What ``draw`` makes, drawn again until it takes at most ``limit`` pixels; the shortest of twenty at worst."""
+    def pick(
+        self,
+        rng: Random,
+        draw: Callable[[Random], str],
+        limit: float,
+        *,
+        bold: bool = False,
+        known: Container[str] = (),
+    ) -> str:
+        """What ``draw`` makes, drawn again until it takes at most ``limit`` pixels and is not ``known`` yet.
+
+        After twenty tries it is the shortest new one, or else a word that nobody knows: so it always ends.
+        """
         tries = []
         for _ in range(20):
             text = draw(rng)
-            if self.long(text, bold=bold) <= limit:
-                return text
-            tries.append(text)
+            if text not in known:
+                if self.long(text, bold=bold) <= limit:
+                    return text
+                tries.append(text)
+        while not tries:
+            tries = [word for word in (a_word(rng), a_word(rng) + a_word(rng).lower()) if word not in known]
         return min(tries, key=len)
 
     def wrapped(self, text: str, limit: float, scale: float = 1.0) -> list[str]:
@@ -135,8 +150,13 @@ class Sheet:
             self.draw.line((start, y, end, y), fill=colour, width=weight)
 
     def document(self, kind: str, asks: Sequence[Ask]) -> Document:
-        """The finished document."""
-        return Document(kind, self.image, tuple(self.texts), tuple(asks))
+        """The finished document, without questions whose answers ended up outside of it, as in very large print."""
+        inside = [text.text for text in self.texts if self._holds(text.box)]
+        seen = tuple(ask for ask in asks if any(ask.answers[0] in text for text in inside))
+        return Document(kind, self.image, tuple(self.texts), seen)
+
+    def _holds(self, box: Box) -> bool:
+        return box[0] >= 0 and box[1] >= 0 and box[2] <= self.width and box[3] <= self.height
 
 
 class Flow:

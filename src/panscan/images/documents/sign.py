@@ -94,9 +94,7 @@ def _door(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     sheet = flow.sheet
     limit = flow.width - sheet.long("000") - sheet.style.size
     while len(people) < len(rooms):
-        person = sheet.pick(rng, lambda r: a_name(r, PEOPLE, max(invented, 0.1)), limit)
-        if person not in people:
-            people.append(person)
+        people.append(sheet.pick(rng, lambda r: a_name(r, PEOPLE, max(invented, 0.1)), limit, known=people))
     flow.feed(0.2)
     floor = f"Floor {rng.randint(1, 40)}"
     flow.line(floor, 1.3, bold=True)
@@ -118,9 +116,8 @@ def _directions(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     flow.rule()
     places, asks = list[str](), list[Ask]()
     while len(places) < max(2, min(8, flow.room)):
-        place = flow.sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.1)), flow.width * 0.6)
-        if place not in places:
-            places.append(place)
+        limit = flow.width * 0.6
+        places.append(flow.sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.1)), limit, known=places))
     for place in places:
         distance = f"{rng.randint(0, 29)}.{rng.randrange(10)} km"
         flow.pair(place, distance)

@@ -86,9 +86,7 @@ def _heads(rng: Random, sheet: Sheet, count: int, invented: float) -> list[str]:
 def _distinct(rng: Random, sheet: Sheet, count: int, invented: float, limit: float) -> list[str]:
     pool, names = rng.choice((GOODS, TOWNS)), list[str]()
     while len(names) < count:
-        name = sheet.pick(rng, lambda r: a_name(r, pool, invented), limit, bold=True)
-        if name not in names:
-            names.append(name)
+        names.append(sheet.pick(rng, lambda r: a_name(r, pool, invented), limit, bold=True, known=names))
     return names
 
 
