@@ -189,9 +189,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="write the record there")
     parser.add_argument("--rows", type=Path, help="write every question and answer there, as JSON lines")
-    parser.add_argument(
-        "--check", type=Path, help="a record: read its documents, exit with 1 if a figure is not in its interval"
-    )
+    parser.add_argument("--check", type=Path, help="a record: exit with 1 if a figure is not in its interval")
     return parser.parse_args()
 
 

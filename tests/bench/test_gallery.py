@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from panscan.bench.quality import with_metric
 from panscan.bench.records import Run, read_run
 from panscan.bench.report import write_gallery
 from panscan.bench.report.gallery import pictures_of
+from panscan.bench.scores import scores_of
 from panscan.core import RecordsError
 
 from . import synthetic
@@ -55,8 +57,10 @@ def asked(cell: str, name: str, image: Path, expected: list[str], answer: str | 
     digest = hashlib.sha256(image.read_bytes()).hexdigest() if image.exists() else "00"
     content = {"prompt": f"What is {name}?", "answers": expected, "answer": answer or ""}
     error = "no memory" if answer is None else None
+    scores = {} if answer is None else scores_of(answer, expected)
     return found | {
         "image": [str(image)], "image_sha256": [digest], "image_size": [[40, 30]], "content": content, "error": error,
+        "scores": scores,
     } | others  # fmt: skip
 
 
@@ -100,9 +104,52 @@ def test_documents_on_which_cells_differ_come_first(picture: Path, tmp_path: Pat
     alike = [asked(cell, "a", picture, ["1"], "1") for cell in CELLS]
     unlike = [asked("off", "b", other, ["1"], "2"), asked("on", "b", other, ["1"], "1")]
     cells, found = pictures_of(run_of(tmp_path / "run", [*alike, *unlike]))
-    assert [one.name for one in found] == [str(other), str(picture)]
+    assert [one.name for one in found] == [f"{path} (40 x 30)" for path in (other, picture)]
     assert list(cells) == ["off", "on"]
-    assert [answer.right for answer in found[0].asked[0].answers] == [False, True]
+    assert [answer.score for answer in found[0].asked[0].answers] == [0.0, 1.0]
+
+
+def test_answers_are_marked_by_the_run_s_metric(picture: Path, tmp_path: Path) -> None:
+    """103 is within 5% of 100; "Rye breat" is nearly "Rye bread"."""
+    run = run_of(
+        tmp_path / "run",
+        [asked("on", "a", picture, ["100"], "103"), asked("on", "b", picture, ["Rye bread"], "Rye breat")],
+    )
+    marks = {}
+    for metric in ("exact_match", "relaxed_accuracy", "anls"):
+        write_gallery(with_metric(run, metric), tmp_path / "gallery.html")
+        rows = Page((tmp_path / "gallery.html").read_text("utf-8")).cells
+        marks[metric] = [row[1] for row in rows if "views" in row[-1]][1:]
+    assert marks == {"exact_match": ["✗", "✗"], "relaxed_accuracy": ["✓", "✗"], "anls": ["67%", "89%"]}
+
+
+def test_repeats_replicas_and_equal_words_are_kept_apart(picture: Path, tmp_path: Path) -> None:
+    """The first repeat of the first replica; the same words with other answers are another question."""
+    records = [
+        asked("on", "a", picture, ["yes"], "yes"),
+        asked("on", "a", picture, ["no"], "no", request="b"),
+        asked("on", "a", picture, ["yes"], "no", request="c", replica=1),
+        asked("on", "a", picture, ["yes"], "no", request="a+1"),
+    ]
+    _, [one] = pictures_of(run_of(tmp_path / "run", records))
+    assert [(a.expected, [each.text for each in a.answers]) for a in one.asked] == [
+        (("yes",), ["yes"]),
+        (("no",), ["no"]),
+    ]
+
+
+def test_several_pictures_of_a_question_are_all_shown(picture: Path, tmp_path: Path) -> None:
+    other = tmp_path / "two.png"
+    Image.new("RGB", (40, 30)).save(other)
+    record = asked("on", "a", picture, ["1"], "1")
+    record["image"].append(str(other))
+    record["image_sha256"].append(hashlib.sha256(other.read_bytes()).hexdigest())
+    record["image_size"].append([40, 30])
+    alone = asked("on", "b", picture, ["1"], "1") | {"image": [], "image_sha256": [], "image_size": []}
+    write_gallery(run_of(tmp_path / "run", [record, alone]), tmp_path / "gallery.html")
+    text = (tmp_path / "gallery.html").read_text("utf-8")
+    assert len(Page(text).pictures) == 2
+    assert "without an image" in text
 
 
 @pytest.mark.parametrize("how", ["gone", "changed", "elsewhere"])
@@ -115,7 +162,7 @@ def test_a_picture_that_is_not_what_the_run_read_is_not_shown(picture: Path, tmp
     else:
         record["image"] = ["https://example.org/page.png"]
     _, [one] = pictures_of(run_of(tmp_path / "run", [record]))
-    assert one.picture is None
+    assert one.pictures == (None,)
     write_gallery(run_of(tmp_path / "run2", [record]), tmp_path / "gallery.html")
     assert "not where the run found it" in (tmp_path / "gallery.html").read_text("utf-8")
 

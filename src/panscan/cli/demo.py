@@ -42,6 +42,8 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
     from panscan.bench.records import read_run
 
     documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
+    if runs.exists() and not runs.is_dir():
+        raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
     if runs.exists() and not again:
         raise SettingError(f"{directory} holds a demo already: name another folder, or --again")
     before = set(runs.iterdir()) if runs.exists() else set()
@@ -51,7 +53,7 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
         "--do-pan-and-scan", "false,true", "--min-crop-size", 256, "--grid-max-crops", ",".join(map(str, _CROPS)),
         "--include-content", "--output-dir", runs,
     )  # fmt: skip
-    [place] = set(runs.iterdir()) - before
+    place = max(set(runs.iterdir()) - before)  # its name begins with the time
     _type("report", place, "--format", "gallery")
     run = read_run(place)
     _type("recommend", place, *_wanted(run), "-o", preset)

@@ -6,16 +6,15 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
 
 from markupsafe import Markup
 from PIL import Image
 
+from panscan.bench.quality import metric_of, metric_title
 from panscan.bench.records import Record, Run
 from panscan.bench.report import palette
 from panscan.bench.report.page import templates
 from panscan.bench.rows import distinguishing, label, meant
-from panscan.bench.scores import exact_match
 from panscan.core import InputError, RecordsError
 from panscan.images.files import find_pages, load_page, page_digest
 
@@ -27,18 +26,17 @@ _MOST = 200  # documents on a page
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a cell said (None: it failed), and whether it was right (None: there is no known answer)."""
+    """What a cell said (None: it failed), and its score by the run's metric (None: it has none)."""
 
     cell: str
     text: str | None
-    right: bool | None
+    score: float | None
     views: int
-    e2e_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question of a picture with its accepted answers."""
+    """One question about a document with its accepted answers."""
 
     question: str
     expected: tuple[str, ...]
@@ -46,27 +44,33 @@ class Asked:
 
     @property
     def differs(self) -> bool:
-        """Whether some cells are right and others are not."""
-        return len({answer.right for answer in self.answers}) > 1
+        """Whether some cells score better than others."""
+        return len({answer.score for answer in self.answers}) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pictured:
-    """A document, its picture as a data URL (None: not found where the run found it, or changed since)."""
+    """One or more images that were asked about together, each as a data URL (None: see :func:`_picture`)."""
 
     name: str
-    size: tuple[int, int] | None
-    picture: str | None
+    pictures: tuple[str | None, ...]
     asked: tuple[Asked, ...]
 
 
 def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
     """Names of the cells by id, and every document with its questions; those on which cells differ come first.
 
+    Of several repeats and replicas the first one's answers are shown.
+
     Raises:
         RecordsError: the run was made without ``--include-content``, or nothing is finished.
     """
-    records = [record for batch in run.requests.values() for record in batch if record["repeat"] == 0]
+    records = [
+        record
+        for batch in run.requests.values()
+        for record in batch
+        if record["repeat"] == 0 and record.get("replica", 0) == 0
+    ]
     if not records:
         raise RecordsError(f"{run.path.parent}: no request is finished yet")
     if not any("content" in record for record in records):
@@ -76,7 +80,7 @@ def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
     for record in records:
         if "content" in record:
             by_document.setdefault(tuple(record["image"]), []).append(record)
-    found = [_pictured(names, group, list(cells)) for names, group in by_document.items()]
+    found = [_pictured(names, group, list(cells), metric_of(run)) for names, group in by_document.items()]
     found.sort(key=lambda one: not any(asked.differs for asked in one.asked))
     return cells, found
 
@@ -87,37 +91,36 @@ def _names(run: Run, used: set[str]) -> dict[str, str]:
     return {cell: label({name: meant(value).get(name) for name in varying}) or cell for cell, value in settings.items()}
 
 
-def _pictured(names: tuple[str, ...], group: Sequence[Record], order: Sequence[str]) -> Pictured:
-    by_question: dict[str, list[Record]] = {}
-    for record in group:
-        by_question.setdefault(record["content"]["prompt"], []).append(record)
-    asked = []
-    for question, records in by_question.items():
-        expected = tuple(records[0]["content"]["answers"])
-        answers = [_answer(record, expected) for record in records]
-        asked.append(Asked(question, expected, tuple(sorted(answers, key=lambda answer: order.index(answer.cell)))))
+def _pictured(names: tuple[str, ...], group: Sequence[Record], order: Sequence[str], metric: str) -> Pictured:
+    by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
+    for record in group:  # a dataset may ask the same words twice, with other answers
+        question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
+        by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric))
+    asked = [
+        Asked(question, expected, tuple(answers[cell] for cell in order if cell in answers))
+        for (question, expected), answers in by_question.items()
+    ]
     asked.sort(key=lambda one: not one.differs)
-    size = group[0].get("image_size") or [None]
-    shown = tuple(size[0]) if size[0] else None
-    return Pictured(", ".join(names), shown, _picture(names, group[0]["image_sha256"]), tuple(asked))
+    sizes = group[0].get("image_size") or [None] * len(names)
+    called = [f"{name} ({size[0]} x {size[1]})" if size else name for name, size in zip(names, sizes, strict=False)]
+    digests = group[0]["image_sha256"]
+    pictures = tuple(_picture(name, digest) for name, digest in zip(names, digests, strict=True))
+    return Pictured(", ".join(called) or "without an image", pictures, tuple(asked))
 
 
-def _answer(record: Record, expected: tuple[str, ...]) -> Answer:
+def _answer(record: Record, metric: str) -> Answer:
     text = None if record["error"] is not None else record["content"]["answer"]
-    right = None if not expected else text is not None and bool(exact_match(text, expected))
-    stamps = record["stamps"]
-    tokens = stamps.get("tokens") or []
-    e2e = 1000 * (tokens[-1] - stamps["accepted"]) if tokens else None
-    return Answer(record["cell"], text, right, record["views"], e2e)
+    score = None if text is None else record.get("scores", {}).get(metric)
+    return Answer(record["cell"], text, score, record["views"])
 
 
-def _picture(names: tuple[str, ...], digests: Sequence[str]) -> str | None:
-    """The first picture of a question, small, if the file is still what the run read."""
-    if not names or "://" in names[0]:  # a page that is looked at later must not fetch anything
+def _picture(name: str, digest: str) -> str | None:
+    """An image, small, if the file is where the run found it and still what the run read."""
+    if "://" in name:  # a page that is looked at later must not fetch anything
         return None
     try:
-        [page, *_] = find_pages([names[0]], on_problem=_leave_out)
-        if page_digest(page) != digests[0]:
+        [page, *_] = find_pages([name], on_problem=_leave_out)
+        if page_digest(page) != digest:
             return None
         image = load_page(page)
     except (InputError, ValueError):
@@ -145,6 +148,7 @@ def render_gallery(run: Run) -> str:
         .get_template("gallery.html.j2")
         .render(
             cells=cells,
+            metric=metric_title(run),
             documents=found[:_MOST],
             left_out=max(0, len(found) - _MOST),
             totals=_totals(cells, found),
@@ -155,12 +159,12 @@ def render_gallery(run: Run) -> str:
     )
 
 
-def _totals(cells: dict[str, str], found: Sequence[Pictured]) -> list[tuple[str, int, int, float]]:
-    """(cell, right, asked, mean views) of each cell."""
-    totals: list[tuple[str, int, int, float]] = []
+def _totals(cells: dict[str, str], found: Sequence[Pictured]) -> list[tuple[str, float | None, int, float]]:
+    """(cell, mean score, scored questions, mean views) of each cell."""
+    totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers: list[Any] = [a for one in found for asked in one.asked for a in asked.answers if a.cell == cell]
-        known = [answer for answer in answers if answer.right is not None]
-        views = sum(answer.views for answer in answers) / max(1, len(answers))
-        totals.append((cell, sum(answer.right for answer in known), len(known), views))
+        answers = [a for one in found for asked in one.asked for a in asked.answers if a.cell == cell]
+        scores = [answer.score for answer in answers if answer.score is not None]
+        mean = sum(scores) / len(scores) if scores else None
+        totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))
     return totals
