@@ -19,6 +19,7 @@ from tests.conftest import noise
 from panscan.bench.datasets import LAYOUTS, DatasetFacts, Loaded, facts_of_header, load_dataset
 from panscan.bench.datasets.answer_texts import answer_texts
 from panscan.bench.datasets.text_files import read_text
+from panscan.bench.scores import scores_of
 from panscan.bench.workload import Source, Workload, load_workload
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
 
@@ -170,6 +171,12 @@ def test_textvqa_has_ten_answers(tmp_path: Path) -> None:
     [item] = found.items
     assert (item.id, item.answers) == ("34602", tuple(answers))
     assert found.quality_metric(None) == "vqa_accuracy"
+    silent = [*answers[:9], " "]
+    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [{**row, "answers": each} for each in (silent, [""] * 10)]})
+    found = workload(tmp_path)
+    assert [item.answers for item in found.items] == [tuple(silent), ()], "one who said nothing is one of the ten"
+    assert scores_of("nokia", found.items[0].answers)["vqa_accuracy"] == 1.0
+    assert facts(found).unscored == 1
     elsewhere = write(tmp_path / "any" / "name.json", content)
     picture(elsewhere.parent / "open images" / "003a8ae2ef43b901.jpg")
     assert facts(workload(elsewhere)) == DatasetFacts("textvqa", questions=2, used=1, without_image=1)
@@ -296,6 +303,15 @@ def test_the_columns_tell_which_dataset_it_is(
     found = workload(tmp_path)
     [item] = found.items
     assert (found.metric, item.answers, item.tag_values.get("type", [])) == (metric, ("14",), types)
+
+
+@pytest.mark.parametrize(("columns", "kept"), [({"image_id": ["a"], "image_classes": [["c"]]}, 10), ({}, 9)])
+def test_a_table_of_peoples_answers_keeps_blank_ones(tmp_path: Path, columns: dict[str, list[Any]], kept: int) -> None:
+    asked = {"question": ["?"], "answers": [["a"] * 9 + [""]], "image": [{"bytes": PNG, "path": None}]}
+    as_parquet(table(asked | columns), tmp_path / "rows.parquet")
+    [item] = workload(tmp_path).items
+    assert len(item.answers) == kept
+    assert ("vqa_accuracy" in scores_of("a", item.answers)) == (kept == 10)
 
 
 def test_pictures_of_a_table_may_be_bare_bytes_lists_or_paths(tmp_path: Path) -> None:

@@ -17,21 +17,26 @@ class Number(str):
     __slots__ = ()
 
 
-def answer_texts(value: Any) -> tuple[tuple[str, ...], bool]:
+def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], bool]:
     """(the answers, whether they were a plain list of texts).
 
     Numbers are taken as they are written, a whole float without its ".0"; true and false as these words. Lists may be
     nested, and objects may hold their answers under "answers", "answer" or "text", as SQuAD and VQA have them. Nothing,
     not-a-number, blank texts and other objects are no answers. Repeats stay: they are other people's answers.
+
+    Args:
+        value: as it is stored.
+        people: there is one answer of each person who was asked, so that blank ones among others count as well.
     """
     flat = value is None or (isinstance(value, list | tuple) and all(type(each) is str for each in value))
-    return tuple(_texts(value)), flat
+    found = tuple(_texts(value))
+    said = any(text.strip() for text in found)
+    return tuple(text for text in found if text.strip() or (people and said)), flat
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        if value.strip():
-            yield str(value)
+        yield str(value)
     elif isinstance(value, bool):
         yield str(value).lower()
     elif isinstance(value, float):

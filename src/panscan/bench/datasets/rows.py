@@ -122,6 +122,7 @@ class Loaded:
         tags: Iterable[tuple[str, Any]] = (),
         *,
         plain: bool = False,
+        people: bool = False,
     ) -> None:
         """Take a row, or count why not.
 
@@ -132,6 +133,7 @@ class Loaded:
             answers: see :func:`panscan.bench.datasets.answer_texts.answer_texts`.
             tags: values that are None or empty are left out; a list is several values.
             plain: numbers and single texts are how this layout stores answers, so they are not counted.
+            people: one answer of each person who was asked, blank ones too.
         """
         number = self.questions
         self.questions += 1
@@ -146,7 +148,7 @@ class Loaded:
             self.repeated_ids += 1
             row_id = unique_id(row_id, self._ids)
         self._ids.add(row_id)
-        texts, flat = answer_texts(answers)
+        texts, flat = answer_texts(answers, people=people)
         self.converted_answers += not flat and not plain
         places = images if isinstance(images, Embedded) else tuple(images)
         self.rows.append(Row(row_id, places, question, texts, _tags(tags)))

@@ -62,7 +62,8 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
                 f"{called}: {path.name}: needs a column image and a column question (or query);"
                 f" it has {', '.join(names)}"
             )
-        loaded.metric = metric_of_columns(names) or loaded.metric
+        metric = metric_of_columns(names)
+        loaded.metric = metric or loaded.metric
         wanted = [name for name in (question, answers, row_id, type_) if name is not None]
         paths = _paths(path, image, called)
         for number, row in enumerate(_rows(path, wanted, called)):
@@ -73,7 +74,7 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
             places = Embedded(str(path), number) if paths is None else paths[number]
             loaded.add(
                 row.get(row_id or ""), places, row[question] or None, row.get(answers or ""), [("type", tag)],
-                plain=not isinstance(row.get(answers or ""), list),
+                plain=not isinstance(row.get(answers or ""), list), people=metric == "vqa_accuracy",
             )  # fmt: skip
     if types & _CHARTQA_TYPES:
         loaded.metric = "relaxed_accuracy"
