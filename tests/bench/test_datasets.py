@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -464,7 +465,41 @@ def test_numbers_of_json_lines_are_answers_as_they_are_written(tmp_path: Path) -
 
 
 ids = st.sampled_from([None, "a", "a#2", "a#3", "00001", "b"])
-rows = st.tuples(ids, st.booleans(), st.sampled_from(["?", None]), st.sampled_from([["x"], [], "x", [1]]))
+rows = st.tuples(ids, st.booleans(), st.sampled_from(["?", None, "\ud83d"]), st.sampled_from([["x"], [], "x", [1]]))
+
+
+def test_half_a_surrogate_pair_is_counted_and_asked_nowhere(tmp_path: Path) -> None:
+    picture(tmp_path / "png" / "a.png")
+    good = {"imgname": "a.png", "query": "Sum?", "label": ["1", "\ud83d"]}
+    broken = [{**good, "query": "bad \ud83d?"}, {**good, "imgname": "\udfff.png"}]
+    (tmp_path / "test_human.json").write_text(json.dumps([good, *broken, {**good, "label": "\udfff"}]))
+    found = workload(tmp_path)
+    assert [(item.prompt, item.answers) for item in found.items] == [("Sum?", ("1",)), ("Sum?", ())]
+    assert facts(found).text == (
+        "chartqa, test, 4 questions: 2 used, 1 without a readable image,"
+        " 1 with half a surrogate pair, which is no text, 1 without answers (unscored)"
+    )
+    loaded = Loaded("docvqa", "anls")
+    loaded.add("\ud83d", ["a.png"], "?", [], [("type", ["x", "\ud83d"])])
+    assert [(row.id, row.tags) for row in loaded.rows] == [("00000", (("type", "x"),))]
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "test_human.json", "rows.json"])
+def test_what_is_nested_too_deeply_is_said(tmp_path: Path, name: str) -> None:
+    def rows(depth: int) -> Path:
+        nested = "[" * depth + "]" * depth
+        row = f'{{"image": "a.png", "question": "?", "answers": {nested}}}'
+        if name != "q.jsonl":
+            row = f'[{{"imgname": "a.png", "query": "?", "label": {nested}}}]'
+        (tmp_path / name).write_text(row)
+        return tmp_path / name
+
+    with pytest.raises(DatasetError, match="nested too deeply") as caught:
+        load_dataset(rows(100_000))
+    assert len(str(caught.value)) < 300
+    for depth in (*range(850, 1000, 2), 5000):  # where one part of the way gives up, and another does not
+        with suppress(DatasetError):
+            load_dataset(rows(depth))
 
 
 @given(st.lists(rows, max_size=12))
@@ -473,11 +508,10 @@ def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any
     for row_id, has_image, question, answers in given_rows:
         loaded.add(row_id, ["a.png"] if has_image else [], question, answers)
     assert loaded.questions == len(given_rows)
-    assert len(loaded.rows) + loaded.without_image + loaded.without_question == loaded.questions
+    left_out = loaded.without_image + loaded.without_question + loaded.broken_text
+    assert len(loaded.rows) + left_out == loaded.questions
     assert len({row.id for row in loaded.rows}) == len(loaded.rows)
-    assert [row.question for row in loaded.rows] == ["?"] * sum(
-        image and q is not None for _, image, q, _ in given_rows
-    )
+    assert [row.question for row in loaded.rows] == ["?"] * sum(image and q == "?" for _, image, q, _ in given_rows)
 
 
 def test_a_header_of_another_version_has_no_facts() -> None:

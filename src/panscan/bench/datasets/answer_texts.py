@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import isnan
 from typing import Any
 
-__all__ = ["Number", "answer_texts"]
+__all__ = ["Number", "answer_texts", "is_unicode"]
 
 _KEYS = ("answers", "answer", "text")
 
@@ -32,6 +32,15 @@ def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], 
     found = tuple(_texts(value))
     said = any(text.strip() for text in found)
     return tuple(text for text in found if text.strip() or (people and said)), flat
+
+
+def is_unicode(text: str) -> bool:
+    """JSON's escapes can write code points that UTF-8, and so a tokenizer, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _texts(value: Any) -> Iterator[str]:

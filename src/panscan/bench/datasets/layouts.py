@@ -85,7 +85,10 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
     _refuse_several(name, files, called)
     others = tuple(each for each in by_split if each not in (chosen, ""))
     loaded = Loaded(name, LAYOUTS[name].metric, chosen, others)
-    LAYOUTS[name].read(files, called, loaded)
+    try:
+        LAYOUTS[name].read(files, called, loaded)
+    except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions
+        raise DatasetError(f"{called}: nested too deeply") from error
     return loaded
 
 
