@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import date, datetime, time
+from decimal import Decimal
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,47 @@ def test_a_table_of_peoples_answers_keeps_blank_ones(tmp_path: Path, columns: di
     assert ("vqa_accuracy" in scores_of("a", item.answers)) == (kept == 10)
 
 
+@pytest.mark.parametrize(
+    ("questions", "answers", "said"),
+    [
+        (["?"], pa.array([Decimal("12.50")]), ("12.50",)),
+        (["?"], pa.array([[date(2024, 1, 2)]]), ("2024-01-02",)),
+        (pa.array(["?"]).dictionary_encode(), pa.array(["x"]).dictionary_encode(), ("x",)),
+        (["?"], pa.array([{"text": ["x"], "answer_start": [3]}]), ("x",)),
+        (["?"], pa.array([None]), ()),
+        (["?"], [b"x"], "the answers in column 'answer' are binary, not text"),
+        (["?"], [[{"text": b"x"}]], "the answers in column 'answer' are binary, not text"),
+        (["?"], pa.array([3], pa.duration("s")), r"the answers in column 'answer' are duration\[s\], not text"),
+        ([7], ["x"], "the questions in column 'question' are int64, not text"),
+        ([["?"]], ["x"], "the questions in column 'question' are list<.*>, not text"),
+    ],
+)
+def test_types_of_columns_that_are_text_and_others(
+    tmp_path: Path, questions: Any, answers: Any, said: str | tuple[str, ...]
+) -> None:
+    pictures = pa.array([{"bytes": PNG, "path": None}], IMAGE)
+    as_file(pa.table({"image": pictures, "question": questions, "answer": answers}), tmp_path / "rows.arrow")
+    if isinstance(said, str):
+        with pytest.raises(DatasetError, match=f"rows.arrow: {said}"):
+            workload(tmp_path)
+    else:
+        assert workload(tmp_path).items[0].answers == said
+
+
+@pytest.mark.parametrize("blank", ["", "   ", "\n"])
+def test_a_blank_question_is_none_in_every_layout(tmp_path: Path, blank: str) -> None:
+    picture(tmp_path / "a.png")
+    rows = [{"image": "a.png", "question": each, "answers": ["x"]} for each in ("Who?", blank)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path / "val_v1.0.json", {"data": [{"questionId": 1, **row} for row in rows]})
+    write(tmp_path / "test_human.json", [{"imgname": "a.png", "query": row["question"]} for row in rows])
+    columns = {"image": [{"bytes": PNG, "path": None}] * 2, "question": ["Who?", blank]}
+    as_parquet(table(columns), tmp_path / "rows.parquet")
+    for name in ("q.jsonl", "val_v1.0.json", "test_human.json", "rows.parquet"):
+        found = facts(workload(tmp_path / name))
+        assert (found.used, found.without_question, found.without_image) == (1, 1, 0), name
+
+
 def test_pictures_of_a_table_may_be_bare_bytes_lists_or_paths(tmp_path: Path) -> None:
     picture(tmp_path / "sub" / "a.png")
     kinds = {
@@ -438,12 +481,15 @@ def test_other_encodings_are_refused_and_never_guessed(tmp_path: Path, data: byt
         (0.1, ("0.1",), False),
         (float("nan"), (), False),
         (True, ("true",), False),
+        (Decimal("12.50"), ("12.50",), False),
+        ([date(2024, 1, 2), datetime(2024, 1, 2, 3, 4), time(3, 4)],
+         ("2024-01-02", "2024-01-02 03:04:00", "03:04:00"), False),
         ([1, ["a", [2.5]]], ("1", "a", "2.5"), False),
         ({"text": ["a"], "answer_start": [3]}, ("a",), False),
         ([{"answer": "a", "answer_id": 1}, {"answer": "b"}], ("a", "b"), False),
         ({"right": "a"}, (), False),
     ],
-)
+)  # fmt: skip
 def test_answers_of_any_kind(value: Any, texts: tuple[str, ...], flat: bool) -> None:
     assert answer_texts(value) == (texts, flat)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import date, time
+from decimal import Decimal
 from math import isnan
 from typing import Any
 
-__all__ = ["Number", "answer_texts", "is_unicode"]
+__all__ = ["ANSWER_KEYS", "Number", "answer_texts", "is_unicode"]
 
-_KEYS = ("answers", "answer", "text")
+ANSWER_KEYS = ("answers", "answer", "text")
 
 
 class Number(str):
@@ -20,7 +22,8 @@ class Number(str):
 def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], bool]:
     """(the answers, whether they were a plain list of texts).
 
-    Numbers are taken as they are written, a whole float without its ".0"; true and false as these words. Lists may be
+    Numbers are taken as they are written, a whole float without its ".0"; true and false as these words; dates and
+    times as in ISO 8601, a space between them. Lists may be
     nested, and objects may hold their answers under "answers", "answer" or "text", as SQuAD and VQA have them. Nothing,
     not-a-number, blank texts and other objects are no answers. Repeats stay: they are other people's answers.
 
@@ -51,13 +54,13 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, float):
         if not isnan(value):
             yield str(int(value)) if value.is_integer() else repr(value)
-    elif isinstance(value, int):
+    elif isinstance(value, int | Decimal | date | time):
         yield str(value)
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _texts(each)
     elif isinstance(value, Mapping):
-        for key in _KEYS:
+        for key in ANSWER_KEYS:
             if key in value:
                 yield from _texts(value[key])
                 return

@@ -134,8 +134,8 @@ class Loaded:
         Args:
             given: its id; None for the number of the row.
             images: none where a picture is missing.
-            question: a text, else it is missing. Half a surrogate pair, which JSON's escapes can write, is none; ids,
-                tags and answers with one are left out.
+            question: a text that is not blank, else it is missing. Half a surrogate pair, which JSON's escapes
+                can write, is none; ids, tags and answers with one are left out.
             answers: see :func:`panscan.bench.datasets.answer_texts.answer_texts`.
             tags: values that are None or empty are left out; a list is several values.
             plain: numbers and single texts are how this layout stores answers, so they are not counted.
@@ -143,11 +143,11 @@ class Loaded:
         """
         number = self.questions
         self.questions += 1
-        if isinstance(question, str) and not isinstance(images, Embedded) and not images:
-            self.without_image += 1
-            return
-        if not isinstance(question, str):
+        if not isinstance(question, str) or not question.strip():
             self.without_question += 1
+            return
+        if not isinstance(images, Embedded) and not images:
+            self.without_image += 1
             return
         if not is_unicode(question):
             self.broken_text += 1
