@@ -257,6 +257,29 @@ def test_tables_of_hugging_face(
     assert len(list((cache / "dataset-pictures").iterdir())) == 3
 
 
+def test_table_files_that_belong_to_no_split_are_counted(tmp_path: Path) -> None:
+    for name in ("train-0", "validation-0", "latest"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        columns = {"image": [{"bytes": PNG, "path": None}], "question": [f"{name}?"]}
+        as_parquet(table(columns), tmp_path / "data" / f"{name}.parquet")
+    found = workload(tmp_path)
+    assert [item.prompt for item in found.items] == ["validation-0?"]
+    assert (facts(found).other_splits, facts(found).files_without_split) == ("train", 1)
+    assert facts(found).text.endswith("1 file of no split not read")
+    for name in ("train-0", "validation-0"):
+        (tmp_path / "data" / f"{name}.parquet").unlink()
+    assert facts(workload(tmp_path)).files_without_split == 0, "all files are of no split, and all are read"
+
+
+def test_names_that_are_too_long_are_of_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"--dataset .*n: File name too long") as caught:
+        load_dataset(tmp_path / ("n" * 300))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "png").mkdir()
+    write(tmp_path / "test_human.json", [{"imgname": "n" * 300, "query": "?", "label": "x"}])
+    assert load_dataset(tmp_path).without_image == 1
+
+
 def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
     pictures = [{"bytes": encoded(20 + number, 20, "PNG"), "path": None} for number in range(40)]
     columns = {"image": pictures, "question": [str(number) for number in range(40)], "answer": list(range(40))}

@@ -56,6 +56,7 @@ class DatasetFacts:
         unscored: of the used ones, without accepted answers.
         broken_text: left out, because the question has half a surrogate pair, which no tokenizer takes.
         other_splits: that were there and not chosen, separated by ", ".
+        files_without_split: that were not read, because their names say no split and those of others do.
     """
 
     layout: str
@@ -69,6 +70,7 @@ class DatasetFacts:
     unscored: int = 0
     broken_text: int = 0
     other_splits: str = ""
+    files_without_split: int = 0
 
     @property
     def text(self) -> str:
@@ -90,6 +92,8 @@ class DatasetFacts:
                 if count > 0
             ),
         ]
+        if (files := self.files_without_split) > 0:
+            parts.append(f"{files:,} file{'' if files == 1 else 's'} of no split not read")
         name = f"{self.layout}, {self.split}" if self.split else self.layout
         return f"{name}, {self.questions:,} question{'' if self.questions == 1 else 's'}: {', '.join(parts)}"
 
@@ -103,12 +107,14 @@ class Loaded:
         metric: the dataset's own metric of quality.
         split: empty where there are none.
         others: splits that were there and not chosen.
+        files_without_split: that were left out for those of splits.
     """
 
     layout: str
     metric: str
     split: str = ""
     others: tuple[str, ...] = ()
+    files_without_split: int = 0
     rows: list[Row] = field(default_factory=list)
     questions: int = 0
     without_image: int = 0
@@ -185,6 +191,7 @@ def counted(loaded: Loaded, used: Sequence[Row], unreadable: int) -> DatasetFact
         converted_answers=loaded.converted_answers,
         unscored=sum(not row.answers for row in used),
         other_splits=", ".join(loaded.others),
+        files_without_split=loaded.files_without_split,
     )
 
 
