@@ -87,6 +87,19 @@ def test_files_of_other_versions_are_known() -> None:
     assert changed_versions(header, header) == []
 
 
+def test_a_bundled_model_that_changed_is_another_model() -> None:
+    header = JOB.header()
+    assert header["settings"]["model"] == "mini"
+    for kept in ({"mini": "000000000000"}, {}, None):
+        assert difference({**header, "bundled": kept}, header) == (
+            "was made with other weights of mini: the bundled model has changed since"
+        )
+    older = {name: value for name, value in header.items() if name != "bundled"}
+    assert "bundled model has changed" in (difference(older, header) or "")
+    drawn = replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
+    assert difference({name: value for name, value in drawn.items() if name != "bundled"}, drawn) is None
+
+
 def test_a_job_that_contradicts_itself_is_refused_before_its_first_request() -> None:
     with pytest.raises(SettingError, match="system does not go with"):
         replace(JOB, system="In French.", raw_prompt=True)

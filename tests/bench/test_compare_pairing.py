@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.bench.compare import Comparison, compare_runs
+from panscan.bench.compare_report import build_report
 from panscan.bench.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
 from panscan.bench.metrics import cell_metrics
 from panscan.bench.pairing import pair_requests
@@ -226,6 +227,27 @@ def test_environment_and_workload_are_compared() -> None:
         "torch": ("2.11", "2.13"),
         "requests": (5, 6),
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "differs"),
+    [
+        ("mini", ({"mini": "aa"}, {"mini": "bb"}), ("aa", "bb")),
+        ("mini", (None, {"mini": "bb"}), (None, "bb")),
+        ("mini", ({"mini": "bb"}, {"mini": "bb", "tiny": "cc"}), None),
+        ("mini", (None, None), None),
+        ("google/gemma-3-4b-it", ({"mini": "aa"}, {"mini": "bb"}), None),  # of cells that were not measured
+    ],
+)
+def test_bundled_models_that_changed_are_another_model(
+    model: str, weights: tuple[Any, Any], differs: tuple[Any, Any] | None
+) -> None:
+    runs = [noisy_run(seed, cells=({"model": model},)) for seed in (1, 2)]
+    for run, kept in zip(runs, weights, strict=True):
+        run.header["environment"] = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}
+    assert compare_runs(*runs).differences == ({} if differs is None else {"mini weights": differs})
+    said = "Different model: these numbers compare different jobs."
+    assert build_report(runs).warning(0) == (None if differs is None else said)
 
 
 def test_nothing_that_pairs_is_an_error_that_says_why() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import date, datetime, time
+from decimal import Decimal
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from tests.conftest import noise
 from panscan.bench.datasets import LAYOUTS, DatasetFacts, Loaded, facts_of_header, load_dataset
 from panscan.bench.datasets.answer_texts import answer_texts
 from panscan.bench.datasets.text_files import read_text
+from panscan.bench.scores import scores_of
 from panscan.bench.workload import Source, Workload, load_workload
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
 
@@ -170,6 +174,12 @@ def test_textvqa_has_ten_answers(tmp_path: Path) -> None:
     [item] = found.items
     assert (item.id, item.answers) == ("34602", tuple(answers))
     assert found.quality_metric(None) == "vqa_accuracy"
+    silent = [*answers[:9], " "]
+    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [{**row, "answers": each} for each in (silent, [""] * 10)]})
+    found = workload(tmp_path)
+    assert [item.answers for item in found.items] == [tuple(silent), ()], "one who said nothing is one of the ten"
+    assert scores_of("nokia", found.items[0].answers)["vqa_accuracy"] == 1.0
+    assert facts(found).unscored == 1
     elsewhere = write(tmp_path / "any" / "name.json", content)
     picture(elsewhere.parent / "open images" / "003a8ae2ef43b901.jpg")
     assert facts(workload(elsewhere)) == DatasetFacts("textvqa", questions=2, used=1, without_image=1)
@@ -247,6 +257,29 @@ def test_tables_of_hugging_face(
     assert len(list((cache / "dataset-pictures").iterdir())) == 3
 
 
+def test_table_files_that_belong_to_no_split_are_counted(tmp_path: Path) -> None:
+    for name in ("train-0", "validation-0", "latest"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        columns = {"image": [{"bytes": PNG, "path": None}], "question": [f"{name}?"]}
+        as_parquet(table(columns), tmp_path / "data" / f"{name}.parquet")
+    found = workload(tmp_path)
+    assert [item.prompt for item in found.items] == ["validation-0?"]
+    assert (facts(found).other_splits, facts(found).files_without_split) == ("train", 1)
+    assert facts(found).text.endswith("1 file of no split not read")
+    for name in ("train-0", "validation-0"):
+        (tmp_path / "data" / f"{name}.parquet").unlink()
+    assert facts(workload(tmp_path)).files_without_split == 0, "all files are of no split, and all are read"
+
+
+def test_names_that_are_too_long_are_of_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"--dataset .*n: File name too long") as caught:
+        load_dataset(tmp_path / ("n" * 300))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "png").mkdir()
+    write(tmp_path / "test_human.json", [{"imgname": "n" * 300, "query": "?", "label": "x"}])
+    assert load_dataset(tmp_path).without_image == 1
+
+
 def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
     pictures = [{"bytes": encoded(20 + number, 20, "PNG"), "path": None} for number in range(40)]
     columns = {"image": pictures, "question": [str(number) for number in range(40)], "answer": list(range(40))}
@@ -296,6 +329,56 @@ def test_the_columns_tell_which_dataset_it_is(
     found = workload(tmp_path)
     [item] = found.items
     assert (found.metric, item.answers, item.tag_values.get("type", [])) == (metric, ("14",), types)
+
+
+@pytest.mark.parametrize(("columns", "kept"), [({"image_id": ["a"], "image_classes": [["c"]]}, 10), ({}, 9)])
+def test_a_table_of_peoples_answers_keeps_blank_ones(tmp_path: Path, columns: dict[str, list[Any]], kept: int) -> None:
+    asked = {"question": ["?"], "answers": [["a"] * 9 + [""]], "image": [{"bytes": PNG, "path": None}]}
+    as_parquet(table(asked | columns), tmp_path / "rows.parquet")
+    [item] = workload(tmp_path).items
+    assert len(item.answers) == kept
+    assert ("vqa_accuracy" in scores_of("a", item.answers)) == (kept == 10)
+
+
+@pytest.mark.parametrize(
+    ("questions", "answers", "said"),
+    [
+        (["?"], pa.array([Decimal("12.50")]), ("12.50",)),
+        (["?"], pa.array([[date(2024, 1, 2)]]), ("2024-01-02",)),
+        (pa.array(["?"]).dictionary_encode(), pa.array(["x"]).dictionary_encode(), ("x",)),
+        (["?"], pa.array([{"text": ["x"], "answer_start": [3]}]), ("x",)),
+        (["?"], pa.array([None]), ()),
+        (["?"], [b"x"], "the answers in column 'answer' are binary, not text"),
+        (["?"], [[{"text": b"x"}]], "the answers in column 'answer' are binary, not text"),
+        (["?"], pa.array([3], pa.duration("s")), r"the answers in column 'answer' are duration\[s\], not text"),
+        ([7], ["x"], "the questions in column 'question' are int64, not text"),
+        ([["?"]], ["x"], "the questions in column 'question' are list<.*>, not text"),
+    ],
+)
+def test_types_of_columns_that_are_text_and_others(
+    tmp_path: Path, questions: Any, answers: Any, said: str | tuple[str, ...]
+) -> None:
+    pictures = pa.array([{"bytes": PNG, "path": None}], IMAGE)
+    as_file(pa.table({"image": pictures, "question": questions, "answer": answers}), tmp_path / "rows.arrow")
+    if isinstance(said, str):
+        with pytest.raises(DatasetError, match=f"rows.arrow: {said}"):
+            workload(tmp_path)
+    else:
+        assert workload(tmp_path).items[0].answers == said
+
+
+@pytest.mark.parametrize("blank", ["", "   ", "\n"])
+def test_a_blank_question_is_none_in_every_layout(tmp_path: Path, blank: str) -> None:
+    picture(tmp_path / "a.png")
+    rows = [{"image": "a.png", "question": each, "answers": ["x"]} for each in ("Who?", blank)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path / "val_v1.0.json", {"data": [{"questionId": 1, **row} for row in rows]})
+    write(tmp_path / "test_human.json", [{"imgname": "a.png", "query": row["question"]} for row in rows])
+    columns = {"image": [{"bytes": PNG, "path": None}] * 2, "question": ["Who?", blank]}
+    as_parquet(table(columns), tmp_path / "rows.parquet")
+    for name in ("q.jsonl", "val_v1.0.json", "test_human.json", "rows.parquet"):
+        found = facts(workload(tmp_path / name))
+        assert (found.used, found.without_question, found.without_image) == (1, 1, 0), name
 
 
 def test_pictures_of_a_table_may_be_bare_bytes_lists_or_paths(tmp_path: Path) -> None:
@@ -421,12 +504,15 @@ def test_other_encodings_are_refused_and_never_guessed(tmp_path: Path, data: byt
         (0.1, ("0.1",), False),
         (float("nan"), (), False),
         (True, ("true",), False),
+        (Decimal("12.50"), ("12.50",), False),
+        ([date(2024, 1, 2), datetime(2024, 1, 2, 3, 4), time(3, 4)],
+         ("2024-01-02", "2024-01-02 03:04:00", "03:04:00"), False),
         ([1, ["a", [2.5]]], ("1", "a", "2.5"), False),
         ({"text": ["a"], "answer_start": [3]}, ("a",), False),
         ([{"answer": "a", "answer_id": 1}, {"answer": "b"}], ("a", "b"), False),
         ({"right": "a"}, (), False),
     ],
-)
+)  # fmt: skip
 def test_answers_of_any_kind(value: Any, texts: tuple[str, ...], flat: bool) -> None:
     assert answer_texts(value) == (texts, flat)
 
@@ -448,7 +534,41 @@ def test_numbers_of_json_lines_are_answers_as_they_are_written(tmp_path: Path) -
 
 
 ids = st.sampled_from([None, "a", "a#2", "a#3", "00001", "b"])
-rows = st.tuples(ids, st.booleans(), st.sampled_from(["?", None]), st.sampled_from([["x"], [], "x", [1]]))
+rows = st.tuples(ids, st.booleans(), st.sampled_from(["?", None, "\ud83d"]), st.sampled_from([["x"], [], "x", [1]]))
+
+
+def test_half_a_surrogate_pair_is_counted_and_asked_nowhere(tmp_path: Path) -> None:
+    picture(tmp_path / "png" / "a.png")
+    good = {"imgname": "a.png", "query": "Sum?", "label": ["1", "\ud83d"]}
+    broken = [{**good, "query": "bad \ud83d?"}, {**good, "imgname": "\udfff.png"}]
+    (tmp_path / "test_human.json").write_text(json.dumps([good, *broken, {**good, "label": "\udfff"}]))
+    found = workload(tmp_path)
+    assert [(item.prompt, item.answers) for item in found.items] == [("Sum?", ("1",)), ("Sum?", ())]
+    assert facts(found).text == (
+        "chartqa, test, 4 questions: 2 used, 1 without a readable image,"
+        " 1 with half a surrogate pair, which is no text, 1 without answers (unscored)"
+    )
+    loaded = Loaded("docvqa", "anls")
+    loaded.add("\ud83d", ["a.png"], "?", [], [("type", ["x", "\ud83d"])])
+    assert [(row.id, row.tags) for row in loaded.rows] == [("00000", (("type", "x"),))]
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "test_human.json", "rows.json"])
+def test_what_is_nested_too_deeply_is_said(tmp_path: Path, name: str) -> None:
+    def rows(depth: int) -> Path:
+        nested = "[" * depth + "]" * depth
+        row = f'{{"image": "a.png", "question": "?", "answers": {nested}}}'
+        if name != "q.jsonl":
+            row = f'[{{"imgname": "a.png", "query": "?", "label": {nested}}}]'
+        (tmp_path / name).write_text(row)
+        return tmp_path / name
+
+    with pytest.raises(DatasetError, match="nested too deeply") as caught:
+        load_dataset(rows(100_000))
+    assert len(str(caught.value)) < 300
+    for depth in (*range(850, 1000, 2), 5000):  # where one part of the way gives up, and another does not
+        with suppress(DatasetError):
+            load_dataset(rows(depth))
 
 
 @given(st.lists(rows, max_size=12))
@@ -457,11 +577,10 @@ def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any
     for row_id, has_image, question, answers in given_rows:
         loaded.add(row_id, ["a.png"] if has_image else [], question, answers)
     assert loaded.questions == len(given_rows)
-    assert len(loaded.rows) + loaded.without_image + loaded.without_question == loaded.questions
+    left_out = loaded.without_image + loaded.without_question + loaded.broken_text
+    assert len(loaded.rows) + left_out == loaded.questions
     assert len({row.id for row in loaded.rows}) == len(loaded.rows)
-    assert [row.question for row in loaded.rows] == ["?"] * sum(
-        image and q is not None for _, image, q, _ in given_rows
-    )
+    assert [row.question for row in loaded.rows] == ["?"] * sum(image and q == "?" for _, image, q, _ in given_rows)
 
 
 def test_a_header_of_another_version_has_no_facts() -> None:

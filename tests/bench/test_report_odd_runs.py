@@ -92,13 +92,19 @@ def test_presets_that_differ_in_several_settings_are_compared_cell_by_cell(tmp_p
 
 def test_only_random_weights_are_called_random(tmp_path: Path) -> None:
     note = "These weights are random: times are real, answers are noise."
-    models: list[tuple[list[dict[str, object]], bool]] = [
-        ([{"model": "tiny"}, {"random_weights": True, "model_shape": "4b"}], True),
-        ([{"model": "tiny"}, {"model": "google/gemma-3-4b-it"}], False),
-        ([{"model": "mini"}], False),
+    drawn = {"model": "mini", "random_weights": True, "model_shape": "4b"}
+    models: list[tuple[list[dict[str, object]], dict[str, object], bool]] = [
+        ([{"model": "tiny"}, drawn], {}, True),
+        ([{"model": "tiny"}, {"model": "google/gemma-3-4b-it"}], {}, False),
+        ([{"model": "mini"}], {"bundled": {"mini": "0123456789ab"}}, False),
+        ([{"model": "tiny"}, {"model": "mini"}], {"bundled": {"mini": "0123456789ab"}}, False),
+        ([drawn], {"bundled": {}}, True),
+        ([{"model": "mini"}], {}, True),  # of a version whose mini model was random
+        ([{"model": "mini"}], {"bundled": 3}, True),
     ]
-    for cells, said in models:
+    for cells, environment, said in models:
         header = synthetic.header({str(number): settings for number, settings in enumerate(cells)})
+        header["environment"] = environment
         records = [record for number in range(len(cells)) for record in synthetic.batches_of(str(number), [1.0])]
         assert (note in page_of(synthetic.write_run(tmp_path, [header, *records])).text) == said
         assert (note in page_of(synthetic.write_run(tmp_path, [header])).text) == said, "nothing measured yet"

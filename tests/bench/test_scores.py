@@ -154,6 +154,13 @@ def test_scores_are_shares_and_better_for_more_answers(answer: str, answers: Seq
     assert all(scores[name] >= score for name, score in fewer.items() if name != "vqa_accuracy")
 
 
+def test_a_person_without_an_answer_counts_among_ten_and_accepts_nothing() -> None:
+    answers = ["nokia"] * 2 + ["toshiba"] * 7 + [""]
+    scores = scores_of(".", answers)  # what is left of it after processing is as empty as the tenth answer
+    assert (scores["exact_match"], scores["contains_answer"], scores["anls"]) == (0.0, 0.0, 0.0)
+    assert scores_of("nokia", answers)["vqa_accuracy"] == pytest.approx((2 * 1 / 3 + 8 * 2 / 3) / 10)
+
+
 @given(texts.filter(str.strip), st.lists(texts, max_size=3))
 def test_an_accepted_answer_is_right_by_every_metric(answer: str, others: list[str]) -> None:
     assert set(scores_of(answer, [*others, answer]).values()) == {1.0}

@@ -94,10 +94,12 @@ def test_pages_are_items_of_images_and_documents_of_a_datasets_row(folder: Path)
 
 def test_rows_keep_their_answers_tags_and_ids(folder: Path) -> None:
     row = {"image": "a.png", "question": "Two\nlines\u2028and \x85 \x0c more?", "answers": ["x", "y"]}
-    one, two = dataset(folder, {**row, "kind": "receipt", "type": "total", "id": 7}, {"image": "b.png", "question": ""})
+    one, two = dataset(
+        folder, {**row, "kind": "receipt", "type": "total", "id": 7}, {"image": "b.png", "question": "?"}
+    )
     assert (one.id, one.prompt, one.answers) == ("7", row["question"], ("x", "y"))
     assert dict(one.tags) == {"kind": "receipt", "type": "total"}
-    assert (two.id, two.prompt, two.answers, two.tags) == ("00001", "", (), ())
+    assert (two.id, two.prompt, two.answers, two.tags) == ("00001", "?", (), ())
 
 
 def test_a_datasets_pictures_lie_beside_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

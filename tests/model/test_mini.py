@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 
 import panscan
 from panscan import PanAndScan, Request
+from panscan.model.bundled import fingerprints
 from panscan.model.config import generation_config, shape_of_config
 from panscan.model.inputs import prepare, read_images
 from panscan.model.load import load_reader
@@ -64,6 +65,15 @@ def test_transformers_loads_it_without_panscan(tmp_path: Path) -> None:
     assert loaded == "Gemma3ForConditionalGeneration Gemma3Processor torch.bfloat16 0"
     assert ours == "[]"
     assert "Warning" not in done.stderr
+
+
+def test_bundled_weights_have_fingerprints_and_others_have_none() -> None:
+    due = {
+        name: sha256((directory() / "model.safetensors").read_bytes()).hexdigest()[:12]
+        for name, directory in (("mini", mini_directory), ("tiny", tiny_directory))
+    }
+    assert fingerprints(["tiny", "google/gemma-3-4b-it", "mini", "./tiny", "tiny"]) == due
+    assert fingerprints(["google/gemma-3-4b-it"]) == {}
 
 
 def test_its_weights_are_bfloat16_and_few() -> None:

@@ -11,6 +11,7 @@ from panscan import __version__
 from panscan.batch.items import Item
 from panscan.batch.lines import Record
 from panscan.core import Request
+from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, Settings, axes
 
 __all__ = ["Job", "changed_versions", "difference"]
@@ -55,7 +56,8 @@ class Job:
         asked = asdict(self)
         settings = asked.pop("settings")
         versions = {"panscan": __version__, **{name: version(name) for name in ("torch", "transformers")}}
-        return {"schema": SCHEMA, **asked, "settings": settings, "versions": versions}
+        bundled = fingerprints([] if self.settings.random_weights else [self.settings.model])
+        return {"schema": SCHEMA, **asked, "settings": settings, "versions": versions, "bundled": bundled}
 
 
 def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | None:
@@ -69,6 +71,10 @@ def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | Non
         before = begun.get("settings", {}).get(name, axes()[name].default)  # a setting that is newer than the file
         if before != value and name not in _ANSWERS_STAY:
             return f"was made with --{axes()[name].flag} {before}, not {value}"
+    for name, weights in header["bundled"].items():
+        kept = begun.get("bundled")
+        if not isinstance(kept, dict) or kept.get(name) != weights:
+            return f"was made with other weights of {name}: the bundled model has changed since"
     return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from panscan.bench.bundled import bundled_weights
 from panscan.bench.pairing import PairedRequests, pair_requests
 from panscan.bench.records import Run
 from panscan.bench.rows import cell_title, count, distinguishing, meant, shown
@@ -55,7 +56,7 @@ class Comparison:
         apart: settings that are constant in each run and differ between them, as (A's value, B's value).
         alone: what has no partner, in lines.
         unpaired: measured cells of A that were not compared.
-        differences: in environment and workload, as (A's value, B's value).
+        differences: in environment, bundled weights and workload, as (A's value, B's value).
     """
 
     a: Run
@@ -105,7 +106,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
             *_requests_alone(pairs),
         ),
         len(cells_a) - len(compared),
-        _environment(a, b) | _workload(a, b),
+        _environment(a, b) | _weights(a, b) | _workload(a, b),
     )
 
 
@@ -220,6 +221,14 @@ def _facts(environment: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": gpus or None,
         **{name: environment.get(name) for name in known},
         **{name: packages.get(name) for name in ("torch", "transformers")},
+    }
+
+
+def _weights(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    """Bundled models that both runs name but that are not the same, as ``NAME weights``."""
+    ours, theirs = bundled_weights(a), bundled_weights(b)
+    return {
+        f"{name} weights": (ours[name], theirs[name]) for name in ours if ours[name] != theirs.get(name, ours[name])
     }
 
 

@@ -70,7 +70,8 @@ class Report:
         """That the runs of a comparison did not do the same job on the same machine; None if nothing says so."""
         comparison = self.comparisons[at]
         applies = {
-            "model": not comparison.apart.keys().isdisjoint(_MODEL),
+            "model": not comparison.apart.keys().isdisjoint(_MODEL)
+            or any(name.endswith(" weights") for name in comparison.differences),
             "machine": not comparison.differences.keys().isdisjoint(_MACHINE),
             "workload": None not in comparison.differences.get("workload_sha256", (None,)),
         }

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from panscan.bench.bundled import bundled_weights
 from panscan.bench.environment import environment
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, Plan, Writer
@@ -23,6 +24,7 @@ from panscan.bench.summary import write_summary
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
+from panscan.model.bundled import fingerprints
 from panscan.settings import Settings
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
 
 
 def check_same_machine(run: Run) -> None:
-    """A run's repeats are compared with each other, so all of them come from one hardware and one set of libraries.
+    """A run's repeats are compared with each other, so all come from one hardware, libraries and bundled weights.
 
     Raises:
         RecordsError: naming what differs.
@@ -168,6 +170,13 @@ def check_same_machine(run: Run) -> None:
         before, after = (place.get("packages", {}).get(name) for place in (then, here))
         if before != after:
             raise _elsewhere(run, name, before, after)
+    weights = bundled_weights(run)
+    for name, now in fingerprints(weights).items():
+        if weights[name] != now:
+            raise RecordsError(
+                f"--resume {run.path.parent}: the bundled model {name} has changed since the run began"
+                f" (weights {weights[name] or 'of an older version'}, now {now}): start a new run"
+            )
 
 
 def _elsewhere(run: Run, name: str, before: object, after: object) -> RecordsError:
@@ -219,9 +228,13 @@ def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
             "dataset": None if plan.dataset is None else asdict(plan.dataset),
             "quality_metric": plan.quality_metric,
         },
-        "environment": environment(),
+        "environment": environment() | {"bundled": _bundled(plan)},
         "cells": [{"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset} for cell in plan.cells],
     }
+
+
+def _bundled(plan: Plan) -> dict[str, str]:
+    return fingerprints(cell.settings.model for cell in plan.cells if not cell.settings.random_weights)
 
 
 def _fingerprint(items: Sequence[Item]) -> str:

@@ -10,7 +10,8 @@ in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 
 Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the dataset says of the question) and
 ``empty`` (the answer was); a run's ``settings`` may have ``quality_metric`` (the name of the score that is its quality)
 and ``dataset`` (fields of :class:`panscan.bench.datasets.DatasetFacts`: where its questions came from, and how many
-were used). Records without them are read.
+were used). A run's ``environment`` may have ``bundled`` (by name of a bundled model, the start of the SHA-256 of its
+weights). Records without them are read; a ``mini`` without a fingerprint had random weights.
 """
 
 from __future__ import annotations

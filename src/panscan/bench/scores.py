@@ -147,7 +147,11 @@ def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
     """The ``scores`` of a request record: of each metric, by name; none without accepted answers.
 
     ``vqa_accuracy`` is defined for the answers of :data:`panscan.bench.vqa_accuracy.ANNOTATORS` people, so it is there
-    where a question has so many. An empty answer is wrong whatever is accepted.
+    where a question has so many: a person who gave none counts there, and nowhere else. An empty answer is wrong
+    whatever is accepted.
     """
-    scores = {**_SCORES, "vqa_accuracy": vqa_accuracy}
-    return {name: scores[name](text, answers) if text.strip() else 0.0 for name in metrics_for(answers)}
+    names = metrics_for(answers)
+    if not text.strip():
+        return dict.fromkeys(names, 0.0)
+    given = [each for each in answers if each.strip()]
+    return {name: _SCORES[name](text, given) if name in _SCORES else vqa_accuracy(text, answers) for name in names}

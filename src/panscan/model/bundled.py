@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 
 from panscan.model.mini import mini_directory
 
-__all__ = ["bundled_directory"]
+__all__ = ["BUNDLED", "bundled_directory", "fingerprints"]
+
+BUNDLED = ("mini", "tiny")
 
 
 def bundled_directory(name: str) -> Path | None:
@@ -22,3 +26,19 @@ def bundled_directory(name: str) -> Path | None:
 
         return tiny_directory()
     return None
+
+
+def fingerprints(models: Iterable[str]) -> dict[str, str]:
+    """By name, the start of the SHA-256 of the weights of each bundled model among ``models``.
+
+    A name stays when a model is trained anew, so what was measured or answered with it needs this beside it.
+
+    Raises:
+        ModelError: if one cannot be had.
+    """
+    found = {}
+    for name in sorted({*models}.intersection(BUNDLED)):
+        directory = bundled_directory(name)
+        if directory is not None:
+            found[name] = sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:12]
+    return found

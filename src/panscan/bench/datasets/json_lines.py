@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.bench.datasets.answer_texts import Number, answer_texts
+from panscan.bench.datasets.answer_texts import Number, answer_texts, is_unicode
 from panscan.bench.datasets.rows import Loaded
-from panscan.bench.datasets.text_files import is_unicode, parse_json, read_text
+from panscan.bench.datasets.text_files import parse_json, read_text
 from panscan.core import DatasetError
 from panscan.settings import nearest
 
@@ -49,9 +49,12 @@ def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
+        valid = is_unicode(json.dumps(row, ensure_ascii=False))
     except json.JSONDecodeError as error:
         raise DatasetError(f"{where}: not JSON: {error.msg}") from error
-    if not is_unicode(row):
+    except RecursionError as error:
+        raise DatasetError(f"{where}: nested too deeply") from error
+    if not valid:
         raise DatasetError(f"{where}: half of a surrogate pair is no text")
     if not isinstance(row, dict):
         raise DatasetError(f"{where}: expected an object with image, question and answers")

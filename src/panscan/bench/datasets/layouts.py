@@ -73,10 +73,14 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
     called = f"--dataset {path}"
     if layout is not None and layout not in LAYOUTS:
         raise SettingError(f"--dataset-format takes {', '.join(LAYOUTS)}; got {layout!r}{nearest(layout, LAYOUTS)}")
-    if path.is_dir():
+    try:
+        exists, is_folder = path.exists(), path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise DatasetError(f"{called}: {error.strerror}") from error
+    if is_folder:
         name, by_split = _in_folder(_snapshot(path), layout, called)
     else:
-        if not path.exists():
+        if not exists:
             raise DatasetError(f"{called}: No such file or directory")
         name = layout or _of_file(path, called)
         by_split = {_split_of(name, path): [path]}
@@ -84,8 +88,12 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
     files = by_split[chosen]
     _refuse_several(name, files, called)
     others = tuple(each for each in by_split if each not in (chosen, ""))
-    loaded = Loaded(name, LAYOUTS[name].metric, chosen, others)
-    LAYOUTS[name].read(files, called, loaded)
+    unsplit = len(by_split.get("", ())) if chosen else 0
+    loaded = Loaded(name, LAYOUTS[name].metric, chosen, others, unsplit)
+    try:
+        LAYOUTS[name].read(files, called, loaded)
+    except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions
+        raise DatasetError(f"{called}: nested too deeply") from error
     return loaded
 
 

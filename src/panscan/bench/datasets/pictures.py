@@ -30,10 +30,17 @@ class Pictures:
             return []
         last = PurePosixPath(name).name
         for index, place in enumerate(self._places):
-            if (place / last).is_file():
+            if _is_file(place / last):
                 self._places.insert(0, self._places.pop(index))  # the others are there, too
                 return [str(self._places[0] / last)]
         for root in self._roots:
-            if (root / name).is_file():
+            if _is_file(root / name):
                 return [str(root / name)]
         return []
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file, a folder that may not be entered
+        return False

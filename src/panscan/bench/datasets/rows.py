@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from panscan.bench.datasets.answer_texts import answer_texts
+from panscan.bench.datasets.answer_texts import answer_texts, is_unicode
 
 __all__ = ["DatasetFacts", "Embedded", "Loaded", "Row", "counted", "facts_of_header", "unique_id"]
 
@@ -54,7 +54,9 @@ class DatasetFacts:
         repeated_ids: kept under an id of their own, because another question had theirs before.
         converted_answers: whose answers were numbers or nested lists, and were read as texts.
         unscored: of the used ones, without accepted answers.
+        broken_text: left out, because the question has half a surrogate pair, which no tokenizer takes.
         other_splits: that were there and not chosen, separated by ", ".
+        files_without_split: that were not read, because their names say no split and those of others do.
     """
 
     layout: str
@@ -66,19 +68,23 @@ class DatasetFacts:
     repeated_ids: int = 0
     converted_answers: int = 0
     unscored: int = 0
+    broken_text: int = 0
     other_splits: str = ""
+    files_without_split: int = 0
 
     @property
     def text(self) -> str:
         """One line with every count that is not 0."""
+        left_out = self.without_image + self.without_question + self.broken_text
         parts = [
             f"{self.used:,} used",
             *(
                 f"{count:,} {what}"
                 for count, what in (
-                    (self.questions - self.used - self.without_image - self.without_question, "not drawn"),
+                    (self.questions - self.used - left_out, "not drawn"),
                     (self.without_image, "without a readable image"),
                     (self.without_question, "without a question"),
+                    (self.broken_text, "with half a surrogate pair, which is no text"),
                     (self.unscored, "without answers (unscored)"),
                     (self.repeated_ids, "with an id seen before (renamed)"),
                     (self.converted_answers, "with answers that are no list of texts (read as texts)"),
@@ -86,6 +92,8 @@ class DatasetFacts:
                 if count > 0
             ),
         ]
+        if (files := self.files_without_split) > 0:
+            parts.append(f"{files:,} file{'' if files == 1 else 's'} of no split not read")
         name = f"{self.layout}, {self.split}" if self.split else self.layout
         return f"{name}, {self.questions:,} question{'' if self.questions == 1 else 's'}: {', '.join(parts)}"
 
@@ -99,16 +107,19 @@ class Loaded:
         metric: the dataset's own metric of quality.
         split: empty where there are none.
         others: splits that were there and not chosen.
+        files_without_split: that were left out for those of splits.
     """
 
     layout: str
     metric: str
     split: str = ""
     others: tuple[str, ...] = ()
+    files_without_split: int = 0
     rows: list[Row] = field(default_factory=list)
     questions: int = 0
     without_image: int = 0
     without_question: int = 0
+    broken_text: int = 0
     repeated_ids: int = 0
     converted_answers: int = 0
     _ids: set[str] = field(default_factory=set)
@@ -122,34 +133,40 @@ class Loaded:
         tags: Iterable[tuple[str, Any]] = (),
         *,
         plain: bool = False,
+        people: bool = False,
     ) -> None:
         """Take a row, or count why not.
 
         Args:
             given: its id; None for the number of the row.
             images: none where a picture is missing.
-            question: a text, else it is missing.
+            question: a text that is not blank, else it is missing. Half a surrogate pair, which JSON's escapes
+                can write, is none; ids, tags and answers with one are left out.
             answers: see :func:`panscan.bench.datasets.answer_texts.answer_texts`.
             tags: values that are None or empty are left out; a list is several values.
             plain: numbers and single texts are how this layout stores answers, so they are not counted.
+            people: one answer of each person who was asked, blank ones too.
         """
         number = self.questions
         self.questions += 1
-        if isinstance(question, str) and not isinstance(images, Embedded) and not images:
-            self.without_image += 1
-            return
-        if not isinstance(question, str):
+        if not isinstance(question, str) or not question.strip():
             self.without_question += 1
             return
-        row_id = f"{number:05d}" if given is None else str(given)
+        if not isinstance(images, Embedded) and not images:
+            self.without_image += 1
+            return
+        if not is_unicode(question):
+            self.broken_text += 1
+            return
+        row_id = f"{number:05d}" if given is None or not is_unicode(str(given)) else str(given)
         if row_id in self._ids:
             self.repeated_ids += 1
             row_id = unique_id(row_id, self._ids)
         self._ids.add(row_id)
-        texts, flat = answer_texts(answers)
+        texts, flat = answer_texts(answers, people=people)
         self.converted_answers += not flat and not plain
         places = images if isinstance(images, Embedded) else tuple(images)
-        self.rows.append(Row(row_id, places, question, texts, _tags(tags)))
+        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
 
 
 def unique_id(wanted: str, taken: Collection[str]) -> str:
@@ -169,10 +186,12 @@ def counted(loaded: Loaded, used: Sequence[Row], unreadable: int) -> DatasetFact
         used=len(used),
         without_image=loaded.without_image + unreadable,
         without_question=loaded.without_question,
+        broken_text=loaded.broken_text,
         repeated_ids=loaded.repeated_ids,
         converted_answers=loaded.converted_answers,
         unscored=sum(not row.answers for row in used),
         other_splits=", ".join(loaded.others),
+        files_without_split=loaded.files_without_split,
     )
 
 
@@ -191,4 +210,5 @@ def _tags(pairs: Iterable[tuple[str, Any]]) -> Tags:
     for name, value in pairs:
         values = value if isinstance(value, list | tuple) else [value]
         found += [(name, str(each)) for each in values if each is not None and str(each).strip()]
+    found = [(name, text) for name, text in found if is_unicode(text)]
     return tuple(dict.fromkeys(found))

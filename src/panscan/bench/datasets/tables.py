@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from panscan.bench.datasets.answer_texts import ANSWER_KEYS
 from panscan.bench.datasets.rows import Embedded, Loaded
 from panscan.core import DatasetError, UnsupportedError
 
@@ -38,6 +39,10 @@ _SUFFIXES = (
     (b"\x89PNG", ".png"), (b"\xff\xd8\xff", ".jpg"), (b"GIF8", ".gif"), (b"BM", ".bmp"), (b"II*\0", ".tif"),
     (b"MM\0*", ".tif"), (b"%PDF", ".pdf"), (b"RIFF", ".webp"),
 )  # fmt: skip
+_ANSWER_TYPES = (
+    "string", "large_string", "string_view", "null", "bool", "int", "uint", "halffloat", "float", "double", "decimal",
+    "date", "time",
+)  # fmt: skip
 _BATCH = 64  # rows held at once: their pictures are megabytes
 
 
@@ -47,7 +52,7 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
     The metric follows from the columns, where they are those of a dataset that is known.
 
     Raises:
-        DatasetError: a file cannot be read, or has no such columns.
+        DatasetError: a file cannot be read, or has no such columns, or questions or answers that are no text.
         UnsupportedError: pyarrow is missing.
     """
     types: set[str] = set()
@@ -62,7 +67,9 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
                 f"{called}: {path.name}: needs a column image and a column question (or query);"
                 f" it has {', '.join(names)}"
             )
-        loaded.metric = metric_of_columns(names) or loaded.metric
+        _check_types(path, question, answers, called)
+        metric = metric_of_columns(names)
+        loaded.metric = metric or loaded.metric
         wanted = [name for name in (question, answers, row_id, type_) if name is not None]
         paths = _paths(path, image, called)
         for number, row in enumerate(_rows(path, wanted, called)):
@@ -73,7 +80,7 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
             places = Embedded(str(path), number) if paths is None else paths[number]
             loaded.add(
                 row.get(row_id or ""), places, row[question] or None, row.get(answers or ""), [("type", tag)],
-                plain=not isinstance(row.get(answers or ""), list),
+                plain=not isinstance(row.get(answers or ""), list), people=metric == "vqa_accuracy",
             )  # fmt: skip
     if types & _CHARTQA_TYPES:
         loaded.metric = "relaxed_accuracy"
@@ -143,6 +150,36 @@ def _paths(path: Path, image: str, called: str) -> list[list[str]] | None:
         return None
     names = (row[image] for row in _rows(path, [image], called))
     return [[str(path.parent / name)] if name and (path.parent / name).is_file() else [] for name in names]
+
+
+def _check_types(path: Path, question: str, answers: str | None, called: str) -> None:
+    """What no row can give is said by name, not counted row by row as missing."""
+    schema = _schema(path, called)
+    found = schema.field(question).type
+    if not _is_leaf(found, ("string", "large_string", "string_view", "null")):
+        raise DatasetError(f"{called}: {path.name}: the questions in column {question!r} are {found}, not text")
+    refused = None if answers is None else _no_answer(schema.field(answers).type)
+    if refused is not None:
+        raise DatasetError(f"{called}: {path.name}: the answers in column {answers!r} are {refused}, not text")
+
+
+def _no_answer(kind: Any) -> Any:
+    """What within an Arrow type cannot be read as text; None if nothing, as in objects without answers."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        key = next((key for key in ANSWER_KEYS if kind.get_field_index(key) >= 0), None)
+        return None if key is None else _no_answer(kind.field(key).type)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _no_answer(kind.value_type)
+    return None if _is_leaf(kind, _ANSWER_TYPES) else kind
+
+
+def _is_leaf(kind: Any, names: Sequence[str]) -> bool:
+    """Whether values of an Arrow type, or of what a dictionary of it holds, are of a type with such a name."""
+    import pyarrow as pa
+
+    return str(kind.value_type if pa.types.is_dictionary(kind) else kind).startswith(tuple(names))
 
 
 def _columns(path: Path, called: str) -> list[str]:

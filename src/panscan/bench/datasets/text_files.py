@@ -10,7 +10,7 @@ from typing import Any
 from panscan.bench.datasets.answer_texts import Number
 from panscan.core import DatasetError
 
-__all__ = ["is_unicode", "parse_json", "read_json", "read_text"]
+__all__ = ["parse_json", "read_json", "read_text"]
 
 _MARKS = (  # the longer first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -55,8 +55,11 @@ def read_json(path: Path, called: str) -> Any:
     Raises:
         DatasetError: the file cannot be read or is not JSON.
     """
+    text = read_text(path, called)
     try:
-        return parse_json(read_text(path, called))
+        return parse_json(text)
+    except RecursionError as error:
+        raise DatasetError(f"{called}: nested too deeply") from error
     except json.JSONDecodeError as error:
         raise DatasetError(f"{called}, line {error.lineno}: not JSON: {error.msg}") from error
 
@@ -68,12 +71,3 @@ def parse_json(text: str) -> Any:
         json.JSONDecodeError: it is none.
     """
     return json.loads(text, parse_int=Number, parse_float=Number)
-
-
-def is_unicode(value: Any) -> bool:
-    """JSON's escapes can write code points that UTF-8, and so a tokenizer, cannot."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -30,7 +30,7 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
         for row in data_rows(path, called):
             name = row.get("image_id")
             found = pictures.find(f"{name}.jpg") if name is not None else []
-            loaded.add(row.get("question_id"), found, row.get("question") or None, row.get("answers"))
+            loaded.add(row.get("question_id"), found, row.get("question"), row.get("answers"), people=True)
 
 
 def _subfolders(folder: Path) -> list[Path]:

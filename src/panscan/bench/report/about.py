@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from panscan.bench import loss, scores, verdict
+from panscan.bench.bundled import bundled_weights, has_random_weights
 from panscan.bench.metrics import LEAST_SAMPLES
 from panscan.bench.records import Run
 from panscan.bench.report.text import clean
@@ -24,6 +25,7 @@ _WORDS = {
     "torch_threads": "PyTorch threads",
     "memory_bytes": "memory",
     "packages": "packages",
+    "bundled": "bundled weights",
     "cuda": "CUDA",
     "gpus": "GPUs",
 }
@@ -43,9 +45,9 @@ def _model(settings: Mapping[str, Any]) -> str:
     return clean(settings.get("model", "unknown model"))
 
 
-def random_note(cells: Sequence[Mapping[str, Any]]) -> str:
-    """What to expect of a model that was never trained; nothing where any cell's was."""
-    if cells and all(settings.get("random_weights") or settings.get("model") == "tiny" for settings in cells):
+def random_note(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:
+    """What to expect of a model that was never trained; nothing where any of these cells' was."""
+    if cells and has_random_weights(cells, bundled_weights(run)):
         return "These weights are random: times are real, answers are noise."
     return ""
 
@@ -88,7 +90,7 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
 def _environment_text(name: str, value: Any) -> str:
     if name == "memory_bytes" and isinstance(value, int):
         return _scaled(value, _BYTES)
-    if name == "packages" and isinstance(value, dict):
+    if name in ("packages", "bundled") and isinstance(value, dict):
         return ", ".join(f"{package} {version}" for package, version in value.items())
     if name == "gpus":
         return "; ".join(

@@ -152,7 +152,7 @@ def facts_of(run: Run) -> Facts:
         created=clean(run.header["created"]),
         advice=advice,
         no_advice=no_advice,
-        note=about.random_note(settings),
+        note=about.random_note(run, settings),
         warnings=tuple(_warnings(run, cells, footnotes)),
         swept=tuple(clean(short(name)) for name in swept),
         constant=clean(_constant(settings)),
