@@ -126,6 +126,8 @@ def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
         find(write_rows(folder / "twice.jsonl", {**row, "id": "00001"}, row))
     with pytest.raises(DatasetError, match=r"^bad\.jsonl, line 2: 'question' is missing"):
         find(Path(write_rows(folder / "bad.jsonl", row, {"image": "a.png"})).name)
+    with pytest.raises(DatasetError, match=r"the question with the id '00001' is empty"):
+        find(write_rows(folder / "blank.jsonl", row, {**row, "question": "  "}))
     with pytest.raises(DatasetError, match="has no question"):
         find(write_rows(folder / "empty.jsonl"))
     with pytest.raises(DatasetError, match=r"^gone\.jsonl: No such file"):

@@ -278,6 +278,8 @@ def test_names_that_are_too_long_are_of_no_file(tmp_path: Path) -> None:
     (tmp_path / "png").mkdir()
     write(tmp_path / "test_human.json", [{"imgname": "n" * 300, "query": "?", "label": "x"}])
     assert load_dataset(tmp_path).without_image == 1
+    as_parquet(pa.table({"image": ["n" * 300], "question": ["?"], "answer": ["x"]}), tmp_path / "rows.parquet")
+    assert load_dataset(tmp_path / "rows.parquet").without_image == 1
 
 
 def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:

@@ -136,6 +136,8 @@ def _dataset(path: Path) -> list[Item]:
         item_id = str(row.get("id", f"{number:05d}"))
         if item_id in items:
             raise DatasetError(f"{path}: two questions have the id {item_id!r}")
+        if not row["question"].strip():  # every row has a line in the output: none is left out
+            raise DatasetError(f"{path}: the question with the id {item_id!r} is empty")
         named = (row["image"],) if isinstance(row["image"], str) else tuple(row["image"])
         images = tuple(name if "://" in name else str(path.parent / name) for name in named)
         items[item_id] = Item(item_id, images, named, row["question"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from panscan.bench.datasets.answer_texts import Number
 
-__all__ = ["Pictures"]
+__all__ = ["Pictures", "is_file"]
 
 
 class Pictures:
@@ -30,16 +30,17 @@ class Pictures:
             return []
         last = PurePosixPath(name).name
         for index, place in enumerate(self._places):
-            if _is_file(place / last):
+            if is_file(place / last):
                 self._places.insert(0, self._places.pop(index))  # the others are there, too
                 return [str(self._places[0] / last)]
         for root in self._roots:
-            if _is_file(root / name):
+            if is_file(root / name):
                 return [str(root / name)]
         return []
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a path that cannot be asked about names none."""
     try:
         return path.is_file()
     except OSError:  # a name that is too long for any file, a folder that may not be entered

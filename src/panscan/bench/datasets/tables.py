@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.bench.datasets.answer_texts import ANSWER_KEYS
+from panscan.bench.datasets.pictures import is_file
 from panscan.bench.datasets.rows import Embedded, Loaded
 from panscan.core import DatasetError, UnsupportedError
 
@@ -122,7 +123,7 @@ def _written(picture: Any, beside: Path, folder: Path, called: str) -> list[str]
     if isinstance(data, bytes) and data:
         return [_kept(data, folder, called)]
     path = picture.get("path") if isinstance(picture, Mapping) else None
-    return [str(beside / path)] if isinstance(path, str) and (beside / path).is_file() else []
+    return [str(beside / path)] if isinstance(path, str) and is_file(beside / path) else []
 
 
 def _kept(data: bytes, folder: Path, called: str) -> str:
@@ -149,7 +150,7 @@ def _paths(path: Path, image: str, called: str) -> list[list[str]] | None:
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         return None
     names = (row[image] for row in _rows(path, [image], called))
-    return [[str(path.parent / name)] if name and (path.parent / name).is_file() else [] for name in names]
+    return [[str(path.parent / name)] if name and is_file(path.parent / name) else [] for name in names]
 
 
 def _check_types(path: Path, question: str, answers: str | None, called: str) -> None:
