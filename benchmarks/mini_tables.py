@@ -7,15 +7,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
+
 __all__ = ["mini_by_part", "mini_on_cpu", "mini_quality", "mini_training"]
 
 RECORDS = Path(__file__).parent / "records"
-
-
-def _table(rows: list[list[str]]) -> str:
-    head, *body = rows
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _record() -> dict[str, Any]:
@@ -36,7 +32,7 @@ def mini_quality() -> str:
         cells = [summary.get(f"{shape}, {name}") for name in ("without", "crops-2", "crops-3", "with", "crops-6")]
         shown = ["-" if part is None else f"{_share(part)}, {part['views']:.1f} views" for part in cells]
         rows.append([shape, *shown, str(summary[f"{shape}, with"]["questions"])])
-    return f"{_table(rows)}\n\n{_where(record)}"
+    return f"{table(rows[0], rows[1:])}\n\n{_where(record)}"
 
 
 def mini_by_part() -> str:
@@ -50,7 +46,7 @@ def mini_by_part() -> str:
         cells = [record["summary"].get(f"{shape}, with, {name}") for shape in ("tall and wide", "square")]
         shown = ["-" if part is None else f"{_share(part)}, n={part['questions']}" for part in cells]
         rows.append([_called(name), *shown])
-    return f"{_table(rows)}\n\n{_where(record)}"
+    return f"{table(rows[0], rows[1:])}\n\n{_where(record)}"
 
 
 def _called(name: str) -> str:
@@ -78,7 +74,7 @@ def mini_on_cpu() -> str:
         rows.append([name, f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"])
     facts = record["environment"]
     return (
-        f"{_table(rows)}\n\nfloat32, {record['output_tokens']:.0f} output tokens; {facts['cpu']},"
+        f"{table(rows[0], rows[1:])}\n\nfloat32, {record['output_tokens']:.0f} output tokens; {facts['cpu']},"
         f" {facts['cpu_count']} cores, torch {facts['packages']['torch']},"
         f" transformers {facts['packages']['transformers']}. Command: `python benchmarks/mini_on_cpu.py`"
     )
@@ -98,6 +94,6 @@ def mini_training() -> str:
         ["versions", f"torch {first['torch']}, transformers {first['transformers']}, Python {first['python']}"],
     ]
     return (
-        f"{_table(rows)}\n\nRecord with loss and accuracy over time: `benchmarks/records/mini-training.jsonl`."
-        f" Command: `{last['command']}`"
+        f"{table(rows[0], rows[1:])}\n\nRecord with loss and accuracy over time:"
+        f" `benchmarks/records/mini-training.jsonl`. Command: `{last['command']}`"
     )

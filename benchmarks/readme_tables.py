@@ -22,6 +22,7 @@ from panscan.bench.rows import Row, measured_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
+from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training
 
 HERE = Path(__file__).parent
@@ -73,11 +74,6 @@ def row(run: Run, cell: Row) -> list[str]:
 
 
 HEADINGS = ["req/s (95%)", "TTFT ms", "TPOT ms", "E2E p95 ms", "E2E / floor", "views", "GPU GiB", "verdict (noise)"]
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def h200_27b() -> str:

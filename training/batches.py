@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from random import Random
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,12 @@ from panscan.model.tokenizer import build_tokenizer
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page, a_page_of_labels, a_page_of_signs, rows_of
 
-__all__ = ["IGNORED", "Batch", "Plan", "draw_batch", "prefix_ids", "slots_of", "views_of"]
+__all__ = ["IGNORED", "SHAPE", "SIDE", "Batch", "Plan", "draw_batch", "prefix_ids", "slots_of", "views_of"]
 
 IGNORED = -100
 SHAPE = SHAPES["mini"]
-_SIDE = SHAPE.vision.image_size  # type: ignore[union-attr]
+assert SHAPE.vision is not None  # for the type checker: the mini sees
+SIDE = SHAPE.vision.image_size
 _SLOT, _LONG_SLOT = 72, 256
 READ_ALL = "What does this document say?"
 
@@ -72,13 +74,14 @@ class Batch:
 
 
 @cache
-def _tokenizer() -> object:
+def _tokenizer() -> Any:
     return build_tokenizer(0)
 
 
 @cache
 def _vocabulary() -> dict[str, int]:
-    return _tokenizer().get_vocab()  # type: ignore[attr-defined, no-any-return]
+    found: dict[str, int] = _tokenizer().get_vocab()
+    return found
 
 
 def encode(text: str) -> list[int]:
@@ -132,7 +135,7 @@ def views_of(image: Image.Image, crops: int) -> NDArray[np.uint8]:
         for index in range(crops):
             start, end = index * side, min((index + 1) * side, max(width, height))
             pieces.append(image.crop((start, 0, end, height) if width >= height else (0, start, width, end)))
-    return np.stack([np.asarray(piece.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)) for piece in pieces])
+    return np.stack([np.asarray(piece.resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for piece in pieces])
 
 
 def _a_ratio(rng: Random, views: int, whole_only: float) -> float:
@@ -177,7 +180,7 @@ def draw_batch(seed: str, number: int, plan: Plan) -> Batch:
     shape = (plan.sets, plan.documents, sum(lengths))
     pad = _vocabulary()["<pad>"]
     ids, targets = np.full(shape, pad, np.int16), np.full(shape, IGNORED, np.int16)
-    pixels = np.empty((plan.documents * plan.views, _SIDE, _SIDE, 3), np.uint8)
+    pixels = np.empty((plan.documents * plan.views, SIDE, SIDE, 3), np.uint8)
     types: list[list[list[str]]] = [[] for _ in range(plan.sets)]
     for row in range(plan.documents):
         rng = Random(f"{seed}-{number}-{row}")

@@ -34,9 +34,9 @@ from training.pages import Page, a_page
 
 __all__ = ["Held", "documents", "evaluate", "summary"]
 
-PRESENT = PanAndScan(min_crop_size=256, max_num_crops=4, min_ratio_to_activate=1.2)
-ABSENT = PanAndScan(enabled=False)
-SETTINGS: dict[str, PanAndScan] = {"with": PRESENT, "without": ABSENT} | {
+WITH = PanAndScan(min_crop_size=256, max_num_crops=4, min_ratio_to_activate=1.2)
+WITHOUT = PanAndScan(enabled=False)
+SETTINGS: dict[str, PanAndScan] = {"with": WITH, "without": WITHOUT} | {
     f"crops-{count}": PanAndScan(min_crop_size=256, max_num_crops=count, min_ratio_to_activate=1.2)
     for count in (2, 3, 6)
 }

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.published import rename_as_published
 from panscan.model.tokenizer import build_tokenizer
-from training.batches import SHAPE
+from training.batches import SHAPE, SIDE
 from training.checkpoint import load
 from training.model import new_model
 
@@ -31,7 +31,7 @@ def export(model: Any, directory: Path) -> None:
     kept.save_pretrained(directory)
     rename_as_published(directory / "model.safetensors")
     (directory / "model.safetensors").chmod(0o644)  # a package is read by others than its installer
-    processor_for(tokenizer, SHAPE.vision.image_size, SHAPE.image_tokens).save_pretrained(directory)  # type: ignore[union-attr]
+    processor_for(tokenizer, SIDE, SHAPE.image_tokens).save_pretrained(directory)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
         for group in self.param_groups:
             alike: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
                 self._update(parameters, group["lr"], group["momentum"], group["weight_decay"])
 
     def _update(self, parameters: list[nn.Parameter], lr: float, momentum: float, decay: float) -> None:
-        gradients = torch.stack([p.grad for p in parameters])  # type: ignore[misc]
+        gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
         for p in parameters:
             self.state[p].setdefault("momentum", torch.zeros_like(p))
         kept = torch.stack([self.state[p]["momentum"] for p in parameters])

@@ -51,11 +51,10 @@ _LIGHTS = ("#eef3f8", "#f0f4ee", "#f7f0f3", "#eeeeee")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A document as a camera or scanner saw it, and how large its ``long`` side is against the other."""
+    """A document, and its picture as a camera or scanner saw it."""
 
     document: Document
     image: Image.Image
-    ratio: float
 
 
 def _style(rng: Random, faces: tuple[Face, ...], short: int, columns: float) -> Print:
@@ -95,10 +94,9 @@ def a_page(
     columns: float,
     held_out_layouts: bool = False,
     shorts: tuple[int, int] = (200, 420),
-    worn: bool = True,
     kinds: tuple[str, ...] | None = None,
 ) -> Page:
-    """A page whose long side is ``ratio`` times its short one.
+    """A page whose long side is ``ratio`` times its short one; some are turned a little or compressed.
 
     Args:
         rng: everything follows from it.
@@ -107,7 +105,6 @@ def a_page(
         columns: characters of ordinary text that the short side would hold.
         held_out_layouts: of each kind the layout that training never sees, instead of the others.
         shorts: the short side, pixels, from and to; small ones are likelier.
-        worn: some are turned or compressed.
         kinds: to choose from; by default those that come in this shape.
     """
     short = round(exp(rng.uniform(log(shorts[0]), log(shorts[1]))))
@@ -128,11 +125,10 @@ def a_page(
             columns=columns * 1.3,
             held_out_layouts=held_out_layouts,
             shorts=shorts,
-            worn=worn,
             kinds=kinds,
         )
-    image = _worn(rng, document.image, style.paper) if worn else document.image
-    return Page(document, image, ratio)
+    image = _worn(rng, document.image, style.paper)
+    return Page(document, image)
 
 
 _SIGNS = string.ascii_lowercase * 2 + string.ascii_uppercase + string.digits * 3 + "$.,:-/ "
@@ -157,7 +153,7 @@ def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, colum
         asks.append(
             Ask("What does the first line say?" if not asks else "What does the last line say?", (text,), "signs")
         )
-    return Page(sheet.document("signs", asks[:: max(1, len(asks) - 1)]), sheet.image, ratio)
+    return Page(sheet.document("signs", asks[:: max(1, len(asks) - 1)]), sheet.image)
 
 
 def _a_value(rng: Random) -> str:
@@ -221,7 +217,7 @@ def a_page_of_labels(rng: Random, ratio: float, faces: tuple[Face, ...], *, colu
     asks = [Ask(f"What is the {label.lower()}?", (value,), "label") for label, value in values.items()]
     asks += [Ask(f"What is the value of {label}?", (value,), "label") for label, value in values.items()]
     asks += [Ask(f'Where does it say "{value}"?', (label,), "place") for label, value in values.items()]
-    return Page(sheet.document("labels", asks), sheet.image, ratio)
+    return Page(sheet.document("labels", asks), sheet.image)
 
 
 def rows_of(document: Document) -> list[str]:

@@ -8,77 +8,31 @@ the learning rate falls, on the time spent of ``--minutes``. On several GPUs:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shlex
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from training.batches import IGNORED, Batch, Plan, draw_batch, slots_of
+from training.batches import IGNORED, Plan, draw_batch, slots_of
 from training.checkpoint import Snapshot, load, save
+from training.data import Batches, as_tensors, plan_of, twice
+from training.log import Log
 from training.model import Reader, new_model
 from training.optimizer import optimizers
 
-_DOCUMENTS = {1: 192, 3: 104, 4: 80, 5: 68, 6: 56, 7: 48}
-_MIX = {1: 34, 3: 20, 4: 22, 5: 20, 6: 3, 7: 3}
-"""Documents of a batch by their number of views, and how often such a batch comes."""
-
-
-def plan_of(seed: int, step: int, args: argparse.Namespace) -> Plan:
-    """Single views with ever smaller print first, then all numbers of views."""
-    rng = Random(f"plan-{seed}-{step}")
-    ease = max(0.0, 1 - step / args.easy_steps)
-    views = 1 if step < args.single_steps else rng.choices(list(_MIX), list(_MIX.values()))[0]
-    documents = max(2, round(_DOCUMENTS[views] * args.scale))
-    sets = 2 if step >= args.single_steps else 1
-    return Plan(views, documents, ease=ease if views == 1 else 0.0, signs=0.05 + 0.45 * ease, sets=sets)
-
-
-class _Batches(Dataset[dict[str, Any]]):
-    """Batches of one of several processes: the same plan, other documents."""
-
-    def __init__(self, args: argparse.Namespace, first: int, rank: int) -> None:
-        self.args, self.first, self.rank = args, first, rank
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        step = self.first + index
-        seed = f"train-{self.args.seed}-{self.rank}"
-        return as_tensors(draw_batch(seed, step, plan_of(self.args.seed, step, self.args)))
-
-
-def as_tensors(batch: Batch) -> dict[str, Any]:
-    return {
-        "views": batch.views,
-        "pixels": torch.from_numpy(batch.pixels),
-        "ids": torch.from_numpy(batch.ids),
-        "targets": torch.from_numpy(batch.targets),
-        "types": batch.types,
-    }
-
-
-def twice(batches: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(set, batch): every batch with its first set of questions and, one batch later, with its second."""
-    before: dict[str, Any] | None = None
-    for batch in batches:
-        yield 0, batch
-        if before is not None and len(before["ids"]) > 1:
-            yield 1, before
-        before = batch
+_NOTED = 5  # batches before a line of the log whose loss and hits are in it: reading them makes the GPU wait
+_MISSES = 2  # batches in a row without finite gradients, after which the last good state is taken
 
 
 def to_device(pixels: Tensor, device: torch.device) -> Tensor:
@@ -116,33 +70,8 @@ def slot_hits(hits: Tensor, targets: Tensor, views: int, types: list[list[str]])
     return found
 
 
-class _Log:
-    """Means since the last line, written as JSON lines and to the terminal."""
-
-    def __init__(self, path: Path, *, silent: bool) -> None:
-        self.path, self.silent = path, silent
-        self.began, self.documents, self.waited = time.perf_counter(), 0, 0.0
-        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def add(self, name: str, value: float, count: float = 1) -> None:
-        self.sums[name][0] += value
-        self.sums[name][1] += count
-
-    def write(self, step: int, **more: Any) -> None:
-        now = time.perf_counter()
-        line = {"step": step, "documents_per_s": round(self.documents / (now - self.began), 1), **more}
-        line["waited"] = round(self.waited / (now - self.began), 3)
-        line |= {name: round(total / count, 4) for name, (total, count) in sorted(self.sums.items())}
-        if not self.silent:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(" ".join(f"{key}={value}" for key, value in line.items()), flush=True)
-        self.began, self.documents, self.waited = now, 0, 0.0
-        self.sums.clear()
-
-
 @torch.no_grad()
-def held_out(reader: Reader, device: torch.device, number: int, log: _Log) -> None:
+def held_out(reader: Reader, device: torch.device, number: int, log: Log) -> None:
     """Exact match on a few pages of fonts and layouts that are not trained on."""
     for views in (1, 4):
         for what in ("fonts", "layouts"):
@@ -157,7 +86,7 @@ def held_out(reader: Reader, device: torch.device, number: int, log: _Log) -> No
 
 
 def backward(
-    reader: Reader, batch: dict[str, Any], number: int, device: torch.device, args: argparse.Namespace, log: _Log | None
+    reader: Reader, batch: dict[str, Any], number: int, device: torch.device, args: argparse.Namespace, log: Log | None
 ) -> None:
     """Gradients of one set of questions of a batch."""
     views = batch["views"]
@@ -177,8 +106,8 @@ def backward(
             log.add(f"q {kind}", hit)
 
 
-def gradients_are_finite(parameters: Sequence[Tensor], world: int) -> bool:
-    """Mean of the gradients over processes, clipped to a norm of 1; False if they are of no use."""
+def mean_and_clip(parameters: Sequence[Tensor], world: int) -> bool:
+    """Make gradients their mean over processes, clipped to a norm of 1; False if they are not finite."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([g.flatten() for g in gradients])
     if world > 1:
@@ -202,33 +131,54 @@ def warm_up(reader: Reader, device: torch.device, args: argparse.Namespace) -> N
     reader.zero_grad(set_to_none=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which of how many processes this is, and its device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def here(cls, kind: str) -> _Place:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if world > 1:
+            if kind == "cuda":
+                torch.cuda.set_device(rank)
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        return cls(rank, world, torch.device(kind, rank) if kind == "cuda" else torch.device(kind))
+
+    def agreed(self, value: float) -> float:
+        """The first process's value: its clock holds for all."""
+        shared = torch.tensor([value], device=self.device, dtype=torch.float32)
+        if self.world > 1:
+            dist.broadcast(shared, 0)
+        return float(shared)
+
+
 def main() -> None:
     args = arguments()
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device(args.device, rank) if args.device == "cuda" else torch.device(args.device)
-    if world > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    place = _Place.here(args.device)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
-    model = new_model().to(device)
+    model = new_model().to(place.device)
     chosen = optimizers(model, muon_lr=args.muon_lr, adam_lr=args.adam_lr)
     first, before = load(args.out, model, chosen)
     reader = Reader(model, compiled=args.compile)
     args.out.mkdir(parents=True, exist_ok=True)
-    log, began = _Log(args.out / "log.jsonl", silent=rank > 0), time.perf_counter()
-    log.write(first, spent_s=before, arguments={k: str(v) for k, v in vars(args).items()}, **_about(device, world))
+    log, began = Log(args.out / "log.jsonl", silent=place.rank > 0), time.perf_counter()
+    log.write(first, spent_s=before, arguments={k: str(v) for k, v in vars(args).items()}, **_about(place))
     if args.compile:
-        warm_up(reader, device, args)
-        if rank == 0:
+        warm_up(reader, place.device, args)
+        if place.rank == 0:
             print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-    steps = _train(reader, chosen, args, device, first, before, log)
-    if rank == 0:
-        save(args.out, first + steps, before + time.perf_counter() - began, model, chosen)
-        log.write(first + steps, **_spent(args, first + steps, before + time.perf_counter() - began, world))
-        print(f"saved at step {first + steps} after {(time.perf_counter() - began) / 60:.2f} minutes", flush=True)
-    if world > 1:
+    done = first + _train(reader, chosen, args, place, first, before, log)
+    if place.rank == 0:
+        seconds = before + time.perf_counter() - began
+        save(args.out, done, seconds, model, chosen)
+        log.write(done, **_spent(args, done, seconds, place.world))
+        print(f"saved at step {done} after {seconds / 60:.2f} minutes", flush=True)
+    if place.world > 1:
         dist.barrier()
         dist.destroy_process_group()
 
@@ -245,70 +195,66 @@ def _spent(args: argparse.Namespace, steps: int, seconds: float, world: int) -> 
     }
 
 
-def _about(device: torch.device, world: int) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
+def _about(place: _Place) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if place.device.type == "cuda" else platform.processor()
     return {
-        "device": f"{world} x {name}", "torch": torch.__version__, "transformers": transformers.__version__,
+        "device": f"{place.world} x {name}", "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
 
 
 def _train(
-    reader: Reader, chosen: list[torch.optim.Optimizer], args: argparse.Namespace, device: torch.device, first: int,
-    before: float, log: _Log,
+    reader: Reader, chosen: list[torch.optim.Optimizer], args: argparse.Namespace, place: _Place, first: int,
+    before: float, log: Log,
 ) -> int:  # fmt: skip
-    """Train until the time of this call, or of all, is spent; returns the batches drawn."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    loader = DataLoader(
-        _Batches(args, first, rank), batch_size=None, num_workers=args.workers, pin_memory=device.type == "cuda",
-        prefetch_factor=4 if args.workers else None, worker_init_fn=lambda _: torch.set_num_threads(1),
-    )  # fmt: skip
+    """Train until the time of this call, or of all, is spent; returns the batches begun."""
     parameters = list(reader.model.parameters())
-    groups = [group for optimizer in chosen for group in optimizer.param_groups]
-    tops = [args.muon_lr if "momentum" in group else args.adam_lr for group in groups]
-    good, misses = Snapshot(reader.model, chosen), 0
+    good, misses, done = Snapshot(reader.model, chosen), 0, 0
     began = ready = time.perf_counter()
-    step = first - 1
-    for number, batch in twice(loader):
+    for number, batch in twice(_loader(args, first, place)):
         log.waited += time.perf_counter() - ready
-        step += number == 0
-        spent = time.perf_counter() - began
-        over = torch.tensor([spent > args.call_minutes * 60 or before + spent > args.minutes * 60], device=device)
-        share = torch.tensor([(before + spent) / (60 * args.minutes)], device=device)
-        if world > 1:  # the first process's clock holds for all
-            dist.broadcast(over, 0)
-            dist.broadcast(share, 0)
-        if bool(over):
+        spent = place.agreed(time.perf_counter() - began)
+        if spent > args.call_minutes * 60 or before + spent > args.minutes * 60:
             break
-        torch.manual_seed((args.seed * 1_000_003 + step) * 4 + number * 2 + rank)
-        now = rate(step, float(share), args)
-        for group, top in zip(groups, tops, strict=True):
-            group["lr"] = top * now
-        noted = (
-            log
-            if rank == 0 and number == 0 and step % args.note_every in (0, *range(args.note_every - 5, args.note_every))
-            else None
-        )
-        backward(reader, batch, number, device, args, noted)
-        if gradients_are_finite(parameters, world):
+        done += number == 0
+        step = first + done - 1
+        torch.manual_seed(((args.seed * 1_000_003 + step) * 2 + number) * place.world + place.rank)
+        now = rate(step, (before + spent) / (60 * args.minutes), args)
+        _set_rates(chosen, now, args)
+        noted = number == 0 and (step % args.note_every == 0 or step % args.note_every >= args.note_every - _NOTED)
+        backward(reader, batch, number, place.device, args, log if noted and place.rank == 0 else None)
+        if mean_and_clip(parameters, place.world):
             misses = 0
             for optimizer in chosen:
                 optimizer.step()
         else:
             misses += 1
             log.add("not finite", 1)
-            if misses > 2:
+            if misses > _MISSES:
                 good.restore()
         reader.zero_grad(set_to_none=True)
         log.documents += batch["ids"].shape[1]
         if number == 0 and step % args.note_every == 0:
             if misses == 0:
                 good = Snapshot(reader.model, chosen)
-            if rank == 0 and step % (args.note_every * 5) == 0:
-                held_out(reader, device, step, log)
-            log.write(step, minutes=round((before + time.perf_counter() - began) / 60, 2), rate=round(now, 3))
+            if place.rank == 0 and step % (args.note_every * 5) == 0:
+                held_out(reader, place.device, step, log)
+            log.write(step, minutes=round((before + spent) / 60, 2), rate=round(now, 3))
         ready = time.perf_counter()
-    return step - first
+    return done
+
+
+def _loader(args: argparse.Namespace, first: int, place: _Place) -> DataLoader[dict[str, Any]]:
+    return DataLoader(
+        Batches(args, first, place.rank), batch_size=None, num_workers=args.workers,
+        pin_memory=place.device.type == "cuda", prefetch_factor=4 if args.workers else None,
+        worker_init_fn=lambda _: torch.set_num_threads(1),
+    )  # fmt: skip
+
+
+def _set_rates(chosen: list[torch.optim.Optimizer], share: float, args: argparse.Namespace) -> None:
+    for group in (group for optimizer in chosen for group in optimizer.param_groups):
+        group["lr"] = share * (args.muon_lr if "momentum" in group else args.adam_lr)
 
 
 def arguments() -> argparse.Namespace:

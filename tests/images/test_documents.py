@@ -165,7 +165,7 @@ def test_sums_are_right(seed: int, index: int) -> None:
     end = labels.index("Subtotal")
     pieces = sum(cents(row[-1]) for row in table[:end] if MONEY.fullmatch(row[-1]) and len(row) > 1)
     subtotal, tax = cents(table[end][-1]), cents(table[end + 1][-1])
-    rate = float(re.fullmatch(r"Tax ([\d.]+)%", labels[end + 1])[1])  # type: ignore[index]
+    rate = float(re.fullmatch(r"Tax ([\d.]+)%", labels[end + 1])[1])
     total = cents(table[end + 2][-1])
     assert labels[end + 2].startswith("Total")
     assert pieces == subtotal > 0
@@ -176,7 +176,7 @@ def test_sums_are_right(seed: int, index: int) -> None:
         assert sums["Change"] == sums["Cash"] - total >= 0
     for ask in shown.asks:
         if ask.type in ("total", "subtotal", "change", "cash"):
-            label = re.fullmatch(r"What is the (.*)\?", ask.question)[1].capitalize()  # type: ignore[index]
+            label = re.fullmatch(r"What is the (.*)\?", ask.question)[1].capitalize()
             assert {cents(answer) for answer in ask.answers} == {sums[label]}
 
 
@@ -195,7 +195,7 @@ def test_no_question_about_an_item_has_two_answers(
         price = asked.pop(f"What is the price of {name}?", None)
         count = asked.pop(f"What is the quantity of {name}?", None)
         assert (price is None, count is None) == (line.count > 1, line.count == 1)
-        assert (price or count).answers[0] == (money(line.each, sign) if price else str(line.count))  # type: ignore[union-attr]
+        assert (price or count).answers[0] == (money(line.each, sign) if price else str(line.count))
     for question, ask in asked.items():
         (named,) = [n for n, line in by_name.items() if question == f"Which item costs {money(line.each, sign)}?"]
         assert ask.answers == (named,)
@@ -218,7 +218,7 @@ def test_every_way_to_write_a_sum_means_the_same(amount: int, sign: str) -> None
 def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed: int) -> None:
     shown = drawn("table", layout, seed, (1200, 560))
     for ask in shown.asks[1:]:
-        label, head = re.fullmatch(r"What is the value of (.*) in (.*)\?", ask.question).groups()  # type: ignore[union-attr]
+        label, head = re.fullmatch(r"What is the value of (.*) in (.*)\?", ask.question).groups()
         (row,) = [t for t in shown.texts if t.text == label and t.box[0] < 80]
         columns = [t for t in shown.texts if t.text == head and t.box[3] < row.box[1]]
         found = [
@@ -234,7 +234,7 @@ def test_the_highest_and_lowest_bar_are(layout: int, seed: int) -> None:
     shown = drawn("chart", layout, seed)
     asks = {ask.question: ask.answers[0] for ask in shown.asks}
     values = {
-        re.fullmatch(r"What is the value of (.*)\?", question)[1]: int(answer)  # type: ignore[index]
+        re.fullmatch(r"What is the value of (.*)\?", question)[1]: int(answer)
         for question, answer in asks.items() if "value of" in question
     }  # fmt: skip
     assert len(set(values.values())) == len(values) >= 2
@@ -254,7 +254,7 @@ def test_bars_are_as_long_as_their_values(layout: int) -> None:
         (text,) = [t for t in shown.texts if t.text == label]
         y = (text.box[1] + text.box[3]) // 2
         row = [shown.image.getpixel((x, y)) for x in range(text.box[2], shown.image.width)]
-        coloured = [pixel for pixel in row if max(pixel) - min(pixel) > 60]  # type: ignore[type-var, operator, arg-type]
+        coloured = [pixel for pixel in row if max(pixel) - min(pixel) > 60]
         lengths[label] = max(coloured.count(colour) for colour in set(coloured))
     longest = max(values, key=values.__getitem__)
     for label, value in values.items():
@@ -265,10 +265,10 @@ def test_numbered_lines_say_what_is_asked() -> None:
     for layout in range(KINDS["notes"][1]):
         shown = drawn("notes", layout, 5, (500, 1200))
         lines = [row for row in rows(shown.texts) if len(row) == 2]
-        by_number = {re.search(r"\d+", row[0])[0]: row[1] for row in lines}  # type: ignore[index]
+        by_number = {re.search(r"\d+", row[0])[0]: row[1] for row in lines}
         assert len(by_number) > 10
         for ask in shown.asks:
             if ask.type == "line":
-                assert by_number[re.search(r"\d+", ask.question)[0]] == ask.answers[0]  # type: ignore[index]
+                assert by_number[re.search(r"\d+", ask.question)[0]] == ask.answers[0]
             elif ask.type == "which line":
                 assert by_number[ask.answers[0]] in ask.question

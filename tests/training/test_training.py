@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from random import Random
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from training.batches import IGNORED, SHAPE, Batch, Plan, draw_batch, encode, prefix_ids, slots_of, views_of
 from training.checkpoint import load, save
-from training.evaluate import PRESENT, documents
+from training.data import as_tensors, plan_of, twice
+from training.evaluate import WITH, documents
 from training.export import export
 from training.fonts import held_out_faces, training_faces
 from training.model import Reader, new_model
 from training.optimizer import Muon, optimizers
 from training.pages import a_page, rows_of
-from training.train import as_tensors, to_device
+from training.train import to_device
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from panscan.core import PanAndScan, Request
@@ -42,7 +44,7 @@ def model() -> object:
 
 
 def drawn(views: int, documents: int = 2, **more: object) -> Batch:
-    return draw_batch("test", 0, Plan(views, documents, **more))  # type: ignore[arg-type]
+    return draw_batch("test", 0, Plan(views, documents, **more))
 
 
 def test_a_batch_is_a_function_of_seed_and_number() -> None:
@@ -112,9 +114,9 @@ def test_the_loss_is_the_model_s_own_for_each_question_alone(model: object, view
             used = int((goal != IGNORED).nonzero().max()) + 1
             whole = torch.cat([torch.tensor(prefix_ids(views)), slot[:used]])[None]
             soft = whole == TOKENIZER.image_token_id
-            logits = model(  # type: ignore[operator]
-                input_ids=whole, pixel_values=pixels, token_type_ids=soft.long(), use_cache=False
-            ).logits[0, -used:]
+            logits = model(input_ids=whole, pixel_values=pixels, token_type_ids=soft.long(), use_cache=False).logits[
+                0, -used:
+            ]
             losses.append(torch.nn.functional.cross_entropy(logits.float(), goal[:used], reduction="sum"))
         counted = int((targets != IGNORED).sum())
         loss, _ = reader(views, pixels, ids, targets, torch.ones(targets.shape))
@@ -128,10 +130,10 @@ def test_training_never_sees_what_is_held_out(monkeypatch: pytest.MonkeyPatch) -
     seen: set[tuple[str, int]] = set()
     faces: set[str] = set()
 
-    def noting(kind: str):  # type: ignore[no-untyped-def]
+    def noting(kind: str):
         draw, layouts = KINDS[kind]
 
-        def note(rng: Random, sheet: Sheet, layout: int, invented: float):  # type: ignore[no-untyped-def]
+        def note(rng: Random, sheet: Sheet, layout: int, invented: float):
             seen.add((kind, layout))
             faces.add(sheet.style.face.name)
             return draw(rng, sheet, layout, invented)
@@ -158,9 +160,26 @@ def test_evaluation_draws_what_training_never_saw() -> None:
     for one in held:
         width, height = one.page.image.size
         assert 448 <= min(width, height) <= 900
-        crops = plan_views(width, height, PRESENT).crops
+        crops = plan_views(width, height, WITH).crops
         assert (crops == 0) == (one.shape == "square")
         assert 1 <= len(one.asks) <= 4
+
+
+def test_a_second_set_of_questions_comes_one_batch_later() -> None:
+    batches_drawn = [{"ids": torch.zeros(sets, 1), "name": name} for name, sets in (("a", 1), ("b", 2), ("c", 2))]
+    order = [(number, batch["name"]) for number, batch in twice(batches_drawn)]
+    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "b")]
+
+
+def test_small_print_and_many_views_come_later() -> None:
+    args = argparse.Namespace(easy_steps=10, single_steps=20, scale=0.1)
+    plans = [plan_of(1, step, args) for step in range(200)]
+    assert {plan.views for plan in plans[:20]} == {1}
+    assert {plan.views for plan in plans[20:]} == {1, 3, 4, 5, 6, 7}
+    assert [plan.ease for plan in plans[:3]] == [1.0, 0.9, 0.8]
+    assert {plan.ease for plan in plans[10:]} == {0.0}
+    assert {plan.sets for plan in plans[:20]} == {1}
+    assert plans == [plan_of(1, step, args) for step in range(200)]
 
 
 def test_a_page_is_read_line_by_line() -> None:
@@ -210,17 +229,15 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     adam, loaded = chosen[1].state_dict()["state"], others[1].state_dict()["state"]
     assert all(torch.equal(adam[index][key], loaded[index][key]) for index in adam for key in adam[index])
     save(tmp_path, 9, 80.0, one, chosen)
-    assert {re.match(r"step-(\d+)", file.name)[1] for file in tmp_path.glob("step*")} == {"000009"}  # type: ignore[index]
+    assert {re.match(r"step-(\d+)", file.name)[1] for file in tmp_path.glob("step*")} == {"000009"}
 
 
 def test_what_is_exported_is_a_gemma_3_that_transformers_loads_alone(model: object, tmp_path: Path) -> None:
-    import copy
-
-    export(copy.deepcopy(model), tmp_path)
+    export(model, tmp_path)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(tmp_path)
     assert processor.image_seq_length == SHAPE.image_tokens
-    own = dict(model.named_parameters())  # type: ignore[attr-defined]
+    own = dict(model.named_parameters())
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, own[name].bfloat16().float()), name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from panscan.cli.options import common_options, out
 from panscan.core import SettingError
 
 if TYPE_CHECKING:
+    from panscan.bench.quality import Quality
     from panscan.bench.records import Run
 
 __all__ = ["command"]
@@ -39,6 +40,7 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
     The bundled model reads them on this machine. It ends with answers beside their pictures, the curve of speed against
     quality, and the preset to take.
     """
+    from panscan.bench.quality import quality_of
     from panscan.bench.records import read_run
 
     documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
@@ -56,10 +58,11 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
     place = max(set(runs.iterdir()) - before)  # its name begins with the time
     _type("report", place, "--format", "gallery")
     run = read_run(place)
-    _type("recommend", place, *_wanted(run), "-o", preset)
+    shares = {cell: share for cell in run.cells if (share := quality_of(run, cell)) is not None}
+    _type("recommend", place, *_wanted(shares), "-o", preset)
     console = out()
     console.print()
-    for line in _story(run):
+    for line in _story(run, shares):
         console.print(line, soft_wrap=True)
     console.print(f"\nanswers beside their pictures: {place / 'gallery.html'}", soft_wrap=True)
     console.print(f"speed against quality:         {place / 'report.html'}", soft_wrap=True)
@@ -82,30 +85,21 @@ def _type(*words: object) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _wanted(run: Run) -> tuple[str, ...]:
+def _wanted(shares: Mapping[str, Quality]) -> tuple[str, ...]:
     """The fastest cell that is right nine times of ten, if there is one; else the rules for any run."""
-    from panscan.bench.quality import quality_of
-
-    found = [quality.mean for cell in run.cells if (quality := quality_of(run, cell)) is not None]
-    return ("--min-quality", str(_GOOD)) if max(found, default=0.0) >= _GOOD else ()
+    return ("--min-quality", str(_GOOD)) if any(share.mean >= _GOOD for share in shares.values()) else ()
 
 
-def _story(run: Run) -> Sequence[str]:
+def _story(run: Run, shares: Mapping[str, Quality]) -> Sequence[str]:
     """A line for each cell: right answers and what they cost."""
     from panscan.bench.metrics import cell_metrics
-    from panscan.bench.quality import quality_of
     from panscan.bench.rows import number_text
 
     lines = []
-    for cell, settings in run.cells.items():
-        quality = quality_of(run, cell)
-        if quality is None:
-            continue
+    for cell, share in shares.items():
+        settings, measured = run.cells[cell], cell_metrics(run, cell)
         crops = settings.get("pan_and_scan_max_num_crops")
         name = "without pan and scan" if settings.get("do_pan_and_scan") is False else f"with up to {crops} crops"
-        measured = cell_metrics(run, cell)
         speed = None if measured is None else measured.values["request_throughput"]
-        lines.append(
-            f"{name:21} {quality.mean:4.0%} of {quality.questions} answers right, {number_text(speed)} requests/s"
-        )
+        lines.append(f"{name:21} {share.mean:4.0%} of {share.questions} answers right, {number_text(speed)} requests/s")
     return lines

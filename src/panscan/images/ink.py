@@ -117,7 +117,7 @@ def write(
     return left, top, left + mask.size[0], top + mask.size[1]
 
 
-def wrap(text: str, size: int, limit: float, *, separator: str = " ", face: Face = AILERON) -> list[str]:
+def wrap(text: str, size: int, limit: float, *, separator: str = " ") -> list[str]:
     """Break ``text`` at ``separator`` into lines of at most ``limit`` pixels (a longer word stands alone).
 
     A no-break space keeps its neighbours on one line and comes back as a plain space.
@@ -126,7 +126,7 @@ def wrap(text: str, size: int, limit: float, *, separator: str = " ", face: Face
     for part in text.split(separator):
         word = part.replace("\u00a0", " ")
         longer = f"{lines[-1]}{separator}{word}" if lines else word
-        if lines and text_width(longer, size, face=face) <= limit:
+        if lines and text_width(longer, size) <= limit:
             lines[-1] = longer
         else:
             lines.append(word)

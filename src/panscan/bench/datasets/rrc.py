@@ -28,12 +28,7 @@ def read_docvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
     Raises:
         DatasetError: a file cannot be read or is not DocVQA's.
     """
-    for path in files:
-        pictures = Pictures((path.parent, path.parent.parent), _DOCVQA_FOLDERS)
-        for row in data_rows(path, called):
-            tags = [("type", row.get("question_types"))]
-            found = pictures.find(row.get("image"))
-            loaded.add(row.get("questionId"), found, row.get("question") or None, row.get("answers"), tags)
+    _read(files, called, loaded, folders=_DOCVQA_FOLDERS, image="image", kind="question_types")
 
 
 def read_infographicvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
@@ -42,11 +37,15 @@ def read_infographicvqa(files: Sequence[Path], called: str, loaded: Loaded) -> N
     Raises:
         DatasetError: a file cannot be read or is not InfographicVQA's.
     """
+    _read(files, called, loaded, folders=_INFOGRAPHIC_FOLDERS, image="image_local_name", kind="answer_type")
+
+
+def _read(files: Sequence[Path], called: str, loaded: Loaded, *, folders: Sequence[str], image: str, kind: str) -> None:
     for path in files:
-        pictures = Pictures((path.parent, path.parent.parent), _INFOGRAPHIC_FOLDERS)
+        pictures = Pictures((path.parent, path.parent.parent), folders)
         for row in data_rows(path, called):
-            found = pictures.find(row.get("image_local_name"))
-            tags = [("type", row.get("answer_type"))]
+            tags = [("type", row.get(kind))]
+            found = pictures.find(row.get(image))
             loaded.add(row.get("questionId"), found, row.get("question") or None, row.get("answers"), tags)
 
 

@@ -9,7 +9,7 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from panscan.images.documents.words import a_word
-from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, wrap, write
+from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, write
 
 __all__ = ["Ask", "Document", "Flow", "Print", "Sheet", "Text", "choose"]
 
@@ -135,9 +135,6 @@ class Sheet:
         while not tries:
             tries = [word for word in (a_word(rng), a_word(rng) + a_word(rng).lower()) if word not in known]
         return min(tries, key=len)
-
-    def wrapped(self, text: str, limit: float, scale: float = 1.0) -> list[str]:
-        return wrap(text, self.sized(scale), limit, face=self.style.face)
 
     def rule(
         self, left: float, right: float, y: float, *, fill: str | None = None, weight: int = 1, dash: float = 0

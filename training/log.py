@@ -1,0 +1,36 @@
+"""The record of a training: means since the last line, as JSON lines and on the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Log"]
+
+
+class Log:
+    """Means since the last line, written as JSON lines and to the terminal."""
+
+    def __init__(self, path: Path, *, silent: bool) -> None:
+        self.path, self.silent = path, silent
+        self.began, self.documents, self.waited = time.perf_counter(), 0, 0.0
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, name: str, value: float, count: float = 1) -> None:
+        self.sums[name][0] += value
+        self.sums[name][1] += count
+
+    def write(self, step: int, **more: Any) -> None:
+        now = time.perf_counter()
+        line = {"step": step, "documents_per_s": round(self.documents / (now - self.began), 1), **more}
+        line["waited"] = round(self.waited / (now - self.began), 3)
+        line |= {name: round(total / count, 4) for name, (total, count) in sorted(self.sums.items())}
+        if not self.silent:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(" ".join(f"{key}={value}" for key, value in line.items()), flush=True)
+        self.began, self.documents, self.waited = now, 0, 0.0
+        self.sums.clear()
