@@ -81,19 +81,20 @@ def mini_on_cpu() -> str:
 
 
 def mini_training() -> str:
-    """What the training took."""
+    """What the training took, and what finishing it took."""
     lines = [json.loads(line) for line in (RECORDS / "mini-training.jsonl").read_text().splitlines()]
-    first, last = next(line for line in lines if "device" in line), lines[-1]
+    stages = [[line for line in lines if line.get("stage", "train") == name] for name in ("train", "finish")]
+    ends = [(next(line for line in stage if "device" in line), stage[-1]) for stage in stages]
     rows = [
-        ["", ""],
-        ["hardware", first["device"]],
-        ["time", f"{last['minutes']:.0f} minutes"],
-        ["documents drawn", f"{last['documents']:,}"],
-        ["questions asked", f"{last['questions']:,}"],
-        ["batches", f"{last['batches']:,}"],
-        ["versions", f"torch {first['torch']}, transformers {first['transformers']}, Python {first['python']}"],
-    ]
+        ["", "training", "finishing"],
+        ["hardware", *(first["device"] for first, _ in ends)],
+        ["time", *(f"{last['minutes']:.0f} minutes" for _, last in ends)],
+        *([f"{name} {verb}", *(f"{last[name]:,}" for _, last in ends)]
+          for name, verb in (("documents", "drawn"), ("questions", "asked"), ("batches", "learnt"))),
+        *([name, *(first[name] for first, _ in ends)] for name in ("torch", "transformers", "python")),
+    ]  # fmt: skip
     return (
         f"{table(rows[0], rows[1:])}\n\nRecord with loss and accuracy over time:"
-        f" `benchmarks/records/mini-training.jsonl`. Command: `{last['command']}`"
+        f" `benchmarks/records/mini-training.jsonl`. Last commands: "
+        + ", ".join(f"`{last['command']}`" for _, last in ends)
     )

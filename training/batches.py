@@ -47,6 +47,7 @@ class Plan:
         held_out: nothing, "fonts", "layouts" or "both" that training does not see.
         signs: share of single views that show random characters.
         labels: share of pages with labels of all sorts, in all sorts of arrangements.
+        notes: share of pages with numbered lines, beside those that come anyway.
         sets: of questions about each document: drawing takes longer than learning, so a document is asked twice.
     """
 
@@ -57,6 +58,7 @@ class Plan:
     held_out: str = ""
     signs: float = 0.0
     labels: float = 0.12
+    notes: float = 0.0
     sets: int = 1
 
 
@@ -171,7 +173,8 @@ def _drawn(rng: Random, plan: Plan) -> Page:
         return a_page_of_labels(rng, ratio, _faces(plan), columns=columns)
     shorts = (200, 670) if rng.random() < 0.1 else (200, 420)  # large ones take long to draw and show the same
     new = plan.held_out in ("layouts", "both")
-    return a_page(rng, ratio, _faces(plan), columns=columns, held_out_layouts=new, shorts=shorts)
+    kinds = ("notes",) if plan.notes and rng.random() < plan.notes else None
+    return a_page(rng, ratio, _faces(plan), columns=columns, held_out_layouts=new, shorts=shorts, kinds=kinds)
 
 
 def draw_batch(seed: str, number: int, plan: Plan) -> Batch:

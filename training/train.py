@@ -95,7 +95,7 @@ def backward(
     weights = torch.ones(targets.shape, device=device)
     if views == 1:
         weights[:, : slots_of(1)[0]] = args.long_weight
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, torch.bfloat16):
         loss, hits = reader(views, pixels, ids, targets, weights)
     loss.backward()
     if log is not None:
@@ -167,7 +167,9 @@ def main() -> None:
     reader = Reader(model, compiled=args.compile)
     args.out.mkdir(parents=True, exist_ok=True)
     log, began = Log(args.out / "log.jsonl", silent=place.rank > 0), time.perf_counter()
-    log.write(first, spent_s=before, arguments={k: str(v) for k, v in vars(args).items()}, **_about(place))
+    name = torch.cuda.get_device_name() if place.device.type == "cuda" else platform.processor()
+    arguments_given = {k: str(v) for k, v in vars(args).items()}
+    log.write(first, spent_s=before, arguments=arguments_given, **about(place.world, name))
     if args.compile:
         warm_up(reader, place.device, args)
         if place.rank == 0:
@@ -185,20 +187,21 @@ def main() -> None:
 
 def _spent(args: argparse.Namespace, steps: int, seconds: float, world: int) -> dict[str, Any]:
     """What the record says last: all that was drawn and asked so far."""
+    begun = ["torchrun", "--nproc-per-node", str(world)] if world > 1 else ["python"]
     plans = [plan_of(args.seed, step, args) for step in range(steps)]
     return {
         "minutes": round(seconds / 60, 2),
         "batches": world * sum(plan.sets for plan in plans),
         "documents": world * sum(plan.documents for plan in plans),
         "questions": world * sum(plan.documents * plan.sets * len(slots_of(plan.views)) for plan in plans),
-        "command": shlex.join(["python", "-m", "training.train", *sys.argv[1:]]),
+        "command": shlex.join([*begun, "-m", "training.train", *sys.argv[1:]]),
     }
 
 
-def _about(place: _Place) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if place.device.type == "cuda" else platform.processor()
+def about(processes: int, device: str) -> dict[str, str]:
+    """What the record says first."""
     return {
-        "device": f"{place.world} x {name}", "torch": torch.__version__, "transformers": transformers.__version__,
+        "device": f"{processes} x {device}", "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
 

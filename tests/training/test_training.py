@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import re
+import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +35,7 @@ from panscan.images.ink import AILERON
 from panscan.images.views import plan_views
 from panscan.model.prompt import PromptWriter
 from panscan.model.tokenizer import build_tokenizer
-from training import batches
+from training import batches, finish
 
 TOKENIZER = build_tokenizer(0)
 CPU = torch.device("cpu")
@@ -230,6 +234,47 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(adam[index][key], loaded[index][key]) for index in adam for key in adam[index])
     save(tmp_path, 9, 80.0, one, chosen)
     assert {re.match(r"step-(\d+)", file.name)[1] for file in tmp_path.glob("step*")} == {"000009"}
+
+
+def test_finishing_teaches_the_text_layers_alone_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calls with time for one batch each, by a clock that a look at it moves on by a second."""
+    trained, out = tmp_path / "trained", tmp_path / "finished"
+    one = new_model()
+    save(trained, 9, 60.0, one, [])
+    (trained / "log.jsonl").write_text('{"step": 9}\n')
+    monkeypatch.setattr(finish, "_DOCUMENTS", dict.fromkeys(range(1, 8), 1))
+    numbers: list[int] = []
+    draw = finish.draw_batch
+    monkeypatch.setattr(
+        finish, "draw_batch", lambda seed, number, plan: numbers.append(number) or draw(seed, number, plan)
+    )
+    before = {name: parameter.detach().clone() for name, parameter in one.named_parameters()}
+    clock = itertools.count()
+    monkeypatch.setattr(finish, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    for seconds in (1.5, 4.5):
+        arguments = [str(trained), "--out", str(out), "--minutes", str(seconds / 60)]
+        monkeypatch.setattr(sys, "argv", ["finish", *arguments])
+        finish.main()
+        assert load(out, one)[0] == len(numbers)
+        changed = {name for name, p in one.named_parameters() if not torch.equal(p, before[name])}
+        assert changed == {name for name in before if "language_model.layers" in name}
+        before |= {name: parameter.detach().clone() for name, parameter in one.named_parameters() if name in changed}
+    assert numbers == [0, 1]
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 9}
+    assert [line["documents"] for line in lines if "command" in line] == [1, 2]
+    assert load(trained, one)[0] == 9
+
+
+def test_finishing_shows_no_page_squeezed_into_one_view() -> None:
+    plans = [finish.plan_to_finish(1, step) for step in range(200)]
+    assert plans == [finish.plan_to_finish(1, step) for step in range(200)]
+    assert {plan.views for plan in plans} == {1, 3, 4, 5, 6, 7}
+    assert {(plan.whole_only, plan.held_out, plan.ease) for plan in plans} == {(0, "", 0.0)}
+    kinds = [page.document.kind for seed in range(60) if (page := batches._drawn(Random(seed), Plan(1, 1, notes=1.0)))]
+    assert kinds.count("notes") > 45  # the others are labels
 
 
 def test_what_is_exported_is_a_gemma_3_that_transformers_loads_alone(model: object, tmp_path: Path) -> None:

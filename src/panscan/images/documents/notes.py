@@ -1,4 +1,7 @@
-"""Numbered lines: lists, statements, minutes. Layouts: "7.", "7)", "7", "(7)", "7:", "#7"; and "No 7", held out."""
+"""Numbered lines: lists, statements, minutes.
+
+Layouts: "7.", "7)", "7", "(7)", "7:", "#7", a word such as "Item 7"; and "No 7", held out.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from panscan.images.documents.words import GOODS, PEOPLE, TASKS, TOWNS, a_code, 
 
 __all__ = ["LAYOUTS", "notes"]
 
-LAYOUTS = 7
+LAYOUTS = 8
 """The last one is held out."""
 
 _TITLES = ("To do", "Minutes", "House rules", "Shopping list", "Log", "Agenda", "Statement")
 
 
-def _number(layout: int, number: int) -> str:
-    ways = (f"{number}.", f"{number})", str(number), f"({number})", f"{number}:", f"#{number}", f"No {number}")
-    return ways[layout]
+_WAYS = ("{}.", "{})", "{}", "({})", "{}:", "#{}")
+_WORDS = ("Line", "Item", "Row", "Step", "Art.", "Pos", "Point", "Rule", "Day", "Part", "§", "P.", "Nr", "L")
+
+
+def _way(rng: Random, layout: int) -> str:
+    """How a line is numbered, with {} for the number."""
+    if layout < len(_WAYS):
+        return _WAYS[layout]
+    return f"{rng.choice(_WORDS)} {{}}" if layout < LAYOUTS - 1 else "No {}"
 
 
 def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
@@ -27,7 +36,8 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     title = a_name(rng, _TITLES, invented)
     flow.line(title, 1.35, bold=True)
     flow.rule()
-    start = flow.left + sheet.long(_number(layout, 88)) + sheet.style.size * 0.5
+    way = _way(rng, layout)
+    start = flow.left + sheet.long(way.format(88)) + sheet.style.size * 0.5
     pool = rng.choice((TASKS, GOODS, PEOPLE, TOWNS, TASKS))
     asks, said = [Ask("What is the title?", (title,), "title")], set[str]()
     first, aligned = rng.choice((1, 1, 1, rng.randint(2, 40))), rng.random() < 0.3
@@ -38,7 +48,7 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
         flow.feed()
         left, anchor = (start - sheet.style.size * 0.5, "rs") if aligned else (flow.left, "ls")
         grey = sheet.style.grey if layout == 2 else None
-        sheet.text(left, flow.y, _number(layout, number), anchor=anchor, fill=grey, bold=sheet.style.bold_values)
+        sheet.text(left, flow.y, way.format(number), anchor=anchor, fill=grey, bold=sheet.style.bold_values)
         sheet.text(start, flow.y, text)
         said.add(text)
         asks.append(Ask(f"What does line {number} say?", (text,), "line"))
