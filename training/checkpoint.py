@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["Snapshot", "load", "save"]
+__all__ = ["Snapshot", "load", "load_trained", "save"]
 
 _MOST = 15_000_000  # bytes of a file
 
@@ -84,6 +84,17 @@ def load(directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimiz
                 state["state"].setdefault(int(place), {})[key] = wide
         optimizer.load_state_dict(state)
     return int(index["step"]), float(index["seconds"])
+
+
+def load_trained(directory: Path, model: nn.Module) -> tuple[int, float]:
+    """:func:`load` where there has to be a checkpoint.
+
+    Raises:
+        SystemExit: there is none, and the model would stay as it was drawn.
+    """
+    if not _index(directory)["files"]:
+        raise SystemExit(f"{directory}: no checkpoint of training.train or training.finish")
+    return load(directory, model)
 
 
 def _index(directory: Path) -> dict[str, Any]:

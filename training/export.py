@@ -13,7 +13,7 @@ from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.published import rename_as_published
 from panscan.model.tokenizer import build_tokenizer
 from training.batches import SHAPE, SIDE
-from training.checkpoint import load
+from training.checkpoint import load_trained
 from training.model import new_model
 
 __all__ = ["export"]
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
     model = new_model()
-    step, seconds = load(args.checkpoint, model)
+    step, seconds = load_trained(args.checkpoint, model)
     export(model, args.directory)
     print(f"step {step}, {seconds / 60:.1f} minutes of training: {args.directory}")
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import shutil
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -21,12 +18,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from training.batches import Plan, draw_batch, slots_of
-from training.checkpoint import load, save
+from training.batches import Plan, draw_batch
+from training.checkpoint import load, load_trained, save
 from training.data import as_tensors
-from training.log import Log
+from training.log import Log, about, totals
 from training.model import Reader, new_model
-from training.train import about, backward, held_out, rate
+from training.train import backward, held_out, rate
 
 __all__ = ["plan_to_finish", "text_layers"]
 
@@ -56,11 +53,9 @@ def main() -> None:
     model = new_model()
     parameters = text_layers(model)
     adam = AdamW(parameters, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    load_trained(args.checkpoint, model)
+    _begin(args.checkpoint / "log.jsonl", args.out / "log.jsonl")
     step, before = load(args.out, model, [adam])
-    if step == 0:
-        load(args.checkpoint, model)
-        args.out.mkdir(parents=True, exist_ok=True)
-        shutil.copy(args.checkpoint / "log.jsonl", args.out / "log.jsonl")
     log, began = Log(args.out / "log.jsonl", silent=False), time.perf_counter()
     arguments = {name: str(value) for name, value in vars(args).items()}
     facts = about(1, f"CPU, {os.cpu_count()} cores")
@@ -73,7 +68,18 @@ def main() -> None:
             save(args.out, step, spent, model, [adam])
     spent = before + time.perf_counter() - began
     save(args.out, step, spent, model, [adam])
-    log.write(step, stage="finish", **_spent(args.seed, step, spent))
+    plans = [plan_to_finish(args.seed, number) for number in range(step)]
+    log.write(step, stage="finish", **totals("training.finish", plans, 1, spent))
+
+
+def _begin(trained: Path, finished: Path) -> None:
+    """Begin the record with that of the training, or make sure that it began with it."""
+    known = trained.read_text()
+    if not finished.exists():
+        finished.parent.mkdir(parents=True, exist_ok=True)
+        finished.write_text(known)
+    elif not finished.read_text().startswith(known):
+        raise SystemExit(f"{finished.parent} finishes another training than {trained.parent}: choose another --out")
 
 
 def _learn(
@@ -93,18 +99,6 @@ def _learn(
         if step % (2 * _NOTED) == 2 * _NOTED - 1:
             held_out(reader, _CPU, step, log)
         log.write(step, stage="finish", minutes=round(spent / 60, 2), rate=round(now, 3))
-
-
-def _spent(seed: int, steps: int, seconds: float) -> dict[str, Any]:
-    """What the record says last: all that was drawn and asked."""
-    plans = [plan_to_finish(seed, step) for step in range(steps)]
-    return {
-        "minutes": round(seconds / 60, 2),
-        "batches": steps,
-        "documents": sum(plan.documents for plan in plans),
-        "questions": sum(plan.documents * len(slots_of(plan.views)) for plan in plans),
-        "command": shlex.join(["python", "-m", "training.finish", *sys.argv[1:]]),
-    }
 
 
 def _arguments() -> argparse.Namespace:

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import json
+import platform
+import shlex
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Log"]
+import torch
+import transformers
+
+from training.batches import Plan, slots_of
+
+__all__ = ["Log", "about", "totals"]
+
+
+def about(processes: int, device: str) -> dict[str, str]:
+    """What the record says first."""
+    return {
+        "device": f"{processes} x {device}", "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def totals(module: str, plans: Sequence[Plan], processes: int, seconds: float) -> dict[str, Any]:
+    """What the record says last: all that ``processes`` drew and asked so far by these plans each, and this call."""
+    begun = ["torchrun", "--nproc-per-node", str(processes)] if processes > 1 else ["python"]
+    return {
+        "minutes": round(seconds / 60, 2),
+        "batches": processes * sum(plan.sets for plan in plans),
+        "documents": processes * sum(plan.documents for plan in plans),
+        "questions": processes * sum(plan.documents * plan.sets * len(slots_of(plan.views)) for plan in plans),
+        "command": shlex.join([*begun, "-m", module, *sys.argv[1:]]),
+    }
 
 
 class Log:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.batches import IGNORED, Plan, draw_batch, slots_of
 from training.checkpoint import Snapshot, load, save
 from training.data import Batches, as_tensors, plan_of, twice
-from training.log import Log
+from training.log import Log, about, totals
 from training.model import Reader, new_model
 from training.optimizer import optimizers
 
@@ -178,32 +175,12 @@ def main() -> None:
     if place.rank == 0:
         seconds = before + time.perf_counter() - began
         save(args.out, done, seconds, model, chosen)
-        log.write(done, **_spent(args, done, seconds, place.world))
+        plans = [plan_of(args.seed, step, args) for step in range(done)]
+        log.write(done, **totals("training.train", plans, place.world, seconds))
         print(f"saved at step {done} after {seconds / 60:.2f} minutes", flush=True)
     if place.world > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _spent(args: argparse.Namespace, steps: int, seconds: float, world: int) -> dict[str, Any]:
-    """What the record says last: all that was drawn and asked so far."""
-    begun = ["torchrun", "--nproc-per-node", str(world)] if world > 1 else ["python"]
-    plans = [plan_of(args.seed, step, args) for step in range(steps)]
-    return {
-        "minutes": round(seconds / 60, 2),
-        "batches": world * sum(plan.sets for plan in plans),
-        "documents": world * sum(plan.documents for plan in plans),
-        "questions": world * sum(plan.documents * plan.sets * len(slots_of(plan.views)) for plan in plans),
-        "command": shlex.join([*begun, "-m", "training.train", *sys.argv[1:]]),
-    }
-
-
-def about(processes: int, device: str) -> dict[str, str]:
-    """What the record says first."""
-    return {
-        "device": f"{processes} x {device}", "torch": torch.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }  # fmt: skip
 
 
 def _train(

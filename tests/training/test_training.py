@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from training.batches import IGNORED, SHAPE, Batch, Plan, draw_batch, encode, prefix_ids, slots_of, views_of
-from training.checkpoint import load, save
+from training.checkpoint import load, load_trained, save
 from training.data import as_tensors, plan_of, twice
 from training.evaluate import WITH, documents
 from training.export import export
@@ -245,27 +245,29 @@ def test_finishing_teaches_the_text_layers_alone_and_goes_on_where_it_stopped(
     save(trained, 9, 60.0, one, [])
     (trained / "log.jsonl").write_text('{"step": 9}\n')
     monkeypatch.setattr(finish, "_DOCUMENTS", dict.fromkeys(range(1, 8), 1))
-    numbers: list[int] = []
-    draw = finish.draw_batch
-    monkeypatch.setattr(
-        finish, "draw_batch", lambda seed, number, plan: numbers.append(number) or draw(seed, number, plan)
-    )
     before = {name: parameter.detach().clone() for name, parameter in one.named_parameters()}
     clock = itertools.count()
     monkeypatch.setattr(finish, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    for seconds in (1.5, 4.5):
+    for call, seconds in enumerate((1.5, 4.5), 1):
         arguments = [str(trained), "--out", str(out), "--minutes", str(seconds / 60)]
         monkeypatch.setattr(sys, "argv", ["finish", *arguments])
         finish.main()
-        assert load(out, one)[0] == len(numbers)
+        assert load(out, one)[0] == call
         changed = {name for name, p in one.named_parameters() if not torch.equal(p, before[name])}
         assert changed == {name for name in before if "language_model.layers" in name}
         before |= {name: parameter.detach().clone() for name, parameter in one.named_parameters() if name in changed}
-    assert numbers == [0, 1]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert lines[0] == {"step": 9}
     assert [line["documents"] for line in lines if "command" in line] == [1, 2]
     assert load(trained, one)[0] == 9
+    (trained / "log.jsonl").write_text('{"step": 8}\n')
+    with pytest.raises(SystemExit, match="finishes another training"):
+        finish.main()
+
+
+def test_weights_that_were_never_trained_are_not_taken_for_trained_ones(tmp_path: Path, model: object) -> None:
+    with pytest.raises(SystemExit, match="no checkpoint"):
+        load_trained(tmp_path, model)
 
 
 def test_finishing_shows_no_page_squeezed_into_one_view() -> None:
