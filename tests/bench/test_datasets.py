@@ -277,9 +277,9 @@ def test_names_that_are_too_long_are_of_no_file(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     (tmp_path / "png").mkdir()
     write(tmp_path / "test_human.json", [{"imgname": "n" * 300, "query": "?", "label": "x"}])
-    assert load_dataset(tmp_path).without_image == 1
+    assert load_dataset(tmp_path).facts.without_image == 1
     as_parquet(pa.table({"image": ["n" * 300], "question": ["?"], "answer": ["x"]}), tmp_path / "rows.parquet")
-    assert load_dataset(tmp_path / "rows.parquet").without_image == 1
+    assert load_dataset(tmp_path / "rows.parquet").facts.without_image == 1
 
 
 def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
@@ -418,7 +418,7 @@ def test_several_datasets_in_one_folder_are_told_apart_by_the_user(tmp_path: Pat
     docvqa(tmp_path / "InfographicVQA")
     with pytest.raises(DatasetError, match=r"the folder has docvqa and table: choose with --dataset-format"):
         load_dataset(tmp_path / "InfographicVQA")
-    assert load_dataset(tmp_path / "InfographicVQA", layout="docvqa").layout == "docvqa"
+    assert load_dataset(tmp_path / "InfographicVQA", layout="docvqa").facts.layout == "docvqa"
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +550,7 @@ def test_half_a_surrogate_pair_is_counted_and_asked_nowhere(tmp_path: Path) -> N
         "chartqa, test, 4 questions: 2 used, 1 without a readable image,"
         " 1 with half a surrogate pair, which is no text, 1 without answers (unscored)"
     )
-    loaded = Loaded("docvqa", "anls")
+    loaded = Loaded(DatasetFacts("docvqa"), "anls")
     loaded.add("\ud83d", ["a.png"], "?", [], [("type", ["x", "\ud83d"])])
     assert [(row.id, row.tags) for row in loaded.rows] == [("00000", (("type", "x"),))]
 
@@ -575,12 +575,12 @@ def test_what_is_nested_too_deeply_is_said(tmp_path: Path, name: str) -> None:
 
 @given(st.lists(rows, max_size=12))
 def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any, bool, Any, Any]]) -> None:
-    loaded = Loaded("jsonl", "exact_match")
+    loaded = Loaded(DatasetFacts("jsonl"), "exact_match")
     for row_id, has_image, question, answers in given_rows:
         loaded.add(row_id, ["a.png"] if has_image else [], question, answers)
-    assert loaded.questions == len(given_rows)
-    left_out = loaded.without_image + loaded.without_question + loaded.broken_text
-    assert len(loaded.rows) + left_out == loaded.questions
+    found = loaded.facts
+    assert found.questions == len(given_rows)
+    assert len(loaded.rows) + found.without_image + found.without_question + found.broken_text == found.questions
     assert len({row.id for row in loaded.rows}) == len(loaded.rows)
     assert [row.question for row in loaded.rows] == ["?"] * sum(image and q == "?" for _, image, q, _ in given_rows)
 

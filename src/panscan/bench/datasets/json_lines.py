@@ -29,7 +29,7 @@ def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
             names = [row["image"]] if isinstance(row["image"], str) else row["image"]
             places = [name if "://" in name else str(path.parent / name) for name in names]
             tags = [(key, row[key]) for key in ("kind", "type") if key in row]
-            loaded.add(row.get("id", f"{loaded.questions:05d}"), places, row["question"], row.get("answers"), tags)
+            loaded.add(row.get("id"), places, row["question"], row.get("answers"), tags)
 
 
 def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:

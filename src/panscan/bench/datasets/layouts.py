@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from panscan.bench.datasets import chartqa, json_lines, rrc, tables, textvqa
-from panscan.bench.datasets.rows import Loaded
+from panscan.bench.datasets.rows import DatasetFacts, Loaded
 from panscan.bench.datasets.text_files import read_json
 from panscan.bench.scores import EXACT_MATCH
 from panscan.core import DatasetError, SettingError
@@ -87,9 +87,10 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
     chosen = _chosen(by_split, split, LAYOUTS[name].splits, called)
     files = by_split[chosen]
     _refuse_several(name, files, called)
-    others = tuple(each for each in by_split if each not in (chosen, ""))
+    others = ", ".join(each for each in by_split if each not in (chosen, ""))
     unsplit = len(by_split.get("", ())) if chosen else 0
-    loaded = Loaded(name, LAYOUTS[name].metric, chosen, others, unsplit)
+    facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
+    loaded = Loaded(facts, LAYOUTS[name].metric)
     try:
         LAYOUTS[name].read(files, called, loaded)
     except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from panscan.bench.datasets.answer_texts import answer_texts, is_unicode
@@ -40,7 +40,7 @@ class Row:
     tags: Tags = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DatasetFacts:
     """Where a run's questions came from and what became of them; kept in the run's header. Counts are of questions.
 
@@ -103,25 +103,13 @@ class Loaded:
     """What a dataset's files hold: usable rows in their order, and the count of all others.
 
     Args:
-        layout: its name.
+        facts: of which dataset, and what became of its rows so far.
         metric: the dataset's own metric of quality.
-        split: empty where there are none.
-        others: splits that were there and not chosen.
-        files_without_split: that were left out for those of splits.
     """
 
-    layout: str
+    facts: DatasetFacts
     metric: str
-    split: str = ""
-    others: tuple[str, ...] = ()
-    files_without_split: int = 0
     rows: list[Row] = field(default_factory=list)
-    questions: int = 0
-    without_image: int = 0
-    without_question: int = 0
-    broken_text: int = 0
-    repeated_ids: int = 0
-    converted_answers: int = 0
     _ids: set[str] = field(default_factory=set)
 
     def add(
@@ -147,24 +135,25 @@ class Loaded:
             plain: numbers and single texts are how this layout stores answers, so they are not counted.
             people: one answer of each person who was asked, blank ones too.
         """
-        number = self.questions
-        self.questions += 1
+        facts = self.facts
+        number = facts.questions
+        facts.questions += 1
         if not isinstance(question, str) or not question.strip():
-            self.without_question += 1
+            facts.without_question += 1
             return
         if not isinstance(images, Embedded) and not images:
-            self.without_image += 1
+            facts.without_image += 1
             return
         if not is_unicode(question):
-            self.broken_text += 1
+            facts.broken_text += 1
             return
         row_id = f"{number:05d}" if given is None or not is_unicode(str(given)) else str(given)
         if row_id in self._ids:
-            self.repeated_ids += 1
+            facts.repeated_ids += 1
             row_id = unique_id(row_id, self._ids)
         self._ids.add(row_id)
         texts, flat = answer_texts(answers, people=people)
-        self.converted_answers += not flat and not plain
+        facts.converted_answers += not flat and not plain
         places = images if isinstance(images, Embedded) else tuple(images)
         self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
 
@@ -179,19 +168,11 @@ def unique_id(wanted: str, taken: Collection[str]) -> str:
 
 def counted(loaded: Loaded, used: Sequence[Row], unreadable: int) -> DatasetFacts:
     """The facts of a workload that uses some of a dataset's rows; the pictures of ``unreadable`` others failed."""
-    return DatasetFacts(
-        layout=loaded.layout,
-        split=loaded.split,
-        questions=loaded.questions,
+    return replace(
+        loaded.facts,
         used=len(used),
-        without_image=loaded.without_image + unreadable,
-        without_question=loaded.without_question,
-        broken_text=loaded.broken_text,
-        repeated_ids=loaded.repeated_ids,
-        converted_answers=loaded.converted_answers,
+        without_image=loaded.facts.without_image + unreadable,
         unscored=sum(not row.answers for row in used),
-        other_splits=", ".join(loaded.others),
-        files_without_split=loaded.files_without_split,
     )
 
 
