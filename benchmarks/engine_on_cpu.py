@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from panscan import GenerateRunner, Request, Result
-from panscan.bench.environment import environment
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.images.samples import write_samples
+from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
 

@@ -19,14 +19,14 @@ import torch
 from PIL import Image
 
 from panscan import GenerateRunner
-from panscan.bench.environment import environment
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Plan
-from panscan.bench.records import RecordWriter
 from panscan.bench.run import header
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.images.samples import write_samples
+from panscan.records.environment import environment
+from panscan.records.store import RecordWriter
 from panscan.settings import settings_from
 
 RECORD = Path(__file__).parent / "records" / "harness-overhead.json"

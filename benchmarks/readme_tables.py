@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.bench.floor import floor_of
-from panscan.bench.metrics import replica_shares
-from panscan.bench.records import Run, read_run
-from panscan.bench.rows import Row, measured_rows
+from panscan.analysis.cells import Row, measured_rows
+from panscan.analysis.floors import floor_of
+from panscan.records.metrics import replica_shares
+from panscan.records.store import Run, read_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from panscan import PanAndScan
-from panscan.bench.environment import environment
 from panscan.images.views import plan_views
+from panscan.records.environment import environment
 
 RECORD = Path(__file__).parent / "records" / "view-planning.json"
 COUNT, ROUNDS = 100_000, 5

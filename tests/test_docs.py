@@ -33,8 +33,3 @@ def test_every_module_has_its_line_in_the_architecture() -> None:
 def test_every_command_of_the_readme_is_a_verb() -> None:
     used = re.findall(r"^    panscan (\S+)", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
     assert set(used) == set(VERBS)
-
-
-def test_no_file_is_larger_than_a_sitting() -> None:
-    for module in (ROOT / "src").rglob("*.py"):
-        assert len(module.read_text("utf-8").splitlines()) <= 320, module

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from panscan.model.config import gemma3_config, generation_config, processor_for
-from panscan.model.published import rename_as_published
+from panscan.model.tiny import rename_as_published
 from panscan.model.tokenizer import build_tokenizer
 from training.batches import SHAPE, SIDE
 from training.checkpoint import load_trained

@@ -15,20 +15,20 @@ from typing import Any
 
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
-from panscan.bench.environment import environment
 from panscan.bench.grid import Cell
-from panscan.bench.records import write_atomically
 from panscan.bench.truth import TOKENS
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
 from panscan.images.views import plan_views
 from panscan.model.ceilings import measure_ceilings
+from panscan.model.checkpoint import Loaded
 from panscan.model.config import shape_of_config
-from panscan.model.load import Loaded
 from panscan.model.machine import resolve_device
+from panscan.records.environment import environment
+from panscan.records.store import write_atomically
+from panscan.runners.base import ready_runner
 from panscan.runners.engine import EngineRunner
-from panscan.runners.factory import ready_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, settings_from
 

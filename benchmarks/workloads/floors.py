@@ -1,5 +1,5 @@
-"""What no program gets below at W1 on a machine of two ceilings: an extension of :mod:`panscan.bench.floor` to runners
-that mix prefill and decode. Pure: no tensors."""
+"""What no program gets below at W1 on a machine of two ceilings: an extension of :mod:`panscan.analysis.floors` to
+runners that mix prefill and decode. Pure: no tensors."""
 
 from __future__ import annotations
 

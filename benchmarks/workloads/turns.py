@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.workloads.device import Power
 from benchmarks.workloads.figures import latencies, stage_means
-from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.core import Request, Result
-from panscan.model.load import Loaded
+from panscan.model.checkpoint import Loaded
+from panscan.model.machine import peak_memory, reset_peak_memory
 
 __all__ = ["turn_of", "with_tokens"]
 

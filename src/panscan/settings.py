@@ -22,7 +22,7 @@ __all__ = [
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
-"""What the engine attends with; see :func:`panscan.engine.backends.choose_backend`."""
+"""What the engine attends with; see :func:`panscan.engine.startup.choose_backend`."""
 ENGINE_AXES = (
     "max_concurrency", "max_num_seqs", "kv_cache_gb", "prefix_caching", "vision_cache_gb", "vision_batch_size",
     "attention_backend", "fast_start",

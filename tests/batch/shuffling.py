@@ -7,11 +7,11 @@ from itertools import islice
 from pathlib import Path
 
 from panscan.batch.answers import AnswerFile, Mode
-from panscan.batch.asking import answer
+from panscan.batch.dispatch import answer
 from panscan.batch.items import Item
 from panscan.batch.job import Job, difference
-from panscan.batch.left import Answered, Task
-from panscan.batch.lines import Record
+from panscan.batch.jsonl import Record
+from panscan.batch.pending import Answered, Task
 from panscan.core import ImageError, Request, Result, Stamps
 from panscan.settings import Settings
 

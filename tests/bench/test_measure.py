@@ -19,14 +19,14 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner
 from panscan.bench import sweep
-from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Plan
-from panscan.bench.schema import problem_of
-from panscan.bench.scores import scores_of
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result, now
+from panscan.model.machine import peak_memory, reset_peak_memory
+from panscan.quality.scores import scores_of
+from panscan.records.schema import problem_of
 from panscan.settings import Settings
 
 

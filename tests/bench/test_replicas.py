@@ -24,14 +24,14 @@ from tests.conftest import noise
 
 from panscan.bench import replicas
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.metrics import cell_metrics
 from panscan.bench.plan import Plan
-from panscan.bench.records import Run, read_run
 from panscan.bench.replicas import gpu_slots
 from panscan.bench.run import plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
+from panscan.records.metrics import cell_metrics
+from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 
 Act = Callable[[], None]
@@ -307,7 +307,7 @@ def test_the_command_itself_takes_no_gpu(folder: Path) -> None:
         import sys, torch
         from dataclasses import replace
         from pathlib import Path
-        from panscan.bench.environment import environment
+        from panscan.records.environment import environment
         from panscan.bench.grid import build_cells
         from panscan.bench.replicas import slots
         from tests.bench.test_replicas import plan

@@ -15,11 +15,11 @@ from tests.conftest import noise
 import panscan
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import Plan
-from panscan.bench.records import SCHEMA, Run, read_run
 from panscan.bench.run import follow, new_directory, plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
+from panscan.records.store import SCHEMA, Run, read_run
 from panscan.settings import Settings
 
 QUICK = {"model": ["tiny"], "dtype": ["fp32"], "device": ["cpu"]}

@@ -16,9 +16,9 @@ import pytest
 from packaging.version import Version
 from tests.conftest import noise
 
-from panscan.bench.records import Run, read_run
 from panscan.bench.run import new_directory
 from panscan.core import RecordsError
+from panscan.records.store import Run, read_run
 
 TINY = ["--model", "tiny"]
 SMALL = [*TINY, "--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?"]

@@ -17,9 +17,9 @@ from benchmarks.workloads.w2 import orders
 from benchmarks.workloads.w3 import arrivals, pile
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bench.test_floor import SMALL, requests_of, run_with
+from tests.analysis.test_floors import SMALL, requests_of, run_with
 
-from panscan.bench.floor import floor_of
+from panscan.analysis.floors import floor_of
 from panscan.core import Request, Result, SettingError, Stamps
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import SHAPES

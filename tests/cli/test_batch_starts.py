@@ -20,7 +20,8 @@ import click
 import pytest
 from tests.conftest import noise
 
-from panscan.cli import batch, batch_progress
+from panscan.cli import batch
+from panscan.cli import progress as batch_progress
 from panscan.cli.batch import _go_on_with
 from panscan.cli.main import run
 from panscan.cli.options import errors

@@ -17,10 +17,10 @@ from PIL import Image
 from skimage import data
 from tests.conftest import noise
 
-from panscan.bench.metrics import LAUNCHER as LAUNCHER_COLUMNS
-from panscan.bench.records import Run, read_run
 from panscan.cli.main import run
 from panscan.images.views import plan_views
+from panscan.records.metrics import LAUNCHER as LAUNCHER_COLUMNS
+from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 
 LAUNCHER = shlex.split(

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.bench.noisy_runs import noisy_records
-from tests.bench.synthetic import write_run
+from tests.analysis.noisy_runs import noisy_records
+from tests.records.synthetic import write_run
 
-from panscan.bench.records import FILE_NAME
 from panscan.cli.main import run
+from panscan.records.store import FILE_NAME
 
 GATE = ["--fail-on", "p95_e2el>5%"]
 

@@ -15,7 +15,7 @@ from panscan.cli.main import run
 from panscan.images.draw import draw_views
 from panscan.images.files import Page, load_page
 from panscan.images.views import ViewPlan, plan_views
-from panscan.model.load import load_reader
+from panscan.model.checkpoint import load_reader
 
 CASES: list[tuple[tuple[int, int], list[str], PanAndScan]] = [
     ((260, 800), [], PanAndScan()),

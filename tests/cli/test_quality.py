@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from tests.bench.report_page import page_of as page
-from tests.bench.report_page import rows_of, section
 from tests.conftest import noise
+from tests.report.report_page import page_of as page
+from tests.report.report_page import rows_of, section
 
-from panscan.bench.quality import metric_of
-from panscan.bench.records import FILE_NAME, Run, read_run
 from panscan.cli.main import run
+from panscan.records.quality import metric_of
+from panscan.records.store import FILE_NAME, Run, read_run
 
 QUICK = ["--model", "mini", "--dtype", "fp32", "--device", "cpu", "--max-new-tokens", "2", "--no-verify"]
 

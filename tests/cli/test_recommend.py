@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.bench.synthetic import batches_of, header, outcome, verdict, write_run
 from tests.conftest import noise
+from tests.records.synthetic import batches_of, header, outcome, verdict, write_run
 
 from panscan.bench.grid import build_cells
-from panscan.bench.records import read_run
 from panscan.cli.main import run
+from panscan.records.store import read_run
 from panscan.settings import Settings
 
 CELLS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.bench import synthetic
+from tests.records import synthetic
 
-from panscan.bench.records import read_run
-from panscan.bench.report import markdown
 from panscan.cli.main import run
+from panscan.records.store import read_run
+from panscan.report import markdown
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from panscan.engine import kernels
-from panscan.engine.kernel_sizes import Sizes, decode_sizes, prefill_sizes
+from panscan.engine.kernels import Sizes, decode_sizes, prefill_sizes
 
 TYPES = {2: "*bf16", 4: "*fp32"}
 COMMON = {"page_size": 2, "heads": 8, "kv_heads": 4, "splits": 4}

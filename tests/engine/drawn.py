@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from panscan.engine.layout import Layout, Span
-from panscan.engine.sequence import Sequence
+from panscan.engine.scheduling.sequence import Layout, Sequence, Span
 
 SOFT = 9
 IMAGES = {

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from panscan.engine.attention import SegmentsBackend
 from panscan.engine.executor import Executor, Pass
 from panscan.engine.kv_memory import KVCache
-from panscan.engine.layout import Layout
-from panscan.engine.segments import SegmentsBackend
-from panscan.engine.sequence import Chunk, Sequence, Step
+from panscan.engine.scheduling.sequence import Chunk, Layout, Sequence, Step
 from panscan.model.decoder import Decoder
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape, VisionShape

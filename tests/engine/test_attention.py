@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.engine.attention import AttentionRows
-from panscan.engine.layout import Layout, Span
-from panscan.engine.segments import _TEXT_ROWS, SegmentsBackend
-from panscan.engine.sequence import Chunk, Sequence, Step
+from panscan.engine.attention import _TEXT_ROWS, SegmentsBackend
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence, Span, Step
 
 BLOCKS = 900
 

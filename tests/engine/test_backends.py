@@ -9,8 +9,8 @@ import torch
 from tests.triton_here import DEVICE
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.engine.backends import choose_backend
-from panscan.engine.segments import SegmentsBackend
+from panscan.engine.attention import SegmentsBackend
+from panscan.engine.startup import choose_backend
 from panscan.engine.triton_attention import TritonBackend
 from panscan.model.decoder import LayerFacts
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from panscan.engine.blocks import BlockPool
+from panscan.engine.scheduling.kv_blocks import BlockPool
 
 NAMES = st.sampled_from([bytes([value]) for value in range(6)])
 

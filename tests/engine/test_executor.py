@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.pages import MODELS, SOFT, Asked, Pages, ask, decoder_of, model_of, teacher
 
-from panscan.engine.layout import Layout
-from panscan.engine.sequence import Chunk, Sequence, Step
+from panscan.engine.scheduling.sequence import Chunk, Layout, Sequence, Step
 
 NAMES = pytest.mark.parametrize("name", list(MODELS))
 

@@ -13,11 +13,8 @@ from tests.engine.pages import Pages, ask, decoder_of
 from tests.engine.test_executor import check, led
 from tests.triton_here import interpreted
 
-from panscan.engine.attention import AttentionRows
-from panscan.engine.executor import Executor
-from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes
-from panscan.engine.layout import Layout
-from panscan.engine.sequence import Chunk, Sequence
+from panscan.engine.executor import Executor, Graphs, decode_sizes, graph_sizes
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence
 from panscan.engine.triton_attention import TritonBackend
 
 NAMES = ["window inside image blocks", "global layers only", "local layers only"]

@@ -10,11 +10,9 @@ from tests.engine.test_triton_attention import SCALING, new_tensors_full_of_nan
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
-from panscan.engine.attention import AttentionRows
-from panscan.engine.kernel_sizes import HEAD_SIZES, choose_splits, decode_sizes, prefill_sizes
-from panscan.engine.layout import Layout
-from panscan.engine.sequence import Chunk, Sequence, Step
-from panscan.engine.triton_attention import TritonBackend
+from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence, Step
+from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
 
 
 @pytest.mark.parametrize("splits", range(1, 17))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.engine.layout import Layout, Span
+from panscan.engine.scheduling.sequence import Layout, Span
 
 SOFT = 9
 

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, content, sequence
 
-from panscan.engine.layout import Layout, Span
-from panscan.engine.prefix import block_hash, extend_hashes
-from panscan.engine.sequence import Sequence
+from panscan.engine.scheduling.kv_blocks import block_hash, extend_hashes
+from panscan.engine.scheduling.sequence import Layout, Sequence, Span
 
 PARTS = st.tuples(
     st.binary(max_size=3),

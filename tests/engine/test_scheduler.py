@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine.drawn import IMAGES, PIECES, content, seen_until, sequence
 
-from panscan.engine.kv_blocks import KVBlocks
-from panscan.engine.scheduler import Scheduler
-from panscan.engine.sequence import Chunk, Sequence, Step
+from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.scheduler import Scheduler
+from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 LONGEST = max(IMAGES.values())
 

@@ -22,12 +22,9 @@ from tests.engine.test_attention import BLOCKS, interval, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
-from panscan.engine.attention import AttentionRows, Plan
-from panscan.engine.kernel_sizes import HEAD_SIZES
-from panscan.engine.layout import Layout, Span
-from panscan.engine.segments import SegmentsBackend
-from panscan.engine.sequence import Chunk, Sequence, Step
-from panscan.engine.triton_attention import DecodeRows, TritonBackend, TritonPlan, unsupported_reason
+from panscan.engine.attention import Plan, SegmentsBackend
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence, Span, Step
+from panscan.engine.triton_attention import HEAD_SIZES, DecodeRows, TritonBackend, TritonPlan, unsupported_reason
 
 SCALING = 0.3
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -21,7 +21,7 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
-from panscan.model.load import Placement, load_model, load_reader
+from panscan.model.checkpoint import Placement, load_model, load_reader
 from panscan.model.tiny import tiny_directory
 from panscan.settings import settings_from
 

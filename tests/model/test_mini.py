@@ -20,14 +20,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 
 import panscan
 from panscan import PanAndScan, Request
-from panscan.model.bundled import fingerprints
+from panscan.model.bundled import fingerprints, mini_directory
+from panscan.model.checkpoint import load_reader
 from panscan.model.config import generation_config, shape_of_config
 from panscan.model.inputs import prepare, read_images
-from panscan.model.load import load_reader
-from panscan.model.mini import mini_directory
-from panscan.model.published import rename_as_published
 from panscan.model.shapes import SHAPES
-from panscan.model.tiny import tiny_directory
+from panscan.model.tiny import rename_as_published, tiny_directory
 from panscan.model.tokenizer import CHAT_TEMPLATE, END_MARKS, MARKS, build_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(mini_directory())
@@ -187,7 +185,7 @@ def test_the_prompt_is_the_processors(kind: str, size: tuple[int, int], views: i
 
 
 FOUND = """
-import panscan.model.mini as mini
+import panscan.model.bundled as mini
 try:
     print(mini.mini_directory())
 except mini.ModelError as error:

@@ -9,8 +9,8 @@ from torch import nn
 
 from panscan import GenerateRunner
 from panscan.core import UnsupportedError
+from panscan.model.load import quantization_config
 from panscan.model.machine import is_out_of_memory, quantization_reason
-from panscan.model.quantize import quantization_config
 
 CPU = torch.device("cpu")
 

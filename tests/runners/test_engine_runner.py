@@ -21,8 +21,8 @@ from panscan.bench.workload import Source, build_workload
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import Script, image_places
+from panscan.runners.base import open_runner, ready_runner
 from panscan.runners.engine import EngineRunner
-from panscan.runners.factory import open_runner, ready_runner
 from panscan.runners.loading import unsupported_reason
 from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from

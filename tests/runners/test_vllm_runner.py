@@ -21,19 +21,17 @@ from hypothesis import strategies as st
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
-from panscan.bench.divergence import Tally, compare_logits
+from panscan.analysis.cells import distinguishing, meant
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.rows import distinguishing, meant
-from panscan.bench.verify import Verifier
+from panscan.bench.verify import Tally, Verifier, compare_logits
 from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
+from panscan.model.checkpoint import load_outline
 from panscan.model.inputs import plan_request, read_images
-from panscan.model.load import load_outline
 from panscan.model.observation import Observation, Script
 from panscan.model.random_weights import write_shape
 from panscan.model.reference import head_logits, weights_digest
-from panscan.runners.base import calls
-from panscan.runners.factory import ready_runner
+from panscan.runners.base import calls, ready_runner
 from panscan.runners.loading import unsupported_reason
 from panscan.runners.vllm import VllmRunner
 from panscan.runners.vllm_objects import (

@@ -18,10 +18,10 @@ from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
 
-from panscan.batch.held import Held
-from panscan.batch.lines import Lines, Record, encode, unwritable
-from panscan.bench.records import write_atomically
+from panscan.batch.jsonl import Lines, Record, encode, unwritable
+from panscan.batch.outbox import Held
 from panscan.core import RecordsError
+from panscan.records.store import write_atomically
 
 __all__ = ["AnswerFile", "Mode", "refuse_sources"]
 

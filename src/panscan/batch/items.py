@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from panscan.bench.datasets import dataset_rows
 from panscan.core import DatasetError, ImageError, SettingError
 from panscan.images.files import Page, expand_images, find_files
+from panscan.quality.datasets import dataset_rows
 
 __all__ = ["Item", "Work", "find_work"]
 

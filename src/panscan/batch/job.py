@@ -9,7 +9,7 @@ from typing import Any
 
 from panscan import __version__
 from panscan.batch.items import Item
-from panscan.batch.lines import Record
+from panscan.batch.jsonl import Record
 from panscan.core import Request
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, Settings, axes

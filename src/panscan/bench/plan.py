@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Protocol
 
-from panscan.bench.datasets import DatasetFacts
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import SettingError
+from panscan.quality.datasets import DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
@@ -25,7 +25,7 @@ Visit = tuple[Cell, int | None]
 
 
 class Writer(Protocol):
-    """Takes records, such as a :class:`panscan.bench.records.RecordWriter`."""
+    """Takes records, such as a :class:`panscan.records.store.RecordWriter`."""
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from panscan.bench.in_step import Failed, Finished, Message, Ready, Start, Told, Warned, Wrote
+from panscan.bench.replica_sync import Failed, Finished, Message, Ready, Start, Told, Warned, Wrote
 from panscan.core import PanscanError, PanscanWarning
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class _Link:
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Records, each ``repeat`` line with the number of threads that this process computes with."""
-        import torch
+        from panscan.model.machine import thread_count
 
-        threads = {"torch_threads": torch.get_num_threads()}
+        threads = {"torch_threads": thread_count()}
         self.send(Wrote([{**record, **(threads if record["type"] == "repeat" else {})} for record in records]))
 
     def loading(self, settings: Settings) -> None:
@@ -99,10 +99,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; one of them decides
     link = _Link()
     start = link.start()
-    from panscan.bench.records import read_run
     from panscan.bench.run import verifier_of
     from panscan.bench.sweep import run_sweep
     from panscan.model.runtime import quiet_libraries
+    from panscan.records.store import read_run
 
     quiet_libraries()
     warnings.simplefilter("always", PanscanWarning)

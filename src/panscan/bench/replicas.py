@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from panscan.bench.in_step import Finished, InStep, Message, Start
 from panscan.bench.plan import Observer, Plan, Writer
+from panscan.bench.replica_sync import Finished, InStep, Message, Start
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
 
 __all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
@@ -46,7 +46,7 @@ def slots(plan: Plan) -> list[Slot]:
         SettingError: a setting that does not go with replicas.
         UnsupportedError: more GPUs than there are.
     """
-    import torch
+    from panscan.model.machine import gpu_count
 
     count, each = plan.replicas, plan.gpus_per_replica
     if not _on_gpus(plan):
@@ -57,7 +57,7 @@ def slots(plan: Plan) -> list[Slot]:
         return [Slot()] * count
     if each > 1 and any(cell.settings.device_map is None for cell in plan.cells):
         raise SettingError(f"--gpus-per-replica {each} needs --device-map: without it a copy uses one GPU")
-    return gpu_slots(count, each, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return gpu_slots(count, each, gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot]:

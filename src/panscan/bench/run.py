@@ -14,17 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from panscan.bench.bundled import bundled_weights
-from panscan.bench.environment import environment
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, Plan, Writer
-from panscan.bench.records import SCHEMA, RecordWriter, Run, read_run
 from panscan.bench.replicas import run_replicas
-from panscan.bench.summary import write_summary
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
+from panscan.records.environment import bundled_weights, environment
+from panscan.records.store import SCHEMA, RecordWriter, Run, read_run
+from panscan.records.summary import write_summary
 from panscan.settings import Settings
 
 if TYPE_CHECKING:

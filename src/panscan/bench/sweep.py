@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from panscan.bench.environment import peak_memory, reset_peak_memory
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, Plan, Visit, Writer
-from panscan.bench.scores import scores_of
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
+from panscan.model.machine import peak_memory, reset_peak_memory
+from panscan.quality.scores import scores_of
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run_sweep(
 def _run_loaded(plan: Plan, visits: list[Visit], writer: Writer, observer: Observer, verifier: Verifier | None) -> None:
     """Every visit that shares one loaded model."""
     from panscan.model.machine import release_memory
-    from panscan.runners.factory import open_runner
+    from panscan.runners.base import open_runner
 
     cells = list(dict.fromkeys(cell for cell, _ in visits))
     compared = [cell for cell, repeat in visits if repeat is None]

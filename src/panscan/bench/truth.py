@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from panscan.bench.records import write_atomically
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
-from panscan.model.load import Loaded
+from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import Observation, Script
 from panscan.model.reference import float32_model, one_view_at_a_time
+from panscan.records.store import write_atomically
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 

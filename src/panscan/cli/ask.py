@@ -74,7 +74,7 @@ def command(**options: Any) -> None:
 
 def _runner(settings: Settings, *, named: bool) -> Any:
     from panscan.model.runtime import quiet_libraries
-    from panscan.runners.factory import ready_runner
+    from panscan.runners.base import ready_runner
 
     quiet_libraries()
     if settings.model == "mini" and not settings.random_weights and not named:

@@ -14,7 +14,6 @@ from typing import Any
 import click
 from rich.text import Text
 
-from panscan.cli.batch_progress import batch_progress
 from panscan.cli.options import (
     axis_options,
     common_options,
@@ -28,6 +27,7 @@ from panscan.cli.options import (
     show_warnings,
     utf8,
 )
+from panscan.cli.progress import batch_progress
 from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError
 from panscan.settings import axes, foreign_settings, settings_from
 
@@ -79,7 +79,7 @@ def command(**options: Any) -> int:
     from panscan.batch.answers import AnswerFile, refuse_sources
     from panscan.batch.items import find_work
     from panscan.batch.job import changed_versions, difference
-    from panscan.batch.left import Answered
+    from panscan.batch.pending import Answered
     from panscan.model.runtime import quiet_libraries
 
     show_warnings(errors())
@@ -121,7 +121,7 @@ def _to_the_first_question(tasks: Iterator[Any]) -> list[Any]:
 
 
 def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
-    from panscan.batch.asking import answer
+    from panscan.batch.dispatch import answer
     from panscan.engine.engine import Engine
 
     with ExitStack() as stack:
@@ -215,7 +215,7 @@ def _takes_next(option: click.Option) -> bool:
 
 
 def _summary(file: Any, path: Path, *, idle: bool) -> int:
-    from panscan.batch.left import tally
+    from panscan.batch.pending import tally
 
     found = tally(file.records(), _REASONS)
     for name, reason in found.reasons:

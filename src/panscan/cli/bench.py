@@ -142,8 +142,8 @@ def _resumable(directory: Path) -> Iterator[None]:
 
 def _resume(options: dict[str, Any]) -> int:
     from panscan.bench import run
-    from panscan.bench.records import read_run
     from panscan.cli.progress import SweepProgress
+    from panscan.records.store import read_run
 
     context = click.get_current_context()
     given = [
@@ -171,9 +171,8 @@ def _resume(options: dict[str, Any]) -> int:
 
 
 def _show(measured: Any, directory: Path) -> int:
-    from panscan.bench.curves import print_curves
-    from panscan.bench.report import HTML_NAME, write_report
-    from panscan.bench.terminal import print_summary
+    from panscan.report import HTML_NAME, write_report
+    from panscan.report.terminal import print_curves, print_summary
 
     console = out()
     print_summary(measured, console)
@@ -209,7 +208,7 @@ def _source(options: dict[str, Any]) -> Any:
     images = (*options["images"], *options["more_images"])
     dataset = options["dataset"]
     if not images and dataset is None and not options["no_images"]:
-        from panscan.bench.defaults import sample_dataset
+        from panscan.bench.workload import sample_dataset
 
         place = sample_dataset()
         errors().print(f"no --images given: using the bundled sample documents ({place.parent})", soft_wrap=True)

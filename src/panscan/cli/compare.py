@@ -45,9 +45,9 @@ def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form:
 
     Cells pair by their settings, requests by their id, images and prompt. A difference counts only beyond the noise.
     """
-    from panscan.bench.compare_report import as_json, build_report
-    from panscan.bench.compare_table import markdown_text, print_comparison
-    from panscan.bench.records import read_run
+    from panscan.analysis.comparison import as_json, build_report
+    from panscan.records.store import read_run
+    from panscan.report.comparison import markdown_text, print_comparison
 
     if not 2 <= len(runs) <= _MOST:
         raise SettingError(f"compare takes 2 to {_MOST} runs, got {len(runs)}")

@@ -111,7 +111,7 @@ def _settings(options: dict[str, Any]) -> Settings:
 def _cost(settings: Settings, *, given: bool) -> PromptCost:
     if not given:
         return GEMMA3_COST
-    from panscan.model.load import load_reader
+    from panscan.model.checkpoint import load_reader
     from panscan.model.runtime import quiet_libraries
 
     quiet_libraries()

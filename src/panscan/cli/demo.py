@@ -13,8 +13,8 @@ from panscan.cli.options import common_options, out
 from panscan.core import SettingError
 
 if TYPE_CHECKING:
-    from panscan.bench.quality import Quality
-    from panscan.bench.records import Run
+    from panscan.records.quality import Quality
+    from panscan.records.store import Run
 
 __all__ = ["command"]
 
@@ -40,8 +40,8 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
     The bundled model reads them on this machine. It ends with answers beside their pictures, the curve of speed against
     quality, and the preset to take.
     """
-    from panscan.bench.quality import quality_of
-    from panscan.bench.records import read_run
+    from panscan.records.quality import quality_of
+    from panscan.records.store import read_run
 
     documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
     if runs.exists() and not runs.is_dir():
@@ -92,8 +92,8 @@ def _wanted(shares: Mapping[str, Quality]) -> tuple[str, ...]:
 
 def _story(run: Run, shares: Mapping[str, Quality]) -> Sequence[str]:
     """A line for each cell: right answers and what they cost."""
-    from panscan.bench.metrics import cell_metrics
-    from panscan.bench.rows import number_text
+    from panscan.analysis.cells import number_text
+    from panscan.records.metrics import cell_metrics
 
     lines = []
     for cell, share in shares.items():

@@ -12,8 +12,8 @@ import click
 from panscan.cli.options import common_options, errors, out, show_warnings
 
 if TYPE_CHECKING:
-    from panscan.bench.recommend import Recommendation
-    from panscan.bench.records import Run
+    from panscan.analysis.recommend import Recommendation
+    from panscan.records.store import Run
 
 __all__ = ["command"]
 
@@ -46,10 +46,9 @@ A cell is never recommended whose answers differ from the reference, or that rea
 @common_options
 def command(directory: Path, output: Path, **options: Any) -> None:
     """Name the cell of a run with the highest throughput whose answers can be trusted, why, and what it costs."""
-    from panscan.bench.preset_file import preset_text, write_preset
-    from panscan.bench.quality import with_metric
-    from panscan.bench.recommend import recommend
-    from panscan.bench.records import read_run
+    from panscan.analysis.recommend import preset_text, recommend, write_preset
+    from panscan.records.quality import with_metric
+    from panscan.records.store import read_run
 
     show_warnings(errors())
     run = with_metric(read_run(directory), options["quality_metric"])
@@ -67,8 +66,8 @@ def command(directory: Path, output: Path, **options: Any) -> None:
 
 
 def _show(run: Run, found: Recommendation, output: Path) -> None:
-    from panscan.bench.candidates import cell_name
-    from panscan.bench.rows import safe_text
+    from panscan.analysis.candidates import cell_name
+    from panscan.analysis.cells import safe_text
 
     console = out()
     runner_up = "none" if found.runner_up is None else cell_name(run, found.runner_up)

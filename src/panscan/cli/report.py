@@ -44,9 +44,9 @@ def command(run: Path, form: str, output: Path | None, quality_metric: str | Non
 
     Everything is derived from the run's records; nothing is measured again.
     """
-    from panscan.bench import report
-    from panscan.bench.quality import with_metric
-    from panscan.bench.records import read_run
+    from panscan import report
+    from panscan.records.quality import with_metric
+    from panscan.records.store import read_run
 
     if form != "png" and output is not None and output.is_dir():
         raise SettingError(f"--output {output} is a folder: name a file")

@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from panscan.analysis.cells import distinguishing, meant, short, shown
 from panscan.bench.plan import Plan
 from panscan.bench.predict import predict
-from panscan.bench.rows import distinguishing, meant, short, shown
 from panscan.core import Result
 from panscan.images.views import ViewPlan
 

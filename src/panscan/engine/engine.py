@@ -1,11 +1,12 @@
-"""The engine: continuous batching for Gemma 3 with pan and scan, on a model that Transformers loaded."""
+"""One request's tokens as they come, for asyncio."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,19 +28,67 @@ from panscan.core import (
 )
 from panscan.engine.job import Job, Watched
 from panscan.engine.limits import unsupported_reason
-from panscan.engine.loop import Loop
+from panscan.engine.loop import Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
-from panscan.engine.stats import Stats
-from panscan.engine.stream import Stream
-from panscan.engine.worker import Worker
-from panscan.model.load import Loaded
-from panscan.model.loading import load_for
+from panscan.model.checkpoint import Loaded
+from panscan.model.load import load_for
 from panscan.model.observation import Observation, Script
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.presets import single_preset
 from panscan.settings import Settings, axes, foreign_settings, settings_from
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Stream"]
+
+
+class Stream:
+    """An asynchronous iterator of a request's events; the last has a ``finish_reason``. Of a request that fails, the
+    iteration ends by raising its error.
+
+    Leaving an ``async for`` before its end cancels the request, once the iterator is closed or collected.
+
+    Args:
+        id: of the request; :meth:`panscan.engine.engine.Engine.cancel` takes it.
+        cancel: ends the request.
+    """
+
+    def __init__(self, id: str, cancel: Callable[[], None]) -> None:
+        self.id = id
+        self.cancel = cancel
+        self._asyncio = asyncio.get_running_loop()
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._result: asyncio.Future[Result] = self._asyncio.create_future()
+        self._ended = False
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        try:
+            while not self._ended:
+                event = await self._events.get()
+                self._ended = event.finish_reason is not None
+                yield event
+        finally:
+            if not self._ended:
+                self.cancel()
+        if (error := (await self.result()).error) is not None:
+            raise error
+
+    async def result(self) -> Result:
+        """What became of the request, once it has ended. A failed request's result has its ``error``."""
+        return await asyncio.shield(self._result)
+
+    def on_event(self, event: TokenEvent) -> None:
+        """From the engine's thread."""
+        self._call(lambda: self._events.put_nowait(event))
+
+    def on_end(self, result: Result) -> None:
+        """From the engine's thread."""
+        self._call(lambda: self._result.set_result(result))
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            self._asyncio.call_soon_threadsafe(function)
+        except RuntimeError:  # the event loop is closed: nobody listens any more
+            self.cancel()
+
 
 _AHEAD = 8  # requests that are decoded while others compute
 

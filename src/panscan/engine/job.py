@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
+from panscan.engine.detokenizer import Text
 from panscan.engine.sampling import Chosen
-from panscan.engine.sequence import Sequence
-from panscan.engine.text import Text
+from panscan.engine.scheduling.sequence import Sequence
 from panscan.model.observation import Observation, Script
 
 __all__ = ["Job", "Sight", "Watched"]

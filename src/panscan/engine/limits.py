@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from panscan.model.loading import machine_reason
+from panscan.model.load import machine_reason
 from panscan.settings import ENGINE_LIMITS, VLLM_AXES, Settings, axes
 
 __all__ = ["unsupported_reason"]

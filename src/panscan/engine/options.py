@@ -20,7 +20,7 @@ class EngineOptions:
     """Sizes of an engine's passes and caches.
 
     Args:
-        attention_backend: of paged attention; see :func:`panscan.engine.backends.choose_backend`.
+        attention_backend: of paged attention; see :func:`panscan.engine.startup.choose_backend`.
         prefill_chunk_size: prompt tokens of one pass, of all requests together; an image block that is longer is taken
             whole.
         max_num_seqs: requests that compute at once.
@@ -32,7 +32,7 @@ class EngineOptions:
         fast_start: compile nothing.
         block_size: tokens of one cache block.
         overlap: launch a pass before the tokens of the one before are known; None: if all else is done that makes
-            passes fast on a GPU (see :class:`panscan.engine.start.Started`).
+            passes fast on a GPU (see :class:`panscan.engine.startup.Started`).
 
     Raises:
         SettingError: a size out of its range.

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import View, now
-from panscan.engine.download import mark, side_stream
+from panscan.engine.detokenizer import Text
 from panscan.engine.job import Job, Sight
-from panscan.engine.layout import Layout
 from panscan.engine.options import EngineOptions
-from panscan.engine.sequence import Sequence
-from panscan.engine.text import Text
+from panscan.engine.readback import mark, side_stream
+from panscan.engine.scheduling.sequence import Layout, Sequence
 from panscan.engine.vision import image_digest, view_key
 from panscan.images.pixels import PixelSpec, levels_of
+from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import plan_request, read_images, view_pixels
-from panscan.model.load import Loaded
 
 __all__ = ["Preparer"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from panscan.core import Sampling, TokenLogprobs
-from panscan.engine.download import Download
+from panscan.engine.readback import Download
 from panscan.images.transfer import upload
 
 __all__ = ["Chosen", "Draws", "Row", "Sampler", "draw", "filter_scores"]

@@ -13,12 +13,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.engine.attention import AttentionRows, ChunkRows
-from panscan.engine.kernel_sizes import HEAD_SIZES, prefill_sizes
+from panscan.engine.scheduling.sequence import AttentionRows, ChunkRows
 from panscan.images.transfer import upload
 
-__all__ = ["DecodeRows", "PrefillRows", "TritonBackend", "TritonPlan", "leading_singles", "unsupported_reason"]
+__all__ = [
+    "HEAD_SIZES",
+    "DecodeRows",
+    "PrefillRows",
+    "TritonBackend",
+    "TritonPlan",
+    "leading_singles",
+    "unsupported_reason",
+]
 
+HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 0)  # the first with bfloat16
 
@@ -126,6 +134,8 @@ class TritonBackend:
     """
 
     def __init__(self, head_size: int, dtype: torch.dtype) -> None:
+        from panscan.engine.kernels import prefill_sizes
+
         self._tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes=0).rows  # the same for any
 
     def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> TritonPlan:

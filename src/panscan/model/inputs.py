@@ -15,7 +15,7 @@ from panscan.core import Request, View
 from panscan.images.files import expand_images, open_image
 from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
-from panscan.model.load import Loaded, Reader
+from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
 
 __all__ = ["Prepared", "Read", "collate", "count_views", "plan_request", "prepare", "read_images", "view_pixels"]

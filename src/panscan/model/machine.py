@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,14 +14,21 @@ from panscan.core import UnsupportedError
 
 __all__ = [
     "attention_reason",
+    "cuda_version",
+    "gpu_count",
+    "gpu_facts",
     "is_out_of_memory",
+    "peak_memory",
     "quantization_reason",
     "release_memory",
+    "reset_peak_memory",
     "resolve_device",
     "resolve_dtype",
     "synchronize",
+    "thread_count",
 ]
 
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", (8, 0)),
     "flash_attention_3": ("flash_attn_interface", (9, 0)),
@@ -108,3 +118,77 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def reset_peak_memory() -> None:
+    """Start new peaks: on every GPU in use, and of this process where the system lets it (Linux)."""
+    for index in _gpus_in_use():
+        torch.cuda.reset_peak_memory_stats(index)
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident size
+
+
+def peak_memory() -> dict[str, int | None]:
+    """Peak bytes since :func:`reset_peak_memory`: allocated and reserved, summed over GPUs (None without one in use),
+    and the process's resident size (None where its peak cannot be reset, so that it would be an earlier cell's)."""
+    devices = _gpus_in_use()
+    return {
+        "peak_allocated_bytes": sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None,
+        "peak_reserved_bytes": sum(map(torch.cuda.max_memory_reserved, devices)) if devices else None,
+        "peak_rss_bytes": _peak_rss(),
+    }
+
+
+def gpu_facts() -> list[dict[str, Any]]:
+    """Name, memory in bytes, compute capability, multiprocessors and driver of each visible NVIDIA GPU."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": facts.name,
+                "memory_bytes": facts.total_memory,
+                "capability": f"{facts.major}.{facts.minor}",
+                "multiprocessors": facts.multi_processor_count,
+            }
+        )
+    return [gpu | {"driver": _driver()} for gpu in found]
+
+
+def thread_count() -> int:
+    """Threads that PyTorch computes with on the CPU."""
+    return torch.get_num_threads()
+
+
+def gpu_count() -> int:
+    """Visible NVIDIA GPUs. No CUDA context is made."""
+    return torch.cuda.device_count()
+
+
+def cuda_version() -> str | None:
+    """The CUDA version that PyTorch was built for; None for a CPU build."""
+    return torch.version.cuda
+
+
+def _gpus_in_use() -> range:
+    """GPUs, once anything has touched one: asking for their memory must not be what does."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return range(torch.cuda.device_count() if started else 0)
+
+
+def _peak_rss() -> int | None:
+    try:
+        lines = _STATUS.read_text("ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None

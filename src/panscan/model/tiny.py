@@ -1,7 +1,4 @@
-"""The bundled tiny model: a whole Gemma 3 checkpoint of 2 million random weights, written to the user's cache once.
-
-Its words mean nothing, but they depend on every pixel, word, mask and position, as those of a trained model do.
-"""
+"""Weights of our own under the names that Google's checkpoints use."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ import torch
 import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
 from panscan.core import ModelError, cache_directory
 from panscan.model.config import gemma3_config, generation_config, processor_for
-from panscan.model.published import rename_as_published
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
 
@@ -37,9 +34,21 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["tiny_directory", "write_tiny"]
+__all__ = ["rename_as_published", "tiny_directory", "write_tiny"]
 
-_RECIPE = ("config.py", "published.py", "shapes.py", "tiny.py", "tokenizer.py")
+_OWN, _PUBLISHED = "vision_tower.", "vision_tower.vision_model."
+
+
+def rename_as_published(file: Path) -> None:
+    """Rename, in place, the vision tower that Transformers saved: it reads both names, vLLM the published ones only."""
+    renamed = {
+        name if name.startswith(_PUBLISHED) else name.replace(_OWN, _PUBLISHED, 1): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
+_RECIPE = ("config.py", "shapes.py", "tiny.py", "tokenizer.py")
 _MANIFEST = "manifest.json"
 
 _SEED = 11

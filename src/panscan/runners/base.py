@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from panscan.core import Request, Result
+from panscan.core import Request, Result, UnsupportedError
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
-    from panscan.model.load import Loaded
+    from panscan.model.checkpoint import Loaded
     from panscan.model.observation import Observation, Script
 
-__all__ = ["Runner", "batches", "calls"]
+__all__ = ["Runner", "batches", "calls", "open_runner", "ready_runner"]
 
 
 class Runner(Protocol):
@@ -74,3 +74,43 @@ def _batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> Ite
         groups.setdefault(count if equal_views else 0, []).append(index)
     cut = [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
     yield from sorted(cut, key=lambda batch: batch[0])
+
+
+def open_runner(settings: Settings) -> Runner:
+    """Load what settings name, in the runner that they name. Call ``configure`` before the first batch.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+        UnsupportedError: this runner cannot run this checkpoint.
+    """
+    if settings.runner == "vllm":
+        from panscan.runners.vllm import VllmRunner
+
+        return VllmRunner(settings)
+    from panscan.model.load import load_for
+    from panscan.runners.engine import EngineRunner
+    from panscan.runners.generate import GenerateRunner
+    from panscan.runners.generate_batch import GenerateBatchRunner
+    from panscan.runners.pipeline import PipelineRunner
+
+    kinds: dict[str, type[GenerateRunner]] = {
+        "generate": GenerateRunner,
+        "pipeline": PipelineRunner,
+        "generate_batch": GenerateBatchRunner,
+        "engine": EngineRunner,
+    }
+    return kinds[settings.runner](load_for(settings), settings)
+
+
+def ready_runner(settings: Settings) -> Runner:
+    """The runner that settings name, switched to them.
+
+    Raises: as :func:`open_runner`; also UnsupportedError, before anything is loaded, where this machine cannot do it.
+    """
+    from panscan.runners.loading import unsupported_reason
+
+    if (reason := unsupported_reason(settings)) is not None:
+        raise UnsupportedError(reason)
+    runner = open_runner(settings)
+    runner.configure(settings)
+    return runner

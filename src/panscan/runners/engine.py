@@ -9,7 +9,7 @@ from panscan.core import Request, Result
 from panscan.engine.engine import Engine
 from panscan.engine.limits import unsupported_reason
 from panscan.engine.options import EngineOptions
-from panscan.model.load import Loaded
+from panscan.model.checkpoint import Loaded
 from panscan.model.machine import release_memory
 from panscan.model.observation import Observation, Script
 from panscan.runners.generate import GenerateRunner

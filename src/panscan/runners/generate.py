@@ -10,10 +10,10 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
-from panscan.engine.text import Text
+from panscan.engine.detokenizer import Text
+from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
-from panscan.model.load import Loaded
-from panscan.model.loading import load_for
+from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import Observation, Script
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32

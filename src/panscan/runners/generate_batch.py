@@ -11,8 +11,8 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, from_perf_counter, now
+from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared
-from panscan.model.load import Loaded
 from panscan.model.observation import Observation, Script
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.settings import Settings

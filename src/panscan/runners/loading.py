@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from panscan.engine.limits import unsupported_reason as engine_reason
-from panscan.model.loading import machine_reason
+from panscan.model.load import machine_reason
 from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, Settings, axes
 
 __all__ = ["unsupported_reason"]

@@ -16,8 +16,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from panscan.core import Request
+from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, collate, prepare, read_images
-from panscan.model.load import Loaded
 from panscan.model.observation import Observation, Script, image_places
 from panscan.settings import Settings
 

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.images.views import plan_views
+from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, Read, read_images
-from panscan.model.load import Loaded
 from panscan.model.observation import Observation, Script
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock

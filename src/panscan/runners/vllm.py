@@ -21,8 +21,8 @@ from typing import Any
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.model.bundled import bundled_directory
+from panscan.model.checkpoint import load_outline
 from panscan.model.inputs import Read, plan_request, read_images
-from panscan.model.load import load_outline
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import Observation, Script
 from panscan.model.random_weights import write_shape

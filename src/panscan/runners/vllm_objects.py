@@ -10,7 +10,7 @@ import torch
 
 from panscan.core import PanscanError, Request, Result, Sampling, SettingError, Stamps, TokenLogprobs
 from panscan.images.views import ViewPlan
-from panscan.model.load import Reader
+from panscan.model.checkpoint import Reader
 from panscan.model.observation import Observation, Script
 from panscan.model.prompt import Prompt, conversation
 from panscan.settings import Settings

@@ -1,0 +1,1 @@
+"""From metrics to decisions: significance, comparison, recommendation, floors. No tensors."""

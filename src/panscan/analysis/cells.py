@@ -1,0 +1,327 @@
+"""The measured cells of a run: the settings that tell them apart, sweeps, speedups, and cells without a result."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, isfinite, log10
+from typing import TYPE_CHECKING, Any
+
+from panscan.records.metrics import CellMetrics, cell_metrics
+from panscan.records.store import Run, outcome_of
+from panscan.records.verdict import Verdict, verdict_of
+from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+__all__ = [
+    "Row",
+    "Sweep",
+    "Unmeasured",
+    "cell_title",
+    "count",
+    "decimals",
+    "distinguishing",
+    "label",
+    "meant",
+    "measured_rows",
+    "memory_metric",
+    "number_text",
+    "print_line",
+    "safe_text",
+    "short",
+    "shown",
+    "speed",
+    "speedup_lines",
+    "sweeps",
+    "telling",
+    "unmeasured",
+    "varying_names",
+]
+
+_ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
+_CROPS = "pan_and_scan_"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    cell: str
+    settings: Mapping[str, Any]
+    metrics: CellMetrics
+    verdict: Verdict
+    preset: str | None = None
+
+
+def measured_rows(run: Run) -> list[Row]:
+    """The measured cells of a run. Crop settings of a cell without pan and scan are None: they mean nothing there.
+
+    Raises:
+        RecordsError: see :func:`panscan.records.metrics.cell_metrics`.
+    """
+    measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
+    return [
+        Row(cell, meant(settings), metrics, verdict_of(run, cell), run.presets.get(cell))
+        for cell, settings, metrics in measured
+        if metrics is not None
+    ]
+
+
+def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights, a
+    batch size for an engine, an engine's settings for other runners."""
+    idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(_CROPS))
+    if settings.get("random_weights"):
+        idle += ("model",)
+    idle += _foreign(settings)
+    return {name: None if name in idle else value for name, value in settings.items()}
+
+
+def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings that differ between cells, in their order."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    return [name for name in names if len({shown(cell.get(name)) for cell in cells}) > 1]
+
+
+def distinguishing(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The varying settings without those that differ only because they mean nothing in some cells (None there)."""
+    return [name for name in varying_names(cells) if not _off_or_the_same(cells, name)]
+
+
+def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
+    if name.startswith(_CROPS):
+        on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
+    else:
+        on = [cell for cell in cells if name not in _foreign(cell)]
+        if len(on) == len(cells):
+            return False
+    return len({shown(cell.get(name)) for cell in on}) == 1
+
+
+def _foreign(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings that its runner does not have; the engine's attention, which has one value, stays."""
+    runner = settings.get("runner", "generate")
+    return tuple(name for name in foreign_settings(runner) if (runner, name) != ("engine", "attention"))
+
+
+def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that are the same wherever they mean anything, and worth saying: the model, and what is not default."""
+    varying = distinguishing(cells)
+    names = dict.fromkeys(name for cell in cells for name in cell if name not in varying)
+    constant = {name: next((cell[name] for cell in cells if cell.get(name) is not None), None) for name in names}
+    return {
+        name: value
+        for name, value in constant.items()
+        if value is not None and (name == "model" or name not in axes() or value != axes()[name].default)
+    }
+
+
+def memory_metric(rows: Sequence[Row]) -> tuple[str, str]:
+    """(metric, whose): the GPU's peak, or the process's (RSS) where a cell ran without a GPU."""
+    if all(row.metrics.values["peak_allocated_bytes"] is not None for row in rows):
+        return "peak_allocated_bytes", "GPU"
+    return "peak_rss_bytes", "RSS"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shown(value: Any) -> str:
+    """A setting's value."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
+    """``id (name=value, ...)``: a cell and the settings that tell it from others, without those that mean nothing."""
+    told = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
+    return f"{cell} ({label(told)})" if told else cell
+
+
+def _may_be_off(name: str) -> bool:
+    return name in axes() and axes()[name].optional
+
+
+def short(name: str) -> str:
+    """A setting's name without the prefix that four of them share."""
+    return name.removeprefix(_CROPS)
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """``name=value, ...``"""
+    return ", ".join(f"{short(name)}={shown(value)}" for name, value in settings.items())
+
+
+def decimals(value: float) -> int:
+    """Decimals that show three digits."""
+    return max(0, 2 - floor(log10(abs(value)))) if value else 0
+
+
+def number_text(value: float | None) -> str:
+    """Three digits, or a dash."""
+    return "-" if value is None else f"{value:,.{decimals(value)}f}"
+
+
+def safe_text(console: Console, text: str) -> Text:
+    """Never markup, and only what the console can encode: names and reasons come from outside."""
+    from rich.text import Text
+
+    return Text(text.translate(_ASCII) if console.options.ascii_only else text)
+
+
+def print_line(console: Console, text: str) -> None:
+    """One line, wrapped by the console."""
+    console.print(safe_text(console, " ".join(text.split())))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One setting, and the cells that differ in nothing else.
+
+    Args:
+        name: the setting.
+        numeric: whether its values are numbers; then they ascend, else they stand in the order of the rows.
+        values: the distinct values. None is one of them where cells differ in that alone (no quantisation); it is none
+            where it says that the setting means nothing (crops without pan and scan).
+        series: rows in the order of ``values``, by the label of their other varying settings; the fastest series first.
+    """
+
+    name: str
+    numeric: bool
+    values: tuple[Any, ...]
+    series: Mapping[str, Sequence[Row]]
+
+    def at(self, row: Row) -> int:
+        """Where a row of the series stands among the values. Charts draw them at equal distances: sweeps double more
+        often than they add."""
+        return self.values.index(row.settings.get(self.name))
+
+
+def speed(row: Row) -> float:
+    """Requests per second, 0 where they could not be had."""
+    return row.metrics.values["request_throughput"] or 0.0
+
+
+def sweeps(rows: Sequence[Row]) -> list[Sweep]:
+    """The settings that were swept: some cells differ in that setting alone."""
+    varying = distinguishing([row.settings for row in rows])
+    found = [_sweep(rows, name, varying) for name in varying]
+    return [sweep for sweep in found if any(len(points) > 1 for points in sweep.series.values())]
+
+
+def _sweep(rows: Sequence[Row], name: str, varying: Sequence[str]) -> Sweep:
+    series: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        series[label({other: row.settings.get(other) for other in varying if other != name})].append(row)
+    alone = [points[0] for points in series.values() if len(points) == 1]
+    nothing = {row.cell for row in alone if row.settings.get(name) is None}
+    values: list[Any] = []
+    for row in rows:
+        value = row.settings.get(name)
+        if row.cell not in nothing and value not in values:  # a list: another version's values need not be hashable
+            values.append(value)
+    numeric = all(_is_number(value) for value in values)
+    ordered = tuple(sorted(values)) if numeric else tuple(values)
+    placed = {
+        each: sorted(points, key=lambda row: ordered.index(row.settings.get(name)))
+        for each, points in series.items()
+        if points[0].cell not in nothing
+    }
+    fastest = sorted(placed, key=lambda each: -max(map(speed, placed[each])))
+    return Sweep(name, numeric, ordered, {each: placed[each] for each in fastest})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+_OWN = {"runner", *ENGINE_AXES, *VLLM_AXES, *VLLM_LIMITS}
+"""Settings that only say how a runner goes about the same requests."""
+
+
+def speedup_lines(rows: Sequence[Row]) -> list[str]:
+    """One line for each other runner and each group of cells that ask the same: the engine's fastest cell to its.
+
+    Nothing without cells of the engine and of another runner.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        same = {name: value for name, value in row.settings.items() if name not in _OWN}
+        groups.setdefault(repr(sorted(same.items())), []).append(row)
+    return [line for group in groups.values() for line in _lines(group)]
+
+
+def _lines(group: Sequence[Row]) -> Iterator[str]:
+    fastest: dict[str, Row] = {}
+    for row in sorted(group, key=_throughput):
+        fastest[row.settings.get("runner", "generate")] = row
+    engine = fastest.pop("engine", None)
+    if engine is None:
+        return
+    for runner, row in fastest.items():
+        ours, theirs = _throughput(engine), _throughput(row)
+        if not ours or not theirs:
+            continue
+        size = row.settings.get("batch_size")
+        batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
+        words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
+        alone = "request_throughput" not in engine.metrics.intervals
+        doubt = "; measured once: --repeats tells how far noise moves it" if alone else ""
+        yield f"engine to {runner}{batch}: {ours / theirs:.2f}x the requests per second; {words}{doubt}."
+
+
+def _throughput(row: Row) -> float:
+    return row.metrics.values["request_throughput"] or 0.0
+
+
+_WORDS = {"oom": "out of memory"}
+_NO_ANSWER = "without an answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """Cells with one fate.
+
+    Args:
+        outcome: in words: skipped, failed, out of memory, unfinished, or without an answer (every request failed).
+        reason: empty if none is known.
+        cells: their ids.
+        shared: the swept settings that all of them have, as text; empty if there are none.
+    """
+
+    outcome: str
+    reason: str
+    cells: tuple[str, ...]
+    shared: str
+
+
+def unmeasured(run: Run) -> list[Unmeasured]:
+    """One group for each outcome and reason of cells that are not done or have no answer, in the order of the run."""
+    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for cell, settings in run.cells.items():
+        outcome, reason = outcome_of(run, cell)
+        if outcome == "done":
+            error = _only_error(run, cell)
+            outcome, reason = (_NO_ANSWER, error) if error is not None else (outcome, reason)
+        if outcome != "done":
+            groups[_WORDS.get(outcome, outcome), reason][cell] = settings
+    swept = varying_names(list(run.cells.values()))
+    found = []
+    for (outcome, reason), cells in groups.items():
+        apart = set(varying_names(list(cells.values())))
+        first = next(iter(cells.values()))
+        shared = label({name: first.get(name) for name in swept if name not in apart})
+        found.append(Unmeasured(outcome, reason, tuple(cells), shared))
+    return found
+
+
+def _only_error(run: Run, cell: str) -> str | None:
+    """The first request's error where no request of a cell was answered; None where one was, or none was sent."""
+    requests = [record for key in sorted(run.repeats) if key[0] == cell for record in run.requests[key]]
+    if not requests or any(record["error"] is None for record in requests):
+        return None
+    return f"every request failed, the first with: {requests[0]['error']}"

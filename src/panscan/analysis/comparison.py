@@ -1,0 +1,265 @@
+"""A comparison as lines and rows of text, and as JSON: what every way of showing it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from string import ascii_uppercase
+from typing import Any
+
+from panscan.analysis.cells import cell_title, count, label, number_text, shown, telling
+from panscan.analysis.compare import CellPair, Comparison, compare_runs
+from panscan.analysis.differences import (
+    DEFAULT_METRICS,
+    METRICS,
+    Condition,
+    Difference,
+    Finding,
+    differences,
+    evaluate,
+    parse_condition,
+    repeats_needed,
+    score_names,
+)
+from panscan.analysis.significance import ALPHA
+from panscan.records.quality import metric_of
+from panscan.records.schema import METRICS as METRIC_NAMES
+from panscan.records.store import Run
+
+__all__ = ["HEADINGS", "Report", "Row", "as_json", "build_report"]
+
+HEADINGS = ("", "A", "B", "change", "95% interval", "")
+
+Row = tuple[str, str, str, str, str, str]
+"""Metric, A, B, change, interval, word."""
+
+_MODEL = ("model", "random_weights", "model_shape")
+_MACHINE = ("gpus", "cpu", "cpu_count")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Runs compared with the first of them.
+
+    Args:
+        runs: all of them, the baseline first.
+        comparisons: one for each other run.
+        differences: ``[comparison][pair][metric]``.
+        conditions: of ``--fail-on``.
+        findings: those that hold or cannot be told.
+        repeats: the most ``--repeats`` that any test of too few batches needs; None if there is no such test.
+    """
+
+    runs: tuple[Run, ...]
+    comparisons: tuple[Comparison, ...]
+    differences: Sequence[Sequence[Mapping[str, Difference]]]
+    conditions: tuple[Condition, ...]
+    findings: tuple[Finding, ...]
+    repeats: int | None
+
+    def name(self, at: int) -> str:
+        """The letter of the other run of a comparison."""
+        return ascii_uppercase[at + 1]
+
+    def head(self) -> list[str]:
+        """Which letter is which run, which of them did another job than A, and what reading them left out."""
+        lines = [f"{name}: {run.path.parent}" for name, run in zip(ascii_uppercase, self.runs, strict=False)]
+        notes = [(name, note) for name, run in zip(ascii_uppercase, self.runs, strict=False) for note in run.notes]
+        warnings = [(self.name(at), warning) for at in range(len(self.comparisons)) if (warning := self.warning(at))]
+        lines += [f"A and {name}: {text}" if len(self.comparisons) > 1 else text for name, text in warnings]
+        return [*lines, *(f"Note on {name}: {note}" for name, note in notes)]
+
+    def warning(self, at: int) -> str | None:
+        """That the runs of a comparison did not do the same job on the same machine; None if nothing says so."""
+        comparison = self.comparisons[at]
+        applies = {
+            "model": not comparison.apart.keys().isdisjoint(_MODEL)
+            or any(name.endswith(" weights") for name in comparison.differences),
+            "machine": not comparison.differences.keys().isdisjoint(_MACHINE),
+            "workload": None not in comparison.differences.get("workload_sha256", (None,)),
+        }
+        kinds = [name for name, holds in applies.items() if holds]
+        if not kinds:
+            return None
+        what = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+        other_job = "these numbers compare different jobs"
+        return f"Different {what}: {'it may be the whole difference' if kinds == ['machine'] else other_job}."
+
+    def lines(self, at: int) -> list[str]:
+        """In what the runs of a comparison differ as a whole, and what has no partner."""
+        comparison, name = self.comparisons[at], self.name(at)
+        found = []
+        if comparison.apart:
+            ours, theirs = (label({key: both[side] for key, both in comparison.apart.items()}) for side in (0, 1))
+            found.append(f"A has {ours}; {name} has {theirs}")
+        if comparison.differences:
+            found.append("Also different, A / " + name + ": " + _both(comparison.differences))
+        found += [_renamed(line, name) for line in comparison.alone]
+        same = telling([pair.settings for pair in comparison.pairs])
+        same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
+        return [*found, *([f"In both: {label(same)}"] if same else [])]
+
+    def title(self, at: int, place: int) -> str:
+        """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
+        comparison = self.comparisons[at]
+        pair = comparison.pairs[place]
+        return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), pair.settings, comparison.varying)
+
+    def extent(self, at: int, place: int) -> str:
+        """How much of a pair of cells pairs."""
+        requests = self.comparisons[at].pairs[place].requests
+        plural = "" if len(requests.work) == 1 else "es"
+        return f"{count(len(requests.pairs), 'paired request')} in {len(requests.work)} batch{plural}"
+
+    def verdict(self, at: int, place: int) -> tuple[str, bool]:
+        """Both verdicts, and whether they differ."""
+        a, b = (verdict.word for verdict in self.comparisons[at].pairs[place].verdicts)
+        return (a, False) if a == b else (f"{a} -> {b}", True)
+
+    def rows(self, at: int, place: int) -> list[Row]:
+        """One row for each metric, then peak memory, which is not tested."""
+        rows = [_row(difference) for difference in self.differences[at][place].values()]
+        peaks = self.comparisons[at].pairs[place].peaks
+        for name, (a, b) in list(peaks.items())[:1]:
+            change = f"{b / a - 1:+.1%}" if a else "-"
+            gib_a, gib_b = number_text(a / 2**30), number_text(b / 2**30)
+            rows.append((f"{name.removesuffix('_bytes')} GiB", gib_a, gib_b, change, "", "not tested"))
+        return rows
+
+    def legend(self) -> list[str]:
+        """What the words mean, and how often they are wrong."""
+        shown_ = [each for block in self.differences for pair in block for each in pair.values()]
+        words = {each.word for each in shown_}
+        lines = [
+            f"The chance of any false alarm among these {count(len(shown_), 'test')} is at most {ALPHA:.0%} (paired"
+            " permutation tests, Holm). Each interval is of its own number alone."
+        ]
+        if not all(each.certified for each in shown_):
+            lines.append("~ has too few samples for 99% confidence.")
+        if "too few batches" in words:
+            lines.append(f"Too few batches to tell: measure both with --repeats {self.repeats}.")
+        return lines
+
+    def outcomes(self) -> list[tuple[str, str]]:
+        """Each condition that holds or cannot be told, where and why; then the others."""
+        found = []
+        for finding in self.findings:
+            place = "" if finding.pair is None else self.title(finding.comparison, finding.pair) + ": "
+            run = f"{self.name(finding.comparison)}, " if len(self.comparisons) > 1 else ""
+            state = "holds" if finding.holds else "cannot be told"
+            found.append((finding.condition, f"{state}: {run}{place}{finding.reason}"))
+        spoken = {finding.condition for finding in self.findings}
+        rest = dict.fromkeys(each.text for each in self.conditions if each.text not in spoken)
+        return [*found, *((text, "does not hold") for text in rest)]
+
+
+def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
+    """Compare every run with the first.
+
+    Args:
+        runs: 2 to 26, the baseline first.
+        fail_on: conditions as the user typed them.
+
+    Raises:
+        RecordsError: a run without a measured cell, nothing pairs, or stamps contradict counts.
+        SettingError: a condition that cannot be.
+    """
+    comparisons = tuple(compare_runs(runs[0], other) for other in runs[1:])
+    scores = _scores(pair for comparison in comparisons for pair in comparison.pairs)
+    conditions = tuple(dict.fromkeys(parse_condition(text, scores) for text in fail_on))
+    named = [each.metric for each in conditions if each.metric in METRICS]
+    metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *_shown_scores(runs, scores, conditions))))
+    found = differences(comparisons, metrics)
+    findings = evaluate(conditions, comparisons)
+    needed = [*_repeats(comparisons, found), *(each.repeats for each in findings if each.repeats is not None)]
+    repeats = max(needed, default=None)
+    return Report(
+        tuple(runs), comparisons, found, conditions, tuple(_remedied(each, repeats) for each in findings), repeats
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as plain data: fractions, not percent; times in milliseconds; p-values before their correction."""
+    return {
+        "runs": [
+            {"name": name, "path": str(run.path), "run_id": run.header["run_id"], "notes": run.notes}
+            for name, run in zip(ascii_uppercase, report.runs, strict=False)
+        ],
+        "false_alarm_rate": ALPHA,
+        "comparisons": [_block(report, at) for at in range(len(report.comparisons))],
+        "fail_on": [asdict(finding) | {"run": report.name(finding.comparison)} for finding in report.findings],
+    }
+
+
+def _block(report: Report, at: int) -> dict[str, Any]:
+    comparison = report.comparisons[at]
+    return {
+        "a": "A",
+        "b": report.name(at),
+        "warning": report.warning(at),
+        "apart": comparison.apart,
+        "different": comparison.differences,
+        "without_partner": [_renamed(line, report.name(at)) for line in comparison.alone],
+        "cells": [
+            {
+                "cells": pair.cells,
+                "settings": pair.settings,
+                "requests": len(pair.requests.pairs),
+                "batches": len(pair.requests.work),
+                "verdicts": [verdict.word for verdict in pair.verdicts],
+                "metrics": [asdict(each) for each in metrics.values()],
+                "peaks": pair.peaks,
+            }
+            for pair, metrics in zip(comparison.pairs, report.differences[at], strict=True)
+        ],
+    }
+
+
+def _scores(pairs: Iterable[CellPair]) -> list[str]:
+    return list(dict.fromkeys(name for pair in pairs for name in score_names(pair)))
+
+
+def _shown_scores(runs: Sequence[Run], scores: Sequence[str], conditions: Sequence[Condition]) -> list[str]:
+    """The metric that is the quality of any run, and those named in a condition: each more test makes all stricter.
+    Scores that are no metric of this version are shown, too."""
+    wanted = {*map(metric_of, runs), *(each.metric for each in conditions)}
+    return [name for name in scores if name in wanted or name not in METRIC_NAMES]
+
+
+def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping[str, Difference]]]) -> list[int]:
+    """``--repeats`` that the rows of too few batches need, for each pair of cells that has such a row."""
+    tests = sum(len(metrics) for block in found for metrics in block)
+    return [
+        repeats_needed(pair, tests, sides=2)
+        for comparison, block in zip(comparisons, found, strict=True)
+        for pair, metrics in zip(comparison.pairs, block, strict=True)
+        if any(each.word == "too few batches" for each in metrics.values())
+    ]
+
+
+def _remedied(finding: Finding, repeats: int | None) -> Finding:
+    """A finding of too few batches with the one number of repeats that the whole report names."""
+    if finding.repeats is None:
+        return finding
+    return replace(finding, reason=f"{finding.reason}: measure both with --repeats {repeats}", repeats=repeats)
+
+
+def _row(difference: Difference) -> Row:
+    mark = "" if difference.certified else "~"
+    a, b = (mark + number_text(each) for each in (difference.a, difference.b))
+    change = "-" if difference.change is None else f"{difference.change:+.1%}"
+    low, high = difference.interval or (None, None)
+    interval = "-" if low is None or high is None else f"{low:+.1%} to {high:+.1%}"
+    return difference.metric, a, b, change, interval, difference.word
+
+
+def _both(differences_: Mapping[str, tuple[Any, Any]]) -> str:
+    short = {name: tuple(shown(each)[:40] for each in both) for name, both in differences_.items()}
+    return ", ".join(
+        name if name == "workload_sha256" else f"{name} {ours} / {theirs}" for name, (ours, theirs) in short.items()
+    )
+
+
+def _renamed(line: str, name: str) -> str:
+    """A line of a comparison speaks of A and B; among more runs B has another letter."""
+    return line if name == "B" else line.replace(" of B", f" of {name}").replace(" in B", f" in {name}")

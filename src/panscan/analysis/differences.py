@@ -1,0 +1,358 @@
+"""What two runs differ in, metric by metric, and which differences are beyond the noise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from panscan.analysis.compare import CellPair, Comparison, PairedRequests
+from panscan.analysis.significance import (
+    Paired,
+    Rates,
+    Values,
+    clusters_needed,
+    decide,
+    draws_for,
+    least_p_value,
+    tail_p_values,
+)
+from panscan.core import SettingError
+from panscan.records.intervals import Interval
+from panscan.records.metrics import LEAST_SAMPLES, RequestMetrics
+from panscan.records.store import Record
+from panscan.settings import nearest
+
+__all__ = [
+    "DEFAULT_METRICS",
+    "METRICS",
+    "Condition",
+    "Difference",
+    "Finding",
+    "differences",
+    "evaluate",
+    "measured",
+    "parse_condition",
+    "repeats_needed",
+    "score_names",
+]
+
+_PERCENTS = {"mean": None, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
+_TIMES = ("ttft", "tpot", "e2el")
+_RATES = ("request_throughput", "output_throughput")
+METRICS = (*_RATES, *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in _PERCENTS))
+DEFAULT_METRICS = ("request_throughput", "median_ttft_ms", "p95_e2el_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One metric of one pair of cells.
+
+    Args:
+        metric: of :data:`METRICS`, or the name of a score.
+        a: A's value, over the paired requests.
+        b: B's.
+        change: B / A - 1; None where A's value is 0.
+        interval: 95% interval of the change, of this metric by itself; None below two clusters.
+        clusters: batches (for a score: requests) that could be swapped.
+        p_value: two-sided, before it is corrected for the number of metrics looked at.
+        certified: False for a percentile of too few samples (:data:`panscan.records.metrics.LEAST_SAMPLES`).
+        word: faster, slower (for a score: better, worse), identical, within noise, or too few batches.
+    """
+
+    metric: str
+    a: float
+    b: float
+    change: float | None
+    interval: Interval | None
+    clusters: int
+    p_value: float
+    certified: bool
+    word: str
+
+
+def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> list[list[dict[str, Difference]]]:
+    """The metrics of every pair of cells, as far as they were measured: ``[comparison][pair][metric]``.
+
+    A metric is called faster or slower if its permutation test raises an alarm, all of all comparisons being one
+    family (:func:`panscan.analysis.significance.decide`), and its interval lies on that side of 0, too.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    found = [
+        (at, place, metric, paired)
+        for at, comparison in enumerate(comparisons)
+        for place, pair in enumerate(comparison.pairs)
+        for metric, paired in measured(pair, metrics).items()
+    ]
+    draws = draws_for(2 * len(found))
+    tails = [tail_p_values(paired.contributions(), draws) for *_, paired in found]
+    p_values = [min(1.0, 2 * min(tail)) for tail in tails]
+    alarms = decide(p_values, [2 * least_p_value(paired.clusters, draws) for *_, paired in found])
+    rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
+    for (at, place, metric, paired), tail, p_value, alarm in zip(found, tails, p_values, alarms, strict=True):
+        rows[at][place][metric] = _difference(metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm)
+    return rows
+
+
+def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
+    """What the paired requests say about metrics; those that neither or only one side measured are left out.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    found: dict[str, Paired] = {}
+    requests = pair.requests
+    times = _times(requests)
+    for metric in metrics:
+        if metric in _RATES:
+            found[metric] = _rates(requests, metric)
+        elif metric in METRICS:
+            statistic, time, _ = metric.split("_")
+            values = _values([(cluster, *both) for cluster, both in times[time]], _PERCENTS[statistic])
+            found |= {} if values is None else {metric: values}
+        else:
+            values = _values(_scores(requests, metric), None)
+            found |= {} if values is None else {metric: values}
+    return found
+
+
+def score_names(pair: CellPair) -> list[str]:
+    """Scores that both sides of any paired request have."""
+    names = (sorted(_scores_of(each.a).keys() & _scores_of(each.b).keys()) for each in pair.requests.pairs)
+    return list(dict.fromkeys(name for each in names for name in each))
+
+
+def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
+    """``--repeats`` with which each of so many tests of this pair of cells could tell."""
+    repeats = len({each.a["repeat"] for each in pair.requests.pairs})
+    return ceil(clusters_needed(tests, sides) * repeats / len(pair.requests.work))
+
+
+def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, alarm: bool | None) -> Difference:
+    a, b = paired.levels()
+    interval = paired.interval()
+    change = b / a - 1 if a > 0 else None
+    if not paired.contributions().any():
+        word = "identical"
+    elif alarm is None:
+        word = "too few batches"
+    elif alarm and interval is not None and (interval[0] > 0 if larger else interval[1] < 0):
+        word = _direction(metric, larger=larger)
+    else:
+        word = "within noise"
+    return Difference(metric, a, b, change, interval, paired.clusters, p_value, _certified(paired), word)
+
+
+def _certified(paired: Paired) -> bool:
+    return isinstance(paired, Rates) or paired.percent is None or len(paired.a) >= LEAST_SAMPLES[int(paired.percent)]
+
+
+def _direction(metric: str, *, larger: bool) -> str:
+    if metric not in METRICS:
+        return "better" if larger else "worse"
+    return "faster" if larger == (metric in _RATES) else "slower"
+
+
+def _rates(requests: PairedRequests, metric: str) -> Rates:
+    amount = "requests" if metric == "request_throughput" else "tokens"
+    sides = [
+        np.array([getattr(work[side], name) for work in requests.work], dtype=np.float64)
+        for name in (amount, "seconds")
+        for side in (0, 1)
+    ]
+    return Rates(*sides)
+
+
+_Both = tuple[float, float]
+
+
+def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
+    """(cluster, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
+    found: dict[str, list[tuple[int, _Both]]] = {time: [] for time in _TIMES}
+    for pair in requests.pairs:
+        one, other = RequestMetrics.from_record(pair.a), RequestMetrics.from_record(pair.b)
+        for time, a, b in (
+            ("ttft", one.ttft, other.ttft),
+            ("tpot", one.tpot, other.tpot),
+            ("e2el", one.e2e, other.e2e),
+        ):
+            if a is not None and b is not None:
+                found[time].append((pair.cluster, (a * 1e3, b * 1e3)))
+    return found
+
+
+def _scores_of(record: Record) -> Mapping[str, float]:
+    return record.get("scores") or {}
+
+
+def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:
+    """Repeats of one question are one cluster: greedy answers are the same each time and no news."""
+    clusters: dict[tuple[Any, ...], int] = {}
+    found = []
+    for pair in requests.pairs:
+        a, b = _scores_of(pair.a).get(name), _scores_of(pair.b).get(name)
+        if a is not None and b is not None:
+            question = *pair.a["image_sha256"], pair.a["prompt_sha256"]
+            found.append((clusters.setdefault(question, len(clusters)), float(a), float(b)))
+    return found
+
+
+def _values(found: Sequence[tuple[int, float, float]], percent: float | None) -> Values | None:
+    if not found:
+        return None
+    clusters, a, b = zip(*found, strict=True)
+    numbered = np.unique(np.array(clusters, dtype=np.int64), return_inverse=True)[1]  # some may have had no time
+    return Values(np.array(a), np.array(b), numbered, percent)
+
+
+_VERDICT = "verdict"
+_FORM = re.compile(r"\s*([\w-]+?)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*%\s*")
+_RANK = {"exact": 0, "close": 1, "different": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A change of a metric beyond a threshold, in the direction typed; or, with the metric "verdict", a worse verdict.
+
+    Args:
+        text: as the user typed it.
+        metric: of :data:`panscan.analysis.differences.METRICS`, the name of a score, or "verdict".
+        larger: whether B / A must be above the factor (or below).
+        factor: B / A of the threshold: 1.05 for ``>5%``.
+    """
+
+    text: str
+    metric: str
+    larger: bool = True
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A condition that holds for a pair of cells (``pair``; None for what has no pair), or of which nobody can tell.
+
+    Args:
+        condition: as the user typed it.
+        comparison: number of the comparison, from 0.
+        pair: number of the pair of cells in it.
+        holds: False: it cannot be told, and ``reason`` says why.
+        reason: in words.
+        repeats: with so many ``--repeats`` it could be told; None where they are no remedy.
+    """
+
+    condition: str
+    comparison: int
+    pair: int | None
+    holds: bool
+    reason: str
+    repeats: int | None = None
+
+
+def parse_condition(text: str, scores: Collection[str] = ()) -> Condition:
+    """A condition from ``METRIC>NUMBER%``, ``METRIC<-NUMBER%`` or ``verdict``; ``_ms`` may be left out of names.
+
+    Raises:
+        SettingError: another form, an unknown metric (the nearest one is suggested), or a condition that holds for
+            equal runs.
+    """
+    if text.strip() == _VERDICT:
+        return Condition(text.strip(), _VERDICT)
+    form = _FORM.fullmatch(text)
+    if form is None:
+        raise SettingError(f"--fail-on takes e.g. p95_e2el>5%, request_throughput<-5% or verdict; got {text!r}")
+    name, sign, number = form.groups()
+    percent, larger = float(number), sign == ">"
+    if larger == (percent < 0) and percent != 0:
+        turned = f"{name}{'<' if larger else '>'}{percent:g}%"
+        raise SettingError(f"--fail-on {text!r} holds for runs that do not differ; did you mean {turned}?")
+    if percent <= -100:
+        raise SettingError(f"--fail-on {text!r}: nothing can fall by 100% or more")
+    return Condition(text.strip(), _metric(name, scores), larger, 1 + percent / 100)
+
+
+def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison]) -> list[Finding]:
+    """The conditions that hold beyond the noise, and those of which nobody can tell.
+
+    The chance of one or more false alarms is at most :data:`panscan.analysis.significance.ALPHA` over all conditions,
+    cells and comparisons together. The test's hypothesis is the threshold itself: A's metric, scaled by the factor.
+    Verdicts have no noise and are no part of that.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    metrics = list(dict.fromkeys(each.metric for each in conditions if each.metric != _VERDICT))
+    values = [[measured(pair, metrics) for pair in comparison.pairs] for comparison in comparisons]
+    found = [finding for condition in conditions for finding in _untested(condition, comparisons, values)]
+    tests = [
+        (condition, at, place, pair[condition.metric])
+        for condition in conditions
+        for at, comparison in enumerate(values)
+        for place, pair in enumerate(comparison)
+        if condition.metric in pair and pair[condition.metric].contributions().any()  # identical: nothing to tell
+    ]
+    draws = draws_for(len(tests))
+    p_values = []
+    for condition, _, _, paired in tests:
+        larger, smaller = tail_p_values(paired.contributions(condition.factor), draws)
+        p_values.append(larger if condition.larger else smaller)
+    alarms = decide(p_values, [least_p_value(paired.clusters, draws) for *_, paired in tests])
+    for (condition, at, place, paired), alarm in zip(tests, alarms, strict=True):
+        if alarm is None:
+            reason = f"{paired.clusters} batches are too few to tell (tests: {len(tests)})"
+            needed = repeats_needed(comparisons[at].pairs[place], len(tests), sides=1)
+            found.append(Finding(condition.text, at, place, False, reason, needed))
+        elif alarm and _beyond(condition, paired):
+            found.append(Finding(condition.text, at, place, True, _change(paired)))
+    return found
+
+
+def _metric(name: str, scores: Collection[str]) -> str:
+    if name in scores:
+        return name
+    name = name.replace("-", "_")
+    for known in (name, f"{name}_ms"):
+        if known in METRICS:
+            return known
+    names = [*(metric.removesuffix("_ms") for metric in METRICS), *scores, _VERDICT]
+    hint = nearest(name, names) or f" (known are {', '.join(names)})"
+    raise SettingError(f"--fail-on: unknown metric {name!r}{hint}")
+
+
+def _untested(
+    condition: Condition, comparisons: Sequence[Comparison], values: Sequence[Sequence[Mapping[str, Paired]]]
+) -> list[Finding]:
+    """Worse and unknown verdicts, and metrics that a pair of cells does not have."""
+    found = []
+    for at, comparison in enumerate(comparisons):
+        for place, pair in enumerate(comparison.pairs):
+            if condition.metric == _VERDICT:
+                a, b = (verdict.word for verdict in pair.verdicts)
+                if a not in _RANK or b not in _RANK:
+                    found.append(Finding(condition.text, at, place, False, f"{a} in A, {b} in B"))
+                elif _RANK[b] > _RANK[a]:
+                    found.append(Finding(condition.text, at, place, True, f"{a} in A, {b} in B"))
+            elif condition.metric not in values[at][place]:
+                found.append(Finding(condition.text, at, place, False, "not measured on both sides"))
+        if comparison.unpaired:
+            reason = f"cells of A that were not compared: {comparison.unpaired}"
+            found.append(Finding(condition.text, at, None, False, reason))
+    return found
+
+
+def _beyond(condition: Condition, paired: Paired) -> bool:
+    interval = paired.interval()
+    if interval is None:
+        return False
+    return interval[0] > condition.factor - 1 if condition.larger else interval[1] < condition.factor - 1
+
+
+def _change(paired: Paired) -> str:
+    (a, b), interval = paired.levels(), paired.interval()
+    low, high = interval or (float("nan"), float("nan"))
+    return f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"

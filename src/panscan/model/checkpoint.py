@@ -1,0 +1,290 @@
+"""A checkpoint becomes a model, its processor and what panscan must know of both; every failure says what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.distributed import DistributedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from panscan.core import ModelError, UnsupportedError
+from panscan.images.pixels import PixelSpec
+from panscan.model.bundled import bundled_directory
+from panscan.model.prompt import PromptWriter
+
+__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_outline", "load_random", "load_reader"]
+
+IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
+_EMBEDDING = "embed_tokens.weight"
+_LEAST_VOCABULARY = 260  # every byte and the marks of turns
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    device_map: str | None = None
+    max_memory: str | None = None
+    tp_plan: str | None = None
+    quantization: Any = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``from_pretrained``."""
+        chosen: dict[str, Any] = {"dtype": self.dtype}
+        if self.quantization is not None:
+            chosen["quantization_config"] = self.quantization
+        if self.tp_plan is not None:
+            world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+            chosen["distributed_config"] = DistributedConfig(tp_plan=self.tp_plan, tp_size=world)
+        else:
+            chosen["device_map"] = self.device_map or {"": self.device}
+        if self.max_memory is not None:
+            chosen["max_memory"] = _max_memory(self.max_memory)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The part of a checkpoint that needs no weights: tokenizer, prompts, pixel settings."""
+
+    name: str
+    processor: Any
+    tokenizer: Any
+    prompts: PromptWriter
+    pixels: PixelSpec | None
+
+    @property
+    def reads_images(self) -> bool:
+        return self.pixels is not None
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model ready to run, with its reader."""
+
+    model: Any
+    reader: Reader
+    eos_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go. Of a model with offloaded parts: the first device of its map that computes."""
+        placed = getattr(self.model, "hf_device_map", None) or {}
+        real = [torch.device(place) for place in placed.values() if place not in ("disk", "meta")]
+        return real[0] if real else torch.device(self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What pixels are cast to."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype if dtype.is_floating_point else torch.bfloat16
+
+
+def load_reader(name: str, revision: str | None = None) -> Reader:
+    """Tokenizer and processor of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
+
+    Raises:
+        ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
+    """
+    source = _source(name)
+    with _explained(name):
+        config = _config(name, source, revision)
+        if config.model_type == TEXT_MODEL:
+            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision))
+        else:
+            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision))
+    # Without its files Transformers makes up a tokenizer of a handful of words, and says nothing.
+    stranger = reader.reads_images and reader.prompts.soft_id != config.image_token_id
+    if stranger or len(reader.tokenizer) < _LEAST_VOCABULARY:
+        raise ModelError(f"--model {name}: the tokenizer does not belong to the model (are its files there?)")
+    return reader
+
+
+def load_random(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """A model of a released shape with random weights, for speed without a download."""
+    from panscan.model.random_weights import random_model
+
+    model, tools = random_model(shape, dtype=dtype, device=device)
+    reader = _image_reader(name, tools) if hasattr(tools, "image_processor") else _text_reader(name, tools)
+    return _prepared(model, reader)
+
+
+def _text_reader(name: str, tokenizer: Any) -> Reader:
+    return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0), None)
+
+
+def _image_reader(name: str, processor: Any) -> Reader:
+    images = processor.image_processor
+    size = images.size["height"] if isinstance(images.size, dict) else images.size.height
+    spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+    tokenizer = processor.tokenizer
+    return Reader(name, processor, tokenizer, PromptWriter(tokenizer, processor.image_seq_length), spec)
+
+
+def load_model(name: str, placement: Placement, *, revision: str | None = None) -> Loaded:
+    """A checkpoint's model in evaluation mode, placed, with its reader.
+
+    Raises:
+        ModelError: it cannot be had, is not a Gemma 3, or misses weights.
+    """
+    source = _source(name)
+    reader = load_reader(name, revision)
+    kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
+    with _explained(name), _quiet_transformers():
+        model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **placement.arguments())
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
+    return _prepared(model, reader)
+
+
+def load_outline(
+    name: str, dtype: torch.dtype, device: torch.device, *, revision: str | None, embedding: bool
+) -> Loaded:
+    """A checkpoint's model without weights, for a runner whose weights are elsewhere: configuration, shapes, reader.
+
+    Args:
+        name: as in :func:`load_model`.
+        dtype: of the weights that are elsewhere.
+        device: where they are.
+        revision: of a hub checkpoint.
+        embedding: load the embedding (and output matrix) onto ``device``, which turns a truth's hidden states into
+            logits. All other weights are on the meta device.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or is not a Gemma 3.
+    """
+    source = _source(name)
+    reader = load_reader(name, revision)
+    kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
+    with _explained(name):
+        with torch.device("meta"):
+            model = kind.from_config(_config(name, source, revision), dtype=dtype)
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+        if embedding:
+            weight = torch.nn.Parameter(_stored_embedding(source, revision).to(device, dtype), requires_grad=False)
+            model.get_input_embeddings().weight = model.get_output_embeddings().weight = weight  # Gemma 3 ties them
+    model.hf_device_map = {"": str(device)}  # as Transformers says where parts are that compute elsewhere
+    return _prepared(model, reader)
+
+
+def _stored_embedding(source: str, revision: str | None) -> torch.Tensor:
+    """The embedding's values, ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
+    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+    files = {} if index is None else json.loads(Path(index).read_text("utf-8"))["weight_map"]
+    file = next((file for name, file in files.items() if name.endswith(_EMBEDDING)), SAFE_WEIGHTS_NAME)
+    with safe_open(cached_file(source, file, revision=revision), "pt") as weights:
+        name = next(name for name in weights.keys() if name.endswith(_EMBEDDING))  # noqa: SIM118 - it is no dict
+        values: torch.Tensor = weights.get_tensor(name)
+    return values
+
+
+def _prepared(model: Any, reader: Reader) -> Loaded:
+    """A model made ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
+    model.eval().requires_grad_(False)
+    stored = model.generation_config
+    kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
+    model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in sorted(kept)})
+    eos = stored.eos_token_id if stored.eos_token_id is not None else reader.tokenizer.eos_token_id
+    model.generation_config.eos_token_id = eos
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = reader.tokenizer.pad_token_id
+    return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
+
+
+def _source(name: str) -> str:
+    if (bundled := bundled_directory(name)) is not None:
+        return str(bundled)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
+        return str(path)
+    if "/" not in name and not path.exists():
+        raise ModelError(f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
+        raise ModelError(f"--model {name}: there is no such directory")
+    return name
+
+
+def _config(name: str, source: str, revision: str | None) -> Any:
+    config = AutoConfig.from_pretrained(source, revision=revision)
+    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):
+        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
+    return config
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turns what the hub, the files and Transformers raise into one line that says what to do."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
+    except (OSError, ValueError, SafetensorError, HFValidationError) as error:
+        raise ModelError(f"--model {name}: {_advice(name, error)}") from error
+
+
+def _advice(name: str, error: BaseException) -> str:
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    text = " ".join(str(link) for link in chain)
+    if any(isinstance(link, GatedRepoError) for link in chain):
+        return (
+            f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
+            " 'hf auth login' (or set HF_TOKEN)"
+        )
+    if any(isinstance(link, RevisionNotFoundError) for link in chain):
+        return "there is no such --revision"
+    if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
+        return "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
+    if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
+        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    if "connect" in text.lower():
+        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Missing weights are our own error: Transformers' table of them would only push it off the screen."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _max_memory(text: str) -> dict[int | str, str]:
+    """``0=30GiB;cpu=60GiB`` as accelerate wants it."""
+    pairs = (part.strip().split("=") for part in text.split(";"))
+    return {int(device) if device.isdigit() else device: size for device, size in pairs}

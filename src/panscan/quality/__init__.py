@@ -1,0 +1,1 @@
+"""Datasets of questions with accepted answers, and the scores of answers. No tensors."""

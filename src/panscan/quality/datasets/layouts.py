@@ -1,0 +1,364 @@
+"""DocVQA and InfographicVQA as the Robust Reading Competition publishes them (rrc.cvc.uab.es, challenge 17).
+
+``{"data": [{"questionId", "question", "answers", ...}]}`` in one file a split; test splits have no answers. DocVQA's
+rows name ``image`` ("documents/x.png") and ``question_types``, InfographicVQA's ``image_local_name`` and, with question
+types, ``answer_type``, ``evidence`` and ``operation/reasoning``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from panscan.core import DatasetError, SettingError
+from panscan.quality.datasets import tables
+from panscan.quality.datasets.rows import (
+    DatasetFacts,
+    Loaded,
+    Number,
+    Pictures,
+    answer_texts,
+    is_unicode,
+    parse_json,
+    read_json,
+    read_text,
+)
+from panscan.records.schema import EXACT_MATCH
+from panscan.settings import nearest
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "data_rows",
+    "dataset_rows",
+    "load_dataset",
+    "read_chartqa",
+    "read_docvqa",
+    "read_infographicvqa",
+    "read_json_lines",
+    "read_textvqa",
+]
+
+_DOCVQA_FOLDERS = ("documents", "spdocvqa_images", "images", "train/documents", "val/documents", "test/documents")
+_INFOGRAPHIC_FOLDERS = ("infographicsvqa_images", "images", "infographicVQA_images", "infographicvqa_images")
+
+
+def read_docvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+    """Take the rows of DocVQA's files.
+
+    Raises:
+        DatasetError: a file cannot be read or is not DocVQA's.
+    """
+    _read_rrc(files, called, loaded, folders=_DOCVQA_FOLDERS, image="image", kind="question_types")
+
+
+def read_infographicvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+    """Take the rows of InfographicVQA's files.
+
+    Raises:
+        DatasetError: a file cannot be read or is not InfographicVQA's.
+    """
+    _read_rrc(files, called, loaded, folders=_INFOGRAPHIC_FOLDERS, image="image_local_name", kind="answer_type")
+
+
+def _read_rrc(
+    files: Sequence[Path], called: str, loaded: Loaded, *, folders: Sequence[str], image: str, kind: str
+) -> None:
+    for path in files:
+        pictures = Pictures((path.parent, path.parent.parent), folders)
+        for row in data_rows(path, called):
+            tags = [("type", row.get(kind))]
+            found = pictures.find(row.get(image))
+            loaded.add(row.get("questionId"), found, row.get("question") or None, row.get("answers"), tags)
+
+
+def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
+    """The objects under "data" of a JSON file, of this challenge or of TextVQA.
+
+    Raises:
+        DatasetError: the file cannot be read or has none.
+    """
+    content = read_json(path, f"{called}: {path.name}")
+    rows = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DatasetError(f"{called}: {path.name}: expected an object with a list 'data' of questions")
+    return rows
+
+
+_FOLDERS = (
+    "train_images", "test_images", "train_val_images/train_images", "train_val_images", "val_images", "images",
+)  # fmt: skip
+
+
+def read_textvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+    """Take the rows of TextVQA's files.
+
+    Raises:
+        DatasetError: a file cannot be read or is not TextVQA's.
+    """
+    for path in files:
+        pictures = Pictures((path.parent, path.parent.parent, *_subfolders(path.parent)), _FOLDERS)
+        for row in data_rows(path, called):
+            name = row.get("image_id")
+            found = pictures.find(f"{name}.jpg") if name is not None else []
+            loaded.add(row.get("question_id"), found, row.get("question"), row.get("answers"), people=True)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
+def read_chartqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+    """Take the rows of ChartQA's files. They have no ids, so theirs are the type and the number in its file.
+
+    Raises:
+        DatasetError: a file cannot be read or is not ChartQA's.
+    """
+    for path in files:
+        rows = read_json(path, f"{called}: {path.name}")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise DatasetError(f"{called}: {path.name}: expected a list of questions")
+        kind = path.stem.rpartition("_")[2]
+        pictures = Pictures((path.parent,), ("png", "images"))
+        for number, row in enumerate(rows):
+            found = pictures.find(row.get("imgname"))
+            label = row.get("label")
+            plain = not isinstance(label, list | dict)
+            loaded.add(f"{kind}-{number:05d}", found, row.get("query") or None, label, [("type", kind)], plain=plain)
+
+
+_KEYS = {"image", "question", "answers", "kind", "type", "id"}
+
+
+def read_json_lines(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+    """Take the rows of JSON Lines files; pictures are relative to them.
+
+    Raises:
+        DatasetError: see :func:`dataset_rows`.
+    """
+    for path in files:
+        for row in dataset_rows(path, called):
+            names = [row["image"]] if isinstance(row["image"], str) else row["image"]
+            places = [name if "://" in name else str(path.parent / name) for name in names]
+            tags = [(key, row[key]) for key in ("kind", "type") if key in row]
+            loaded.add(row.get("id"), places, row["question"], row.get("answers"), tags)
+
+
+def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines file of ``{image, question}`` and perhaps ``answers``, ``kind``, ``type`` and ``id``.
+
+    Args:
+        path: the file; empty lines in it are skipped.
+        called: what messages call it.
+
+    Raises:
+        DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
+    """
+    lines = read_text(path, called).split("\n")
+    return [_row(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+        valid = is_unicode(json.dumps(row, ensure_ascii=False))
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{where}: not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise DatasetError(f"{where}: nested too deeply") from error
+    if not valid:
+        raise DatasetError(f"{where}: half of a surrogate pair is no text")
+    if not isinstance(row, dict):
+        raise DatasetError(f"{where}: expected an object with image, question and answers")
+    for key in ("image", "question"):
+        if key not in row:
+            raise DatasetError(f"{where}: {key!r} is missing")
+    for key in row.keys() - _KEYS:
+        raise DatasetError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}")
+    names = [row["image"]] if isinstance(row["image"], str) else row["image"]
+    if not names or not _texts(names) or not all(names):
+        raise DatasetError(f"{where}: 'image' must be a file name or a list of them")
+    if not _texts([row["question"]]):
+        raise DatasetError(f"{where}: 'question' must be text")
+    if isinstance(row.get("answers"), dict) and not answer_texts(row["answers"])[0]:
+        raise DatasetError(f"{where}: 'answers' must be texts or numbers, or a list of them")
+    return row
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) and not isinstance(text, Number) for text in value)
+
+
+_ALIASES = {"val": "validation", "valid": "validation", "dev": "validation"}
+_TABLE_SPLIT = re.compile(r"(?:^|[-_.])(train|validation|valid|val|dev|test)(?=[-_.]|$)")
+_DEPTH = 2  # folders below the one that is named
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way in which questions are stored.
+
+    Args:
+        metric: the dataset's own.
+        pattern: of the names of its files; the group ``split`` says which split.
+        read: takes the rows of files.
+        splits: which one is taken where the user names none, the first that is there.
+        folder: whether a folder of it may be named.
+    """
+
+    metric: str
+    pattern: str
+    read: Callable[[Sequence[Path], str, Loaded], None]
+    splits: tuple[str, ...] = ("validation", "test", "train")
+    folder: bool = True
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "jsonl": Layout(EXACT_MATCH, r".*\.jsonl", read_json_lines, folder=False),
+    "docvqa": Layout("anls", r"(?P<split>train|val|test)_v\d.*\.json", read_docvqa),
+    "infographicvqa": Layout(
+        "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", read_infographicvqa
+    ),
+    "chartqa": Layout(
+        "relaxed_accuracy", r"(?P<split>train|val|test)_(human|augmented)\.json", read_chartqa,
+        ("test", "validation", "train"),
+    ),
+    "textvqa": Layout("vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa),
+    "table": Layout(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
+}  # fmt: skip
+"""By name, as in ``--dataset-format``. The last is of Hugging Face ``datasets``: parquet, its cache, save_to_disk."""
+
+
+def load_dataset(path: Path, *, layout: str | None = None, split: str | None = None) -> Loaded:
+    """The rows of a dataset on the disk; nothing is fetched.
+
+    Args:
+        path: a file of one of :data:`LAYOUTS`, or a folder that has such files.
+        layout: its name; None to find out.
+        split: which of several; None for the one that the layout prefers.
+
+    Raises:
+        DatasetError: no such file or folder, no known layout in it (or several), no such split, unreadable files.
+        SettingError: an unknown layout.
+        UnsupportedError: a table without pyarrow.
+    """
+    called = f"--dataset {path}"
+    if layout is not None and layout not in LAYOUTS:
+        raise SettingError(f"--dataset-format takes {', '.join(LAYOUTS)}; got {layout!r}{nearest(layout, LAYOUTS)}")
+    try:
+        exists, is_folder = path.exists(), path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise DatasetError(f"{called}: {error.strerror}") from error
+    if is_folder:
+        name, by_split = _in_folder(_snapshot(path), layout, called)
+    else:
+        if not exists:
+            raise DatasetError(f"{called}: No such file or directory")
+        name = layout or _of_file(path, called)
+        by_split = {_split_of(name, path): [path]}
+    chosen = _chosen(by_split, split, LAYOUTS[name].splits, called)
+    files = by_split[chosen]
+    _refuse_several(name, files, called)
+    others = ", ".join(each for each in by_split if each not in (chosen, ""))
+    unsplit = len(by_split.get("", ())) if chosen else 0
+    facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
+    loaded = Loaded(facts, LAYOUTS[name].metric)
+    try:
+        LAYOUTS[name].read(files, called, loaded)
+    except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions
+        raise DatasetError(f"{called}: nested too deeply") from error
+    return loaded
+
+
+def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict[str, list[Path]]]:
+    names = [layout] if layout is not None else [name for name, each in LAYOUTS.items() if each.folder]
+    found = {name: by_split for name in names if (by_split := _files(folder, name))}
+    if not found:
+        wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(LAYOUTS)})"
+        raise DatasetError(f"{called}: no {wanted} in this folder; see docs/quality.md")
+    if len(found) > 1:
+        raise DatasetError(f"{called}: the folder has {' and '.join(found)}: choose with --dataset-format")
+    [(name, by_split)] = found.items()
+    return name, by_split
+
+
+def _files(folder: Path, name: str) -> dict[str, list[Path]]:
+    """A layout's files in a folder and those below, by split. Of one split with and without question types: with."""
+    pattern = re.compile(LAYOUTS[name].pattern, re.IGNORECASE)
+    levels = ("/".join(["*"] * depth) for depth in range(1, _DEPTH + 2))
+    every = folder.rglob("*") if name == "table" else (path for level in levels for path in folder.glob(level))
+    found: dict[str, list[Path]] = defaultdict(list)
+    paths = sorted(path for path in every if pattern.fullmatch(path.name) and path.is_file())
+    if any(path.suffix == ".parquet" for path in paths):
+        paths = [path for path in paths if path.suffix == ".parquet"]  # the others were made of these
+    for path in paths:
+        found[_split_of(name, path)].append(path)
+    with_types = {split: [path for path in paths if "withQT" in path.name] for split, paths in found.items()}
+    return {split: with_types[split] or paths for split, paths in found.items()}
+
+
+def _split_of(name: str, path: Path) -> str:
+    if name == "table":
+        match = _TABLE_SPLIT.search(path.stem.lower()) or _TABLE_SPLIT.fullmatch(path.parent.name.lower())
+        found = match[1] if match else ""
+    else:
+        match = re.fullmatch(LAYOUTS[name].pattern, path.name, re.IGNORECASE)
+        found = (match.groupdict().get("split") or "").lower() if match else ""
+    return _ALIASES.get(found, found)
+
+
+def _chosen(by_split: Mapping[str, object], split: str | None, preferred: Sequence[str], called: str) -> str:
+    known = [each for each in by_split if each]
+    if split is None:
+        return next((each for each in (*preferred, *by_split) if each in by_split), "")
+    wanted = _ALIASES.get(split.lower(), split.lower())
+    if wanted not in known:
+        has = f"it has {', '.join(known)}" if known else "it has no splits"
+        raise DatasetError(f"--dataset-split {split}: not in {called.removeprefix('--dataset ')}: {has}")
+    return wanted
+
+
+def _refuse_several(name: str, files: Sequence[Path], called: str) -> None:
+    """Files of one split that lie in several folders are several datasets; ChartQA's are not."""
+    folders = list(dict.fromkeys(path.parent for path in files))
+    if len(folders) > 1:
+        listed = ", ".join(str(folder) for folder in folders[:4])
+        raise DatasetError(f"{called}: several datasets of layout {name}: name one of the folders {listed}")
+
+
+def _snapshot(folder: Path) -> Path:
+    """The current snapshot of a repository in the hub's cache; any other folder as it is."""
+    current = folder / "refs" / "main"
+    if (folder / "snapshots").is_dir() and current.is_file():
+        found = folder / "snapshots" / current.read_text("utf-8").strip()
+        return found if found.is_dir() else folder
+    return folder
+
+
+def _of_file(path: Path, called: str) -> str:
+    """The layout of a file, by its name, else by what is in it."""
+    for name, layout in LAYOUTS.items():
+        if re.fullmatch(layout.pattern, path.name, re.IGNORECASE):
+            return name
+    if path.suffix.lower() != ".json":
+        return "jsonl"  # as ever: any name is taken for lines
+    try:
+        content = read_json(path, called)
+    except DatasetError:
+        return "jsonl"  # which says what is wrong with it, line by line
+    rows = content.get("data") if isinstance(content, dict) else content
+    first = next((row for row in rows if isinstance(row, dict)), {}) if isinstance(rows, list) else {}
+    for name, keys in (
+        ("infographicvqa", {"questionId", "image_local_name"}),
+        ("docvqa", {"questionId", "image"}),
+        ("textvqa", {"question_id", "image_id"}),
+        ("chartqa", {"imgname", "query"}),
+    ):
+        if keys <= first.keys():
+            return name
+    raise DatasetError(f"{called}: not a known layout ({', '.join(LAYOUTS)}): see docs/quality.md")

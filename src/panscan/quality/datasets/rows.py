@@ -1,0 +1,371 @@
+"""Accepted answers as texts, whatever a dataset stores them as. Pure."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import date, time
+from decimal import Decimal
+from math import isnan
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from panscan.core import DatasetError
+
+__all__ = [
+    "ANSWER_KEYS",
+    "DatasetFacts",
+    "Embedded",
+    "Loaded",
+    "Number",
+    "Pictures",
+    "Row",
+    "answer_texts",
+    "counted",
+    "facts_of_header",
+    "is_file",
+    "is_unicode",
+    "parse_json",
+    "read_json",
+    "read_text",
+    "unique_id",
+]
+
+ANSWER_KEYS = ("answers", "answer", "text")
+
+
+class Number(str):
+    """A number of a JSON file as it is written there: "12.50" would lose its 0 as a float."""
+
+    __slots__ = ()
+
+
+def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], bool]:
+    """(the answers, whether they were a plain list of texts).
+
+    Numbers are taken as they are written, a whole float without its ".0"; true and false as these words; dates and
+    times as in ISO 8601, a space between them. Lists may be
+    nested, and objects may hold their answers under "answers", "answer" or "text", as SQuAD and VQA have them. Nothing,
+    not-a-number, blank texts and other objects are no answers. Repeats stay: they are other people's answers.
+
+    Args:
+        value: as it is stored.
+        people: there is one answer of each person who was asked, so that blank ones among others count as well.
+    """
+    flat = value is None or (isinstance(value, list | tuple) and all(type(each) is str for each in value))
+    found = tuple(_texts(value))
+    said = any(text.strip() for text in found)
+    return tuple(text for text in found if text.strip() or (people and said)), flat
+
+
+def is_unicode(text: str) -> bool:
+    """JSON's escapes can write code points that UTF-8, and so a tokenizer, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield str(value)
+    elif isinstance(value, bool):
+        yield str(value).lower()
+    elif isinstance(value, float):
+        if not isnan(value):
+            yield str(int(value)) if value.is_integer() else repr(value)
+    elif isinstance(value, int | Decimal | date | time):
+        yield str(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, Mapping):
+        for key in ANSWER_KEYS:
+            if key in value:
+                yield from _texts(value[key])
+                return
+
+
+_MARKS = (  # the longer first: UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+)
+
+
+def read_text(path: Path, called: str) -> str:
+    """A file's text, its line ends made "\\n". (str.splitlines would also cut at signs that a JSON text may hold.)
+
+    A byte order mark says which Unicode encoding it is; without one it is UTF-8. Other encodings are not guessed: what
+    is guessed wrong would be asked and scored as if it were right.
+
+    Raises:
+        DatasetError: the file, ``called`` so, cannot be read or is in another encoding.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{called}: {error.strerror}") from error
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        if encoding != "utf-8":
+            raise DatasetError(f"{called}: not the {encoding} text that its byte order mark promises") from error
+        raise DatasetError(
+            f"{called}: not UTF-8 text (byte 0x{data[error.start]:02x} in line {line}): save it as UTF-8"
+        ) from error
+    if "\0" in text:
+        raise DatasetError(f"{called}: not UTF-8 text but perhaps UTF-16 without a byte order mark: save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: Path, called: str) -> Any:
+    """A file's JSON value; see :func:`parse_json`.
+
+    Raises:
+        DatasetError: the file cannot be read or is not JSON.
+    """
+    text = read_text(path, called)
+    try:
+        return parse_json(text)
+    except RecursionError as error:
+        raise DatasetError(f"{called}: nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{called}, line {error.lineno}: not JSON: {error.msg}") from error
+
+
+def parse_json(text: str) -> Any:
+    """JSON, its numbers as :class:`panscan.quality.datasets.rows.Number`.
+
+    Raises:
+        json.JSONDecodeError: it is none.
+    """
+    return json.loads(text, parse_int=Number, parse_float=Number)
+
+
+class Pictures:
+    """Finds pictures by the names that rows have for them.
+
+    Args:
+        roots: folders that names are relative to, and that have the other folders; the first that has a picture counts.
+        folders: names of folders of pictures, which hold files of a row's last name.
+    """
+
+    def __init__(self, roots: Sequence[Path], folders: Sequence[str]) -> None:
+        self._places = [root / folder for root in roots for folder in folders]
+        self._places = [place for place in self._places if place.is_dir()]
+        self._roots = list(roots)
+
+    def find(self, name: Any) -> list[str]:
+        """The path of a picture in a list of its own, an empty list if there is none (or no name)."""
+        if not isinstance(name, str) or isinstance(name, Number) or not name.strip() or "\0" in name:
+            return []
+        last = PurePosixPath(name).name
+        for index, place in enumerate(self._places):
+            if is_file(place / last):
+                self._places.insert(0, self._places.pop(index))  # the others are there, too
+                return [str(self._places[0] / last)]
+        for root in self._roots:
+            if is_file(root / name):
+                return [str(root / name)]
+        return []
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a path that cannot be asked about names none."""
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file, a folder that may not be entered
+        return False
+
+
+Tags = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The pictures of row ``row`` (from 0) of a table ``file``: bytes that become files when they are asked about."""
+
+    file: str
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question.
+
+    Args:
+        id: its own within the dataset.
+        images: paths and URLs of its pictures, or where they are embedded.
+        question: as it is.
+        answers: accepted ones; none where they are not known. Of people who were all asked, one each, so with repeats.
+        tags: (name, value): ``type`` of the question, ``kind`` of the document; a name may have several values.
+    """
+
+    id: str
+    images: tuple[str, ...] | Embedded
+    question: str
+    answers: tuple[str, ...] = ()
+    tags: Tags = ()
+
+
+@dataclass(slots=True)
+class DatasetFacts:
+    """Where a run's questions came from and what became of them; kept in the run's header. Counts are of questions.
+
+    Args:
+        layout: its name in :data:`panscan.quality.datasets.LAYOUTS`.
+        split: such as "validation"; empty where a dataset has none.
+        questions: in its files.
+        used: different ones that the run asks.
+        without_image: left out, because a picture is missing or could not be read.
+        without_question: left out, because nothing is asked.
+        repeated_ids: kept under an id of their own, because another question had theirs before.
+        converted_answers: whose answers were numbers or nested lists, and were read as texts.
+        unscored: of the used ones, without accepted answers.
+        broken_text: left out, because the question has half a surrogate pair, which no tokenizer takes.
+        other_splits: that were there and not chosen, separated by ", ".
+        files_without_split: that were not read, because their names say no split and those of others do.
+    """
+
+    layout: str
+    split: str = ""
+    questions: int = 0
+    used: int = 0
+    without_image: int = 0
+    without_question: int = 0
+    repeated_ids: int = 0
+    converted_answers: int = 0
+    unscored: int = 0
+    broken_text: int = 0
+    other_splits: str = ""
+    files_without_split: int = 0
+
+    @property
+    def text(self) -> str:
+        """One line with every count that is not 0."""
+        left_out = self.without_image + self.without_question + self.broken_text
+        parts = [
+            f"{self.used:,} used",
+            *(
+                f"{count:,} {what}"
+                for count, what in (
+                    (self.questions - self.used - left_out, "not drawn"),
+                    (self.without_image, "without a readable image"),
+                    (self.without_question, "without a question"),
+                    (self.broken_text, "with half a surrogate pair, which is no text"),
+                    (self.unscored, "without answers (unscored)"),
+                    (self.repeated_ids, "with an id seen before (renamed)"),
+                    (self.converted_answers, "with answers that are no list of texts (read as texts)"),
+                )
+                if count > 0
+            ),
+        ]
+        if (files := self.files_without_split) > 0:
+            parts.append(f"{files:,} file{'' if files == 1 else 's'} of no split not read")
+        name = f"{self.layout}, {self.split}" if self.split else self.layout
+        return f"{name}, {self.questions:,} question{'' if self.questions == 1 else 's'}: {', '.join(parts)}"
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a dataset's files hold: usable rows in their order, and the count of all others.
+
+    Args:
+        facts: of which dataset, and what became of its rows so far.
+        metric: the dataset's own metric of quality.
+    """
+
+    facts: DatasetFacts
+    metric: str
+    rows: list[Row] = field(default_factory=list)
+    _ids: set[str] = field(default_factory=set)
+
+    def add(
+        self,
+        given: Any,
+        images: Sequence[str] | Embedded,
+        question: Any,
+        answers: Any,
+        tags: Iterable[tuple[str, Any]] = (),
+        *,
+        plain: bool = False,
+        people: bool = False,
+    ) -> None:
+        """Take a row, or count why not.
+
+        Args:
+            given: its id; None for the number of the row.
+            images: none where a picture is missing.
+            question: a text that is not blank, else it is missing. Half a surrogate pair, which JSON's escapes
+                can write, is none; ids, tags and answers with one are left out.
+            answers: see :func:`panscan.quality.datasets.rows.answer_texts`.
+            tags: values that are None or empty are left out; a list is several values.
+            plain: numbers and single texts are how this layout stores answers, so they are not counted.
+            people: one answer of each person who was asked, blank ones too.
+        """
+        facts = self.facts
+        number = facts.questions
+        facts.questions += 1
+        if not isinstance(question, str) or not question.strip():
+            facts.without_question += 1
+            return
+        if not isinstance(images, Embedded) and not images:
+            facts.without_image += 1
+            return
+        if not is_unicode(question):
+            facts.broken_text += 1
+            return
+        row_id = f"{number:05d}" if given is None or not is_unicode(str(given)) else str(given)
+        if row_id in self._ids:
+            facts.repeated_ids += 1
+            row_id = unique_id(row_id, self._ids)
+        self._ids.add(row_id)
+        texts, flat = answer_texts(answers, people=people)
+        facts.converted_answers += not flat and not plain
+        places = images if isinstance(images, Embedded) else tuple(images)
+        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
+
+
+def unique_id(wanted: str, taken: Collection[str]) -> str:
+    """``wanted#2``, or the next number that is free."""
+    number = 2
+    while f"{wanted}#{number}" in taken:
+        number += 1
+    return f"{wanted}#{number}"
+
+
+def counted(loaded: Loaded, used: Sequence[Row], unreadable: int) -> DatasetFacts:
+    """The facts of a workload that uses some of a dataset's rows; the pictures of ``unreadable`` others failed."""
+    return replace(
+        loaded.facts,
+        used=len(used),
+        without_image=loaded.facts.without_image + unreadable,
+        unscored=sum(not row.answers for row in used),
+    )
+
+
+def facts_of_header(header: Mapping[str, Any]) -> DatasetFacts | None:
+    """What a run's header says of its dataset; None where it had none, or another version kept something else."""
+    kept = header["settings"].get("dataset")
+    if not isinstance(kept, dict):
+        return None
+    known = {each.name: type(each.default) if each.name != "layout" else str for each in fields(DatasetFacts)}
+    found = {name: kept[name] for name, kind in known.items() if isinstance(kept.get(name), kind)}
+    return DatasetFacts(**found) if "layout" in found else None
+
+
+def _tags(pairs: Iterable[tuple[str, Any]]) -> Tags:
+    found = []
+    for name, value in pairs:
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [(name, str(each)) for each in values if each is not None and str(each).strip()]
+    found = [(name, text) for name, text in found if is_unicode(text)]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,95 @@
+"""Where a run took place: what a reader needs to believe or repeat its figures. Nothing that names the user."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import panscan
+from panscan.model.bundled import BUNDLED
+from panscan.records.store import Run
+
+__all__ = [
+    "bundled_weights",
+    "environment",
+    "has_random_weights",
+]
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "triton", "flash-attn", "kernels", "bitsandbytes",
+             "torchao", "torchvision", "numpy", "pillow", "vllm")  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, driver, library versions and panscan's own version and commit."""
+    from panscan.model.machine import cuda_version, gpu_facts, thread_count
+
+    memory = psutil.virtual_memory().total
+    return {
+        "panscan": panscan.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": thread_count(),
+        "memory_bytes": memory,
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "cuda": cuda_version(),
+        "gpus": gpu_facts(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout, with ``+`` if it has changes; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def bundled_weights(run: Run) -> dict[str, str | None]:
+    """The fingerprints of the bundled models that a run's cells name; None in runs older than fingerprints."""
+    kept = run.header["environment"].get("bundled")
+    known = kept if isinstance(kept, dict) else {}
+    used = {_model(settings) for settings in run.cells.values()}
+    return {name: known.get(name) for name in BUNDLED if name in used}
+
+
+def has_random_weights(cells: Iterable[Mapping[str, Any]], weights: Mapping[str, str | None]) -> bool:
+    """Whether no cell's weights were trained: those of ``mini`` were random as long as runs kept no fingerprint."""
+    random = {None, "tiny", *(["mini"] if weights.get("mini") is None else [])}
+    return all(_model(settings) in random for settings in cells)
+
+
+def _model(settings: Mapping[str, Any]) -> str | None:
+    """The checkpoint of a cell, by name; None where its weights are drawn for the run."""
+    return None if settings.get("random_weights") else str(settings.get("model", "unknown"))

@@ -1,0 +1,378 @@
+"""Metrics of measured requests, derived from their records' time stamps and counts and from nothing else.
+
+Percentiles are ``numpy.percentile``'s; times in records are seconds, and milliseconds in names that end with ``_ms``.
+
+Several replicas start a repeat together but end it one by one. Throughput counts what they did while all of them
+worked: in the common window, from the latest start to the earliest end. A batch that reaches over the window's edge
+counts by the fraction of its time that lies inside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from panscan.core import RecordsError, Stamps
+from panscan.records.intervals import Interval, cluster_intervals, ratio_interval
+from panscan.records.store import Run
+
+__all__ = [
+    "COLUMNS",
+    "INTERVALS",
+    "LAUNCHER",
+    "LEAST_SAMPLES",
+    "STAGES",
+    "Batch",
+    "CellMetrics",
+    "ReplicaShare",
+    "RequestMetrics",
+    "batches_of",
+    "cell_metrics",
+    "replica_shares",
+    "window_seconds",
+]
+
+_Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of a repeat.
+
+    Args:
+        key: (replica, batch) in the records; None where every request of the replica failed.
+        requests: that came to their end.
+        tokens: of these requests.
+        latency: seconds from accepted to the last token of any request; None where tokens were not stamped.
+        share: seconds from the end of the batch before to its own; a replica's shares add up to its wall time.
+        inside: the fraction of the share that lies in the repeat's window.
+        replica: whose batch it is.
+        replicas: how many ran this repeat.
+    """
+
+    key: tuple[int, int] | None
+    requests: int
+    tokens: int
+    latency: float | None
+    share: float
+    inside: float = 1.0
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def requests_inside(self) -> float:
+        return self.requests * self.inside
+
+    @property
+    def tokens_inside(self) -> float:
+        return self.tokens * self.inside
+
+    @property
+    def seconds_inside(self) -> float:
+        """Its part of the window: these add up to the window over all batches of all replicas."""
+        return self.share * self.inside / self.replicas
+
+
+def window_seconds(repeat: _Record) -> float:
+    """How long a repeat's window is; 0 where a replica ended before another had started."""
+    seconds: float = repeat["ended"] - repeat["started"]
+    return max(seconds, 0.0) if repeat.get("replicas") else seconds
+
+
+def batches_of(repeat: _Record, records: Sequence[_Record]) -> list[Batch]:
+    """The batches of a ``repeat`` record and its ``request`` records, by when they ended, replica by replica.
+
+    Requests that failed are left out.
+    """
+    replicas = repeat.get("replicas")
+    if not replicas:
+        return [batch for _, _, batch in _timed(repeat, records)]
+    found = []
+    for each in replicas:
+        number = each["replica"]
+        for at, until, batch in _timed(each, [record for record in records if record.get("replica", 0) == number]):
+            inside = _inside(at, until, repeat["started"], repeat["ended"])
+            found.append(replace(batch, inside=inside, replica=number, replicas=len(replicas)))
+    return found
+
+
+def _inside(at: float, until: float, opens: float, closes: float) -> float:
+    """The fraction of ``[at, until]`` that lies in the window; all or nothing for a batch that took no time."""
+    if until <= at:
+        return float(opens <= until <= closes)
+    return max(0.0, min(until, closes) - max(at, opens)) / (until - at)
+
+
+def _timed(process: _Record, records: Sequence[_Record]) -> list[tuple[float, float, Batch]]:
+    """Each batch of one process that ``started`` and ``ended``, with when the one before it ended and when it did."""
+    groups: dict[tuple[int, int], list[_Record]] = defaultdict(list)
+    for record in records:
+        if record["error"] is None:
+            groups[record.get("replica", 0), record["batch"]].append(record)
+    ends = []
+    for key, group in groups.items():
+        seen = all(record["stamps"]["tokens"] for record in group)
+        last = max(record["stamps"]["tokens"][-1] for record in group) if seen else process["ended"]
+        ends.append((last, seen, key, group))
+    at, ended = process["started"], process["ended"]
+    if not ends:  # every request failed: the time passed all the same
+        return [(at, ended, Batch(None, 0, 0, None, ended - at))]
+    ends.sort(key=lambda batch: batch[0])
+    found = []
+    for index, (last, seen, key, group) in enumerate(ends, 1):
+        until = last if index < len(ends) else ended
+        latency = last - min(record["stamps"]["accepted"] for record in group) if seen else None
+        tokens = sum(record["output_tokens"] for record in group)
+        found.append((at, until, Batch(key, len(group), tokens, latency, until - at)))
+        at = until
+    return found
+
+
+STAGES = ("load", "preprocess", "queue", "vision", "prefill", "decode")
+_PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
+LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
+"""Fewer samples do not certify a percentile with 99% confidence (MLPerf's early-stopping rule)."""
+
+LAUNCHER = ("latency_p50_ms", "latency_p95_ms", "throughput_req_s", "tokens_per_s_mean")
+_TOTALS = ("measured_repeats", "measured_batches", "completed", "failed", "duration")
+_TOKENS = ("total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput")
+_TIMES = ("ttft", "tpot", "itl", "e2el")
+_COUNTED = ("views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
+_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
+COLUMNS = (
+    *LAUNCHER,
+    *_TOTALS,
+    *_TOKENS,
+    *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in ("mean", *_PERCENTILES)),
+    *(f"mean_{stage}_ms" for stage in STAGES),
+    *(f"mean_{name}" for name in _COUNTED),
+    *_PEAKS,
+)
+_BOUNDED = ("mean", "median", "p95")
+_BOUNDED_TIMES = ("ttft", "tpot", "e2el")
+INTERVALS = (
+    "request_throughput",
+    "output_throughput",
+    *(f"{statistic}_{time}_ms" for time in _BOUNDED_TIMES for statistic in _BOUNDED),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds.
+
+    The stages add up to ``e2e``. ``queue`` is the wait for an engine's first step, ``vision`` the time in the vision
+    tower, ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its
+    time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e,
+    prefill or decode.
+    """
+
+    output_tokens: int
+    ttft: float | None
+    e2e: float | None
+    tpot: float | None
+    itl: tuple[float, ...]
+    load: float | None
+    preprocess: float | None
+    queue: float | None
+    vision: float | None
+    prefill: float | None
+    decode: float | None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RequestMetrics:
+        """Of a ``request`` record.
+
+        Raises:
+            RecordsError: there are token stamps, but not one for each output token.
+        """
+        stamps, count = record["stamps"], record["output_tokens"]
+        tokens: list[float] = stamps["tokens"]
+        if tokens and len(tokens) != count:
+            raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
+        seen = Stamps(**stamps)
+        stages = seen.stages()
+        decode = stages["decode"]
+        return cls(
+            output_tokens=count,
+            ttft=seen.ttft,
+            e2e=seen.e2e,
+            tpot=decode / (count - 1) if decode is not None and count >= 2 else None,
+            itl=tuple(later - earlier for earlier, later in pairwise(tokens)),
+            **stages,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CellMetrics:
+    """Metrics of a cell over its complete repeats. Requests that failed are counted, and in no other number.
+
+    Args:
+        cell: its id.
+        values: every name of :data:`COLUMNS`, None where nothing was measured. ``duration`` and the throughputs are in
+            seconds; ``latency_*`` and ``tokens_per_s_mean`` are of batches, from accepted to the last token of any
+            of its requests. Stage means are over all requests (one without a stage spent no time in it) and add up to
+            ``mean_e2el_ms``. Peaks are the highest of the repeats.
+        intervals: (low, high) with 95% confidence by names of :data:`INTERVALS`; absent below two batches.
+        uncertified: percentiles of too few samples.
+    """
+
+    cell: str
+    values: Mapping[str, float | None]
+    intervals: Mapping[str, Interval]
+    uncertified: tuple[str, ...]
+
+
+def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> CellMetrics | None:
+    """Metrics of one cell; None if no request of a complete repeat of it succeeded.
+
+    Raises:
+        RecordsError: the run has no such cell, or its stamps contradict its counts.
+    """
+    if cell_id not in run.cells:
+        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
+    keys = sorted(key for key in run.repeats if key[0] == cell_id)
+    requests = [record for key in keys for record in run.requests[key]]
+    done = [record for record in requests if record["error"] is None]
+    if not done:
+        return None
+    single = [RequestMetrics.from_record(record) for record in done]
+    batches = [batch for key in keys for batch in batches_of(run.repeats[key], run.requests[key])]
+    duration = sum(window_seconds(run.repeats[key]) for key in keys)
+    values: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    values |= {
+        "measured_repeats": len(keys),
+        "measured_batches": sum(batch.requests > 0 for batch in batches),
+        "failed": len(requests) - len(done),
+    }
+    values |= _throughputs(done, batches, duration) | _means(done, single)
+    values |= {name: max(_known(run.repeats[key][name] for key in keys), default=None) for name in _PEAKS}
+    uncertified = _batch_latencies(values, batches)
+    samples = _samples(done, single)
+    for time, sample in samples.items():
+        uncertified += _distribution(values, time, [seconds for seconds, _ in sample])
+    return CellMetrics(cell_id, values, _intervals(batches, samples, seed), tuple(uncertified))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShare:
+    """What one of several replicas contributed to a cell, over its complete repeats.
+
+    Args:
+        replica: its number.
+        device: where it ran.
+        request_throughput: requests per second inside of the common windows; None if these are empty.
+        share: of the sum over replicas, 0 to 1; None if that is 0 or unknown.
+    """
+
+    replica: int
+    device: str
+    request_throughput: float | None
+    share: float | None
+
+
+def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
+    """Each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
+    repeats = [(record, run.requests[key]) for key, record in sorted(run.repeats.items()) if key[0] == cell_id]
+    repeats = [(record, requests) for record, requests in repeats if record.get("replicas")]
+    seconds = sum(window_seconds(record) for record, _ in repeats)
+    devices = {each["replica"]: each["device"] for record, _ in repeats for each in record["replicas"]}
+    work = dict.fromkeys(devices, 0.0)
+    for record, requests in repeats:
+        for batch in batches_of(record, requests):
+            work[batch.replica] += batch.requests_inside
+    total = sum(work.values())
+    return [
+        ReplicaShare(replica, device, _ratio(work[replica], seconds), _ratio(work[replica], total))
+        for replica, device in sorted(devices.items())
+    ]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _throughputs(
+    done: Sequence[Mapping[str, Any]], batches: Sequence[Batch], duration: float
+) -> dict[str, float | None]:
+    requests_per_second = _ratio(sum(batch.requests_inside for batch in batches), duration)
+    return {
+        "throughput_req_s": requests_per_second,
+        "completed": len(done),
+        "duration": duration,
+        "total_input_tokens": sum(record["prompt_tokens"] for record in done),
+        "total_output_tokens": sum(record["output_tokens"] for record in done),
+        "request_throughput": requests_per_second,
+        "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
+    }
+
+
+def _means(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, float | None]:
+    means: dict[str, float | None] = {
+        f"mean_{name}": float(np.mean([record[name] for record in done])) for name in _COUNTED
+    }
+    for stage in STAGES:
+        times = _known(getattr(one, stage) for one in single)
+        means[f"mean_{stage}_ms"] = sum(times) / len(single) * 1e3 if times else None
+    return means
+
+
+def _batch_latencies(values: dict[str, float | None], batches: Sequence[Batch]) -> list[str]:
+    """Fill the launcher's columns; returns those of too few samples."""
+    latencies = _known(batch.latency for batch in batches)
+    rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
+    values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
+    for percent in (50, 95) if latencies else ():
+        values[f"latency_p{percent}_ms"] = float(np.percentile(latencies, percent)) * 1e3
+    return [f"latency_p{percent}_ms" for percent in (50, 95) if 0 < len(latencies) < LEAST_SAMPLES[percent]]
+
+
+def _distribution(values: dict[str, float | None], time: str, seconds: Sequence[float]) -> list[str]:
+    """Fill mean and percentiles, in milliseconds; returns the names of those of too few samples."""
+    if not seconds:
+        return []
+    values[f"mean_{time}_ms"] = float(np.mean(seconds)) * 1e3
+    points = np.percentile(seconds, list(_PERCENTILES.values())) * 1e3
+    for name, point in zip(_PERCENTILES, points, strict=True):
+        values[f"{name}_{time}_ms"] = float(point)
+    return [f"{name}_{time}_ms" for name, q in _PERCENTILES.items() if len(seconds) < LEAST_SAMPLES[q]]
+
+
+_Sample = Sequence[tuple[float, tuple[int, int]]]
+"""Seconds, and the (repeat, batch) they come from."""
+
+
+def _samples(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, _Sample]:
+    found: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in _TIMES}
+    for record, one in zip(done, single, strict=True):
+        batch = record["repeat"], record["batch"]
+        for time, seconds in (("ttft", one.ttft), ("tpot", one.tpot), ("e2el", one.e2e)):
+            if seconds is not None:
+                found[time].append((seconds, batch))
+        found["itl"] += [(gap, batch) for gap in one.itl]
+    return dict(found)
+
+
+def _intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
+    intervals = {}
+    counted = [batch for batch in batches if batch.inside > 0]
+    seconds = [batch.seconds_inside for batch in counted]
+    for name in ("request", "output"):
+        parts = [batch.requests_inside if name == "request" else batch.tokens_inside for batch in counted]
+        throughput = ratio_interval(parts, seconds, seed)
+        if throughput is not None:
+            intervals[f"{name}_throughput"] = throughput
+    for time in _BOUNDED_TIMES:
+        milliseconds = [seconds * 1e3 for seconds, _ in samples[time]]
+        found = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95), seed)
+        intervals |= {f"{name}_{time}_ms": each for name, each in zip(_BOUNDED, found or (), strict=False)}
+    return intervals

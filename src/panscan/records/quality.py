@@ -1,0 +1,134 @@
+"""The quality axis: how right a cell's answers are by one metric, with intervals, and paired with another cell's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from panscan.core import SettingError
+from panscan.records.intervals import cluster_intervals, wilson_interval
+from panscan.records.schema import EXACT_MATCH, METRICS
+from panscan.records.store import Record, Run
+from panscan.settings import nearest
+
+__all__ = [
+    "Quality",
+    "empty_answers",
+    "metric_of",
+    "metric_title",
+    "metrics_in",
+    "quality_of",
+    "question_of",
+    "with_metric",
+]
+
+_POINT = 1e-9  # an interval that is only as wide as rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A metric's mean over requests with a score, 0 to 1, and its 95% interval.
+
+    ``questions`` counts different questions; repeats of one are not more evidence about others.
+    """
+
+    mean: float
+    low: float
+    high: float
+    questions: int
+
+
+def metric_of(run: Run) -> str:
+    """The metric that is a run's quality: what its header names; exact match in runs from before there were others."""
+    name = run.header["settings"].get("quality_metric")
+    return name if name in METRICS else EXACT_MATCH
+
+
+def metric_title(run: Run) -> str:
+    """What people call the metric of :func:`metric_of`."""
+    return METRICS[metric_of(run)]
+
+
+def metrics_in(run: Run) -> list[str]:
+    """The metrics that any request of a run has a score of, in the order of :data:`panscan.records.schema.METRICS`."""
+    found = {name for records in run.requests.values() for record in records for name in _scores_of(record)}
+    return [name for name in METRICS if name in found]
+
+
+def with_metric(run: Run, name: str | None) -> Run:
+    """The same run with another metric as its quality; as it is for None.
+
+    Raises:
+        SettingError: no such metric, or the run's answers were not scored by it.
+    """
+    if name is None:
+        return run
+    if name not in METRICS:
+        raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {name!r}{nearest(name, METRICS)}")
+    known = metrics_in(run)
+    if name not in known:
+        has = f"its answers have {', '.join(known)}" if known else "its dataset has no answers"
+        raise SettingError(f"--quality-metric {name}: not in {run.path}: {has}")
+    header = run.header | {"settings": run.header["settings"] | {"quality_metric": name}}
+    return replace(run, header=header)
+
+
+def empty_answers(run: Run, cell: str) -> int:
+    """Requests of a cell whose answer was empty, which counts as wrong."""
+    return sum(record.get("empty", False) for record in _answered(run, cell))
+
+
+def quality_of(
+    run: Run, cell: str, *, metric: str | None = None, among: Callable[[Record], bool] | None = None, seed: int = 0
+) -> Quality | None:
+    """A metric of a cell's answers over its complete repeats; None without scores.
+
+    A request that failed after others of its cell were scored has no score. The interval is a bootstrap that draws
+    whole questions (a question's repeats share its fate), or Wilson's over questions where all of them score the same,
+    which a bootstrap would take for certainty.
+
+    Args:
+        run: with the answers' scores.
+        cell: its id.
+        metric: its name; None for the run's own (:func:`metric_of`).
+        among: which requests count; None for all.
+        seed: of the bootstrap.
+    """
+    scores = scores_of_cell(run, cell, metric or metric_of(run), among)
+    if not scores:
+        return None
+    values = [score for _, _, score in scores]
+    questions = [question for question, _, _ in scores]
+    mean = sum(values) / len(values)
+    count = len(set(questions))
+    [(low, high)] = cluster_intervals(values, questions, (), seed) or [(mean, mean)]
+    if high - low < _POINT:
+        low, high = wilson_interval(mean, count)
+    return Quality(mean, low, high, count)
+
+
+_Score = tuple[tuple[Any, ...], tuple[Any, ...], float]
+"""(question, what tells its requests apart, score)."""
+
+
+def scores_of_cell(run: Run, cell: str, metric: str, among: Callable[[Record], bool] | None = None) -> list[_Score]:
+    return [
+        (question_of(record), (record["repeat"], record["request"], record.get("replica", 0)), score)
+        for record in _answered(run, cell)
+        if (score := _scores_of(record).get(metric)) is not None and (among is None or among(record))
+    ]
+
+
+def _answered(run: Run, cell: str) -> Sequence[Record]:
+    groups = (records for key, records in run.requests.items() if key[0] == cell)
+    return [record for records in groups for record in records if record["error"] is None]
+
+
+def _scores_of(record: Mapping[str, Any]) -> Mapping[str, float]:
+    return record.get("scores") or {}
+
+
+def question_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same documents and prompt are one question, whatever the request is called."""
+    return (*record["image_sha256"], record["prompt_sha256"])

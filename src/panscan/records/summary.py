@@ -1,0 +1,92 @@
+"""``summary.csv``: one tidy row per cell, for spreadsheets and data frames."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from panscan.records.metrics import COLUMNS, INTERVALS, CellMetrics, cell_metrics
+from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
+from panscan.records.schema import EXACT_MATCH
+from panscan.records.store import Run, outcome_of, write_atomically
+from panscan.records.verdict import verdict_of
+
+__all__ = ["summary_columns", "write_summary"]
+
+
+def summary_columns(run: Run) -> list[str]:
+    """The columns of the summary, in order: see :func:`write_summary`."""
+    settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell))
+    measured = []
+    for name in COLUMNS:
+        measured += [name, f"{name}_low", f"{name}_high"] if name in INTERVALS else [name]
+    scores = [f"{name}{bound}" for name in _metrics(run) for bound in ("", "_low", "_high")]
+    counts = ["quality_metric", "empty_answers"] if metrics_in(run) else []
+    answers = ["verdict", "verdict_ratio", *scores, *counts]
+    return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified"]
+
+
+def write_summary(run: Run, path: Path) -> None:
+    """Write the summary of a run as UTF-8 CSV; an older one is replaced in one step.
+
+    One row per cell in the order of the run, also of cells that were skipped or failed. Columns, in this order:
+
+    - ``cell``: its id; then every setting of any cell, in order of first mention (``true``/``false``, lists as JSON);
+    - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
+    - ``verdict`` and ``verdict_ratio`` (how many times the rounding noise); ``exact_match`` of the dataset's answers,
+      with its 95% interval in ``exact_match_low`` and ``exact_match_high``; the same of every other metric that the
+      run's answers have (:data:`panscan.records.schema.METRICS`), then ``quality_metric``, the one that is this run's
+      quality, and ``empty_answers``;
+    - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
+      ``tokens_per_s_mean``;
+    - every other name of :data:`panscan.records.metrics.COLUMNS`; those with a 95% interval
+      (:data:`panscan.records.metrics.INTERVALS`) are followed by ``_low`` and ``_high``;
+    - ``uncertified``: names of the percentiles of too few samples, separated by spaces.
+
+    A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
+
+    Raises:
+        RecordsError: the file could not be written, or a cell's stamps contradict its counts.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, summary_columns(run), restval="", lineterminator="\n")
+    writer.writeheader()
+    for cell, settings in run.cells.items():
+        outcome, reason = outcome_of(run, cell)
+        row = {name: _text(value) for name, value in settings.items()}
+        row |= {"cell": cell, "outcome": outcome, "reason": reason}
+        writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
+    write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def _metrics(run: Run) -> list[str]:
+    return list(dict.fromkeys((EXACT_MATCH, *metrics_in(run))))
+
+
+def _answers(run: Run, cell: str) -> dict[str, str]:
+    verdict = verdict_of(run, cell)
+    row = {"verdict": _text(verdict.word), "verdict_ratio": _text(verdict.ratio)}
+    for name in _metrics(run):
+        quality = quality_of(run, cell, metric=name)
+        if quality is not None:
+            row |= {name: _text(quality.mean), f"{name}_low": _text(quality.low), f"{name}_high": _text(quality.high)}
+            row |= {"quality_metric": metric_of(run), "empty_answers": _text(empty_answers(run, cell))}
+    return row
+
+
+def _measured(metrics: CellMetrics | None) -> dict[str, str]:
+    if metrics is None:
+        return {}
+    row = {name: _text(value) for name, value in metrics.values.items()}
+    for name, (low, high) in metrics.intervals.items():
+        row |= {f"{name}_low": _text(low), f"{name}_high": _text(high)}
+    return row | {"uncertified": " ".join(metrics.uncertified)}
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value)

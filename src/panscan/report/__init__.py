@@ -1,0 +1,89 @@
+"""A run as one HTML page, as markdown or as pictures; made from its records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from panscan.core import RecordsError
+from panscan.records.store import Run, write_atomically
+
+__all__ = ["GALLERY_NAME", "HTML_NAME", "markdown", "write_gallery", "write_markdown", "write_pictures", "write_report"]
+
+HTML_NAME = "report.html"
+GALLERY_NAME = "gallery.html"
+
+
+def write_report(run: Run, path: Path) -> None:
+    """Write a run's report as one HTML file that needs no network; an older one is replaced in one step.
+
+    Raises:
+        RecordsError: the file could not be written, or a cell's stamps contradict its counts.
+    """
+    from panscan.report.html import render_html
+    from panscan.report.report_data import facts_of
+
+    write_atomically(path, render_html(facts_of(run)).encode())
+
+
+def write_gallery(run: Run, path: Path) -> None:
+    """Write every question of a run with its picture and each cell's answer as one HTML file.
+
+    Pictures are read again, from where the run found them.
+
+    Raises:
+        RecordsError: the file could not be written, or the run holds no answers.
+    """
+    from panscan.report.gallery import render_gallery
+
+    write_atomically(path, render_gallery(run).encode())
+
+
+def markdown(run: Run) -> str:
+    """A run's report as GitHub-flavoured markdown, for an issue tracker.
+
+    Raises:
+        RecordsError: a cell's stamps contradict its counts.
+    """
+    from panscan.report.markdown import render_markdown
+    from panscan.report.report_data import facts_of
+
+    return render_markdown(facts_of(run))
+
+
+def write_markdown(run: Run, path: Path) -> None:
+    """Write :func:`markdown` as a file; an older one is replaced in one step.
+
+    Raises:
+        RecordsError: the file could not be written, or a cell's stamps contradict its counts.
+    """
+    write_atomically(path, markdown(run).encode())
+
+
+def write_pictures(run: Run, directory: Path) -> list[Path]:
+    """Write the curves of a run as ``report-*.png``; returns the files.
+
+    Raises:
+        RecordsError: a file could not be written, nothing was measured that a picture could show, or a cell's stamps
+            contradict its counts.
+    """
+    written = []
+    for name, data in _pictures(run):
+        path = directory / f"report-{name}.png"
+        write_atomically(path, data)
+        written.append(path)
+    if not written:
+        raise RecordsError(f"{run.path}: fewer than two cells were measured, so there is no curve to draw")
+    return written
+
+
+def _pictures(run: Run) -> Iterator[tuple[str, bytes]]:
+    from panscan.report.draw import png
+    from panscan.report.report_data import facts_of
+
+    facts = facts_of(run)
+    for comparison in (*facts.comparisons, facts.latency):
+        for panel in comparison.panels:
+            yield panel.name, png(panel, comparison.legend)
+    if facts.front is not None:
+        yield "front", png(facts.front)

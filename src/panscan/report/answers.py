@@ -1,0 +1,183 @@
+"""Quality by what a question is about and what its picture looks like: type, kind of document, aspect ratio. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from panscan.analysis.cells import Row
+from panscan.analysis.significance import losses
+from panscan.records.quality import Quality, empty_answers, metric_of, metrics_in, quality_of, question_of
+from panscan.records.schema import METRICS
+from panscan.records.store import Record, Run
+from panscan.report.formatting import clean, percent
+
+__all__ = [
+    "SHAPES",
+    "Answers",
+    "Breakdown",
+    "CellAnswers",
+    "Groups",
+    "answers_of",
+    "breakdowns",
+    "quality_text",
+    "shape_of",
+]
+
+MOST_GROUPS = 12
+"""The largest groups of a breakdown; more would not fit a page."""
+_STEPS = (1.2, 2.0, 3.0)
+"""Ends of the classes of longer over shorter side. Up to 1.2 Gemma 3's processor takes no crops."""
+_RANGES = ("1.2–2", "2–3", "over 3")
+SHAPES = (
+    *(f"tall {each}" for each in reversed(_RANGES)), "square", *(f"wide {each}" for each in _RANGES), "several images",
+)  # fmt: skip
+"""Classes of pictures, from tall to wide; a question about several pictures is in a class of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """One way to group questions.
+
+    Args:
+        name: "question type", "kind of document" or "aspect ratio".
+        groups: (name, questions) of each group that any cell has scores of.
+        left_out: smaller groups that are not shown.
+        cells: the quality in each group, in the order of ``groups``, by cell id; None where a cell has no score in one.
+    """
+
+    name: str
+    groups: tuple[tuple[str, int], ...]
+    left_out: int
+    cells: Mapping[str, tuple[Quality | None, ...]]
+
+
+def breakdowns(run: Run, cells: Sequence[str]) -> list[Breakdown]:
+    """Every way of grouping that tells questions apart, by the run's metric of quality."""
+    ways: tuple[tuple[str, Callable[[Record], Sequence[str]]], ...] = (
+        ("question type", lambda record: _tags(record, "type")),
+        ("kind of document", lambda record: _tags(record, "kind")),
+        ("aspect ratio", lambda record: [shape] if (shape := shape_of(record)) else []),
+    )
+    found = (_breakdown(run, cells, name, groups_of) for name, groups_of in ways)
+    return [each for each in found if len(each.groups) > 1]
+
+
+def shape_of(record: Record) -> str | None:
+    """One of :data:`SHAPES`; None where no size was kept."""
+    sizes = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    if len(sizes) != 1:
+        return SHAPES[-1] if sizes else None
+    [(width, height)] = sizes
+    ratio = max(width, height) / min(width, height)
+    if ratio < _STEPS[0]:
+        return "square"
+    return f"{'wide' if width > height else 'tall'} {_RANGES[sum(ratio >= step for step in _STEPS[1:])]}"
+
+
+def _tags(record: Record, name: str) -> Sequence[str]:
+    tags = record.get("tags")
+    values = tags.get(name) if isinstance(tags, dict) else None
+    return [str(value) for value in values] if isinstance(values, list) else []
+
+
+def _breakdown(run: Run, cells: Sequence[str], name: str, groups_of: Callable[[Record], Sequence[str]]) -> Breakdown:
+    questions: dict[str, set[object]] = defaultdict(set)
+    for key, records in run.requests.items():
+        for record in records if key[0] in cells else ():
+            if record["error"] is None and record.get("scores"):
+                for group in groups_of(record):
+                    questions[group].add(question_of(record))
+    largest = sorted(questions, key=lambda group: (-len(questions[group]), group))[:MOST_GROUPS]
+    order = [shape for shape in SHAPES if shape in largest] if set(largest) <= set(SHAPES) else largest
+
+    def within(cell: str, group: str) -> Quality | None:
+        return quality_of(run, cell, among=lambda record: group in groups_of(record))
+
+    by_group = [[within(cell, group) for cell in cells] for group in order]  # cells of a group share their draws
+    return Breakdown(
+        name,
+        tuple((group, len(questions[group])) for group in order),
+        len(questions) - len(order),
+        {cell: tuple(column[at] for column in by_group) for at, cell in enumerate(cells)},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CellAnswers:
+    """A cell's answers: ``scores`` in the order of :attr:`Answers.metrics`, and words on it against the baseline.
+
+    ``empty`` is None in runs of versions that did not count them.
+    """
+
+    number: int
+    scores: tuple[Quality | None, ...]
+    empty: int | None
+    word: str
+    against: str
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A breakdown: headings with the number of questions, and the quality of each cell by its number."""
+
+    name: str
+    headings: tuple[str, ...]
+    left_out: int
+    rows: tuple[tuple[int, tuple[Quality | None, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Answers of a run.
+
+    Args:
+        metrics: titles of all metrics, that of the run's quality first.
+        baseline: number of the cell that others are compared with; None where there is only one.
+        cells: those with scores.
+        groups: breakdowns by the run's metric of quality.
+    """
+
+    metrics: tuple[str, ...]
+    baseline: int | None
+    cells: tuple[CellAnswers, ...]
+    groups: tuple[Groups, ...]
+
+
+def answers_of(run: Run, rows: Sequence[Row], numbers: Mapping[str, int]) -> Answers | None:
+    """The answers of the measured cells, whose numbers are given by id; None for a run without scores."""
+    names = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
+    scores = {row.cell: tuple(quality_of(run, row.cell, metric=name) for name in names) for row in rows}
+    scored = [row for row in rows if any(scores[row.cell])]
+    if not scored:
+        return None
+    views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in scored}
+    compared = losses(run, [row.cell for row in scored], views.__getitem__)
+    baseline, others = compared if compared is not None else (None, [])
+    words = {each.cell: (each.word, each.text) for each in others}
+    counted = "quality_metric" in run.header["settings"]
+    empty = {row.cell: empty_answers(run, row.cell) if counted else None for row in scored}
+    cells = tuple(
+        CellAnswers(numbers[row.cell], scores[row.cell], empty[row.cell], *words.get(row.cell, ("", "")))
+        for row in scored
+    )
+    return Answers(
+        tuple(METRICS[name] for name in names),
+        None if baseline is None else numbers[baseline],
+        cells,
+        tuple(_groups(each, numbers) for each in breakdowns(run, [row.cell for row in scored])),
+    )
+
+
+def _groups(found: Breakdown, numbers: Mapping[str, int]) -> Groups:
+    headings = tuple(f"{clean(name)} ({count:,})" for name, count in found.groups)
+    rows = tuple((numbers[cell], qualities) for cell, qualities in found.cells.items())
+    return Groups(found.name, headings, found.left_out, rows)
+
+
+def quality_text(quality: Quality | None) -> str:
+    """``71.2% (68.9%–73.4%)``, or a dash."""
+    if quality is None:
+        return "-"
+    return f"{percent(quality.mean)} ({percent(quality.low)}–{percent(quality.high)})"

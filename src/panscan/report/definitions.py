@@ -1,0 +1,232 @@
+"""What stands behind a report's figures: hardware and versions, the truth, definitions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from panscan.analysis import significance
+from panscan.analysis.cells import number_text
+from panscan.quality import scores
+from panscan.records import verdict
+from panscan.records.environment import bundled_weights, has_random_weights
+from panscan.records.metrics import LEAST_SAMPLES
+from panscan.records.store import Run
+from panscan.report.formatting import clean
+
+__all__ = ["Truth", "definitions", "environment", "machine", "model_names", "random_note", "truths"]
+
+_WORDS = {
+    "panscan": "panscan",
+    "commit": "commit",
+    "python": "Python",
+    "platform": "system",
+    "cpu": "CPU",
+    "cpu_count": "logical CPUs",
+    "torch_threads": "PyTorch threads",
+    "memory_bytes": "memory",
+    "packages": "packages",
+    "bundled": "bundled weights",
+    "cuda": "CUDA",
+    "gpus": "GPUs",
+}
+
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"))
+_RATES = ((1e12, "T"), (1e9, "G"))
+
+
+def model_names(run: Run) -> list[str]:
+    """The models of a run's cells, each once."""
+    return list(dict.fromkeys(_model(settings) for settings in run.cells.values()))
+
+
+def _model(settings: Mapping[str, Any]) -> str:
+    if settings.get("random_weights"):
+        return clean(f"{settings.get('model_shape')} shape, random weights")
+    return clean(settings.get("model", "unknown model"))
+
+
+def random_note(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:
+    """What to expect of a model that was never trained; nothing where any of these cells' was."""
+    if cells and has_random_weights(cells, bundled_weights(run)):
+        return "These weights are random: times are real, answers are noise."
+    return ""
+
+
+def machine(run: Run) -> str:
+    """The hardware in a few words."""
+    kept = run.header["environment"]
+    names = [str(gpu.get("name")) for gpu in _dicts(kept.get("gpus"))]
+    if names:
+        return clean(", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
+    return clean(kept.get("cpu") or "unknown hardware")
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """Everything that the run kept of where it took place, as (name, text)."""
+    found = [
+        (_WORDS.get(name, clean(name)), clean(_environment_text(name, value)))
+        for name, value in run.header["environment"].items()
+        if value not in (None, [], {})
+    ]
+    loads = {id(load): load for load in run.loads.values()}
+    return [*found, *map(_load_text, loads.values())]
+
+
+def _load_text(load: Mapping[str, Any]) -> tuple[str, str]:
+    parts = [f"{_scaled(load['weight_bytes'], _BYTES)} of weights, loaded in {number_text(load['seconds'])} s"]
+    if load["flops_per_s"]:
+        parts.append(f"{_scaled(load['flops_per_s'], _RATES)}FLOP/s in a large product")
+    if load["bytes_per_s"]:
+        parts.append(f"{_scaled(load['bytes_per_s'], _RATES)}B/s in a large copy")
+    return f"loaded on {clean(load['device'])}, {clean(load['dtype'])}", ", ".join(parts)
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Three digits, in the largest unit that the value reaches; else in the smallest."""
+    size, unit = next((each for each in units if value >= each[0]), units[-1])
+    return f"{number_text(value / size)} {unit}"
+
+
+def _environment_text(name: str, value: Any) -> str:
+    if name == "memory_bytes" and isinstance(value, int):
+        return _scaled(value, _BYTES)
+    if name in ("packages", "bundled") and isinstance(value, dict):
+        return ", ".join(f"{package} {version}" for package, version in value.items())
+    if name == "gpus":
+        return "; ".join(
+            f"{gpu.get('name')}, {_scaled(gpu.get('memory_bytes', 0), _BYTES)}, driver {gpu.get('driver')}"
+            for gpu in _dicts(value)
+        )
+    return str(value)
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The reference that cells were compared with. ``seconds`` of making it and of comparing are apart from all times
+    above."""
+
+    model: str
+    origin: str
+    requests: int
+    tokens: int
+    image_positions: int
+    seconds: float
+    cells: int
+    compared_seconds: float
+
+
+def truths(run: Run) -> list[Truth]:
+    """Every truth of a run, with the time that comparing cells with it took."""
+    found = []
+    for name, record in run.truths.items():
+        compared = [each for each in run.verdicts.values() if each["truth"] == name]
+        computed = record["source"] == "computed"
+        origin = "computed in this run" if computed else f"brought with --reference: {clean(record['file'])}"
+        found.append(
+            Truth(
+                clean(record["model"]),
+                origin,
+                record["requests"],
+                record["tokens"],
+                record["image_positions"],
+                record["seconds"],
+                len(compared),
+                sum(each["seconds"] for each in compared),
+            )
+        )
+    return found
+
+
+def definitions() -> list[tuple[str, str]]:
+    """The terms of the report, as (term, meaning); limits come from the code that applies them."""
+    return [*_about_speed(), *_about_answers(), *_about_quality()]
+
+
+def _about_speed() -> list[tuple[str, str]]:
+    samples = ", ".join(f"{least} for p{percent}" for percent, least in LEAST_SAMPLES.items())
+    return [
+        ("Accepted", "when the engine or server takes the request; for generate(), when its batch starts."),
+        ("TTFT", "time to first token: from accepted to the first output token. The table has the median."),
+        ("E2E", "from accepted to the last output token."),
+        ("TPOT", "time per output token after the first: (E2E - TTFT) / (N - 1) for N output tokens, none for N < 2."),
+        (
+            "req/s",
+            "requests answered over the wall time of the repeats, warm-up left out; of replicas, over the time in "
+            "which all of them worked.",
+        ),
+        (
+            "Stages",
+            "load, preprocess, queue (waiting for an engine), vision, prefill, decode: means over requests that add "
+            "up to the mean E2E.",
+        ),
+        (
+            "Intervals",
+            "95% confidence by a seeded bootstrap that draws whole batches; none below two batches.",
+        ),
+        (
+            "~",
+            f"a percentile of too few samples for 99% confidence (at least {samples}: MLPerf's early-stopping rule).",
+        ),
+        (
+            "Floor",
+            "the least time that the machine's two measured ceilings allow: FLOPs over FLOP/s or bytes over bytes/s, "
+            "the larger of both, for the real tokens of the run's own batches.",
+        ),
+    ]
+
+
+def _about_answers() -> list[tuple[str, str]]:
+    return [
+        (
+            "Truth",
+            "float32 eager attention on the same weights and the same views. Compared are next-token distributions "
+            "along the truth's greedy tokens, at answer positions and image positions.",
+        ),
+        (
+            "Times the noise",
+            "mean KL divergence of the cell from the truth, over that of plain eager attention at the cell's "
+            f"precision, both at least {verdict.FLOOR:g} nat: the rounding that nobody can avoid is 1x.",
+        ),
+        (
+            "exact",
+            f"at most {verdict.EXACT_RATIO:g}x the noise at both kinds of position; in float32 equal tokens, too.",
+        ),
+        (
+            "close",
+            f"at most {verdict.CLOSE_RATIO:g}x, and the truth's likeliest token at {verdict.CLOSE_TOP1:.0%} or more of "
+            "the positions where its margin is larger than the noise (top-1).",
+        ),
+        ("different", "the rest: the answers are not the model's."),
+        ("unverified", "not compared, for the reason beside it."),
+    ]
+
+
+def _about_quality() -> list[tuple[str, str]]:
+    return [
+        ("Exact match", "share of answers that are one of the dataset's; case and surrounding space aside."),
+        (
+            "ANLS",
+            "average normalised Levenshtein similarity to the closest accepted answer, similarities below "
+            f"{scores.ANLS_THRESHOLD:g} as 0: the metric of DocVQA and InfographicVQA.",
+        ),
+        (
+            "Relaxed accuracy",
+            f"share of answers that are an accepted number within {scores.RELAXED:.0%} of it, or an accepted text: "
+            "ChartQA's metric.",
+        ),
+        ("Contains answer", "share of answers that have an accepted one in them, as words of their own."),
+        ("VQA accuracy", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
+        (
+            "Loses nothing measurable",
+            "on the same questions, paired: no significant difference (sign-flip permutation test, which is McNemar's "
+            "exact test for right and wrong; Holm over all cells), and the 95% interval excludes a loss of more than "
+            f"{100 * significance.WORST_LOSS:g} points, over at least "
+            f"{significance.LEAST_QUESTIONS} questions. p-values are before that correction.",
+        ),
+    ]

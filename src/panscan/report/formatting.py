@@ -1,0 +1,105 @@
+"""Numbers and foreign text as the report writes them. Pure."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from panscan.analysis.cells import number_text
+from panscan.records.metrics import CellMetrics
+from panscan.records.verdict import Verdict
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = ["Measured", "clean", "cut", "measured", "percent", "templates", "times", "verdict_figures"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One figure: its value (None if it was not measured), its 95% interval if there is one, and whether the samples
+    are too few to certify it."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    uncertified: bool = False
+
+    @property
+    def text(self) -> str:
+        return ("~" if self.uncertified else "") + number_text(self.value)
+
+    @property
+    def bounds(self) -> str:
+        """``low–high``, or nothing."""
+        return "" if self.low is None or self.high is None else f"{number_text(self.low)}–{number_text(self.high)}"
+
+    @property
+    def whole(self) -> str:
+        """The value with its interval in brackets."""
+        return f"{self.text} ({self.bounds})" if self.bounds else self.text
+
+
+def measured(metrics: CellMetrics, name: str) -> Measured:
+    """A metric of a cell, by its name in :data:`panscan.records.metrics.COLUMNS`."""
+    low, high = metrics.intervals.get(name, (None, None))
+    return Measured(metrics.values[name], low, high, name in metrics.uncertified)
+
+
+def clean(text: object) -> str:
+    """One line of foreign text: no line breaks, and nothing that XML or UTF-8 cannot hold or that turns text around."""
+    line = " ".join(str(text).split())
+    return "".join("\N{REPLACEMENT CHARACTER}" if _is_unfit(letter) else letter for letter in line)
+
+
+def _is_unfit(letter: str) -> bool:
+    """Control characters, lone surrogates, noncharacters, and the marks that reverse what follows."""
+    code = ord(letter)
+    if unicodedata.category(letter) in ("Cc", "Cs") or code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF:
+        return True
+    return unicodedata.bidirectional(letter) in ("RLO", "LRO", "RLE", "LRE", "RLI", "LRI", "FSI", "PDF", "PDI")
+
+
+def cut(text: str, most: int) -> str:
+    """At most so many characters; an ellipsis stands for the rest."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def times(ratio: float) -> str:
+    """How many times: ``1.02x``."""
+    return f"{number_text(ratio)}x"
+
+
+def percent(share: float) -> str:
+    """A share from 0 to 1; ``100%`` only for all of it."""
+    text = f"{100 * share:.1f}"
+    return "99.9%" if text == "100.0" and share < 1 else re.sub(r"\.0$", "", text) + "%"
+
+
+def verdict_figures(verdict: Verdict) -> tuple[str, ...]:
+    """What a verdict rests on: times the noise by kind of position, top-1 agreement, equal tokens where compared."""
+    found = [
+        f"{name} {times(each.ratio)}"
+        for name, each in (("answer", verdict.answer), ("image", verdict.image))
+        if each is not None
+    ]
+    if verdict.top1 is not None:
+        found.append(f"top-1 {percent(verdict.top1.share)}")
+    if verdict.equal_tokens is not None:
+        found.append("tokens equal" if verdict.equal_tokens else "tokens differ")
+    return tuple(found)
+
+
+def templates() -> Environment:
+    """The pages' templates: everything that is filled in is escaped, and a name that is missing is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("panscan.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,107 @@
+"""``report.html``: one file that needs nothing else, neither a network nor a script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from panscan.analysis.cells import count, number_text
+from panscan.records.metrics import STAGES
+from panscan.report import draw
+from panscan.report.charts import Comparison, Front, Panel
+from panscan.report.formatting import percent, templates, times, verdict_figures
+from panscan.report.report_data import Cell, Facts
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["render_html"]
+
+_FLOORED = ("vision", "prefill", "decode", "E2E")
+_SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
+
+
+def render_html(facts: Facts) -> str:
+    """The page of a run. The same facts give the same text."""
+    environment = templates()
+    environment.filters.update(number=number_text, percent=percent, times=times, count=count)
+    return environment.get_template("report.html.j2").render(
+        facts=facts,
+        stages=STAGES,
+        floored_stages=_FLOORED,
+        signs=_SIGNS,
+        light=draw.LIGHT,
+        dark=draw.DARK,
+        longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
+        front_cells=_front_cells(facts),
+        figures_of=verdict_figures,
+        chart=_chart,
+        key=_key,
+        bar=_bar,
+        rows_of=_rows_of,
+        floor_of=_floor_of,
+    )
+
+
+def _chart(drawing: Panel | Front) -> Markup:
+    """A chart as markup; :mod:`panscan.report.draw` has escaped what is in it."""
+    if isinstance(drawing, Panel):
+        title = f"{drawing.title} over {drawing.axis}, {drawing.unit}"
+    else:
+        title = f"Throughput against {drawing.title}"
+    return Markup(draw.svg(drawing, title=title, described="; ".join(draw.tips(drawing).values())))
+
+
+def _key(mark: int | str, use: str) -> Markup:
+    """The sample of a series or a verdict in a legend; ``use`` is the legend, of which each sample has its own ids."""
+    return Markup(draw.key(mark, use))
+
+
+def _bar(cell: Cell, longest: float) -> list[tuple[int, float, float]]:
+    """The stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
+    found, left = [], 0.0
+    for index, value in enumerate(cell.stages):
+        if value and longest:
+            width = 100 * value / longest
+            found.append((index, left, width))
+            left += width
+    return found
+
+
+def _rows_of(comparison: Comparison, panel: Panel) -> list[tuple[str, ...]]:
+    """The numbers of a chart: series (if there are several), tick, value, interval, cell, note."""
+    return [
+        ((series.label,) if comparison.legend else ())
+        + (panel.ticks[point.at], point.value.text, point.value.bounds or "-", str(point.cell), point.note)
+        for series in panel.series
+        for point in series.points
+    ]
+
+
+def _front_cells(facts: Facts) -> list[Cell]:
+    """The cells on the front, the fastest first."""
+    points = () if facts.front is None else facts.front.points
+    best = sorted((point for point in points if point.on_front), key=lambda point: -point.speed)
+    return [facts.numbered(point.cell) for point in best]
+
+
+def _floor_of(cell: Cell) -> list[tuple[float | None, float | None, float | None]]:
+    """(floor, measured, ratio) of vision, prefill, decode, E2E and req/s; no ratio that says that the floor is wrong.
+
+    Vision that was not seen is in prefill.
+    """
+    floor = cell.floor
+    ratios = {name: ratio for name, ratio in cell.ratios.items() if name not in cell.too_quick}
+    if floor is None:
+        return []
+    stages = dict(zip(STAGES, cell.stages, strict=True))
+    seen = stages["vision"] is not None
+    vision, prefill = (floor.vision_ms, floor.prefill_ms) if seen else (None, floor.vision_ms + floor.prefill_ms)
+    return [
+        (vision, stages["vision"], ratios.get("mean_vision_ms")),
+        (prefill, stages["prefill"], ratios.get("mean_prefill_ms")),
+        (floor.decode_ms, stages["decode"], ratios.get("mean_decode_ms")),
+        (floor.e2e_ms, cell.e2e, ratios.get("mean_e2el_ms")),
+        (floor.request_throughput, cell.throughput.value, ratios.get("request_throughput")),
+    ]

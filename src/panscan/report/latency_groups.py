@@ -1,0 +1,99 @@
+"""Latency by what a request brought: its number of views, and the shape of its images. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from panscan.analysis.cells import Row, count, speed
+from panscan.records.intervals import cluster_intervals
+from panscan.records.metrics import RequestMetrics
+from panscan.records.store import Record, Run
+from panscan.report.charts import MOST_SERIES, Comparison, Panel, Point, Series
+from panscan.report.formatting import Measured
+
+__all__ = ["ASPECTS", "aspect_of", "by_request"]
+
+ASPECTS = (1.0, 1.2, 1.6, 2.0, 2.5, 4.0)
+"""Lower ends of the groups of longer over shorter side; from 1.2 Gemma 3's processor crops, the presets begin later."""
+
+Key = Callable[[Mapping[str, Any]], float | None]
+
+
+def by_request(run: Run, rows: Sequence[Row], numbers: Mapping[str, int], names: Mapping[str, str]) -> Comparison:
+    """Median E2E latency of the fastest cells by view count and by aspect ratio.
+
+    A panel is left out where all requests are alike or their images' sizes were not kept. ``numbers`` and ``names`` are
+    of cells by id.
+    """
+    chosen = sorted(rows, key=lambda row: -speed(row))[:MOST_SERIES]
+    panels = []
+    for name, title, key, label in (
+        ("views", "Median E2E latency by view count", _views, _plain),
+        ("aspect", "Median E2E latency by aspect ratio", aspect_of, _aspect_label),
+    ):
+        grouped = {row.cell: _grouped(run, row.cell, key) for row in chosen}
+        values = sorted({value for groups in grouped.values() for value in groups})
+        if len(values) < 2:
+            continue
+        series = tuple(
+            Series(names[row.cell], tuple(_point(numbers[row.cell], row, values, each) for each in found))
+            for row in chosen
+            if (found := sorted(grouped[row.cell].items()))
+        )
+        axis = "views of the request" if name == "views" else "longer over shorter side"
+        ticks = tuple(map(label, values))
+        panels.append(Panel(f"latency-{name}", "curve", title, "ms", axis, ticks, series))
+    note = f"The {len(chosen)} fastest of {count(len(rows), 'cell')}." if len(chosen) < len(rows) else ""
+    legend = tuple(names[row.cell] for row in chosen) if panels and len(chosen) > 1 else ()
+    return Comparison("By view count and aspect ratio", note, legend, tuple(panels))
+
+
+def _views(record: Mapping[str, Any]) -> float:
+    return float(record["views"])
+
+
+def aspect_of(record: Mapping[str, Any]) -> float | None:
+    """The group of :data:`ASPECTS` of a request's longest image; None where no size was kept."""
+    sides = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    longest = max((max(size) / min(size) for size in sides), default=None)
+    return None if longest is None else max(low for low in ASPECTS if low <= longest)
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}"
+
+
+def _aspect_label(low: float) -> str:
+    above = [end for end in ASPECTS if end > low]
+    return f"{low:g}–{above[0]:g}" if above else f"≥{low:g}"
+
+
+_Times = list[tuple[float, tuple[int, int, int]]]
+"""Milliseconds, and the (replica, repeat, batch) they come from."""
+
+
+def _grouped(run: Run, cell: str, key: Key) -> dict[float, _Times]:
+    groups: dict[float, _Times] = defaultdict(list)
+    for record in _answered(run, cell):
+        value, seconds = key(record), RequestMetrics.from_record(record).e2e
+        if value is not None and seconds is not None:
+            groups[value].append((seconds * 1e3, (record.get("replica", 0), record["repeat"], record["batch"])))
+    return groups
+
+
+def _answered(run: Run, cell: str) -> list[Record]:
+    keys = sorted(key for key in run.repeats if key[0] == cell)
+    return [record for key in keys for record in run.requests[key] if record["error"] is None]
+
+
+def _point(number: int, row: Row, values: Sequence[float], group: tuple[float, _Times]) -> Point:
+    value, times = group
+    milliseconds = [time for time, _ in times]
+    found = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)
+    low, high = found[1] if found else (None, None)
+    median = Measured(float(np.percentile(milliseconds, 50)), low, high)
+    return Point(values.index(value), median, number, row.verdict.word, count(len(times), "request"))

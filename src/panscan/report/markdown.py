@@ -1,0 +1,127 @@
+"""A report as markdown for an issue tracker: the recommendation, one table, what was not measured, how to repeat it."""
+
+from __future__ import annotations
+
+import re
+
+from panscan.analysis.cells import Unmeasured, count, number_text
+from panscan.report.answers import Answers, Groups, quality_text
+from panscan.report.formatting import verdict_figures
+from panscan.report.report_data import Cell, Facts
+
+__all__ = ["render_markdown"]
+
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word means itself
+_UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
+_SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
+
+
+def render_markdown(facts: Facts) -> str:
+    """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
+    parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts), facts.note]
+    parts += [f"> {_plain(warning)}" for warning in facts.warnings]
+    parts += [_plain(facts.constant), _plain(facts.dataset)]
+    if facts.cells:
+        parts += [_table(facts), *map(_plain, facts.speedups), _legend(facts)]
+    if facts.answers is not None:
+        parts += _answers(facts.answers)
+    if facts.unmeasured:
+        parts.append("Not measured:\n\n" + "\n".join(f"- {_group(group)}" for group in facts.unmeasured))
+    parts += [_origin(facts), _code(facts.command)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Text that means itself: no markup, no mention, no reference."""
+    return _SUMMONING.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
+
+
+def _headline(facts: Facts) -> str:
+    advice = facts.advice
+    if advice is None:
+        return f"**No recommendation:** {_plain(facts.no_advice)}"
+    lines = [f"**Recommended: cell {_plain(advice.cell.name)}.** {_plain(advice.reason)}"]
+    if advice.runner_up is not None:
+        lines.append(f"Runner-up: cell {_plain(advice.runner_up.name)}.")
+    return "\n\n".join([*lines, "\n".join(f"- {_plain(cost)}" for cost in advice.costs)]).rstrip()
+
+
+def _table(facts: Facts) -> str:
+    presets, quality = any(cell.preset for cell in facts.cells), any(cell.quality for cell in facts.cells)
+    headings = [
+        "cell",
+        *(["preset"] if presets else []),
+        *map(_plain, facts.swept),
+        *("req/s (95%)", "verdict", "TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
+        *([f"{facts.quality_title} (95%)"] if quality else []),
+    ]
+    rows = [_row(cell, presets=presets, quality=quality) for cell in facts.cells]
+    return _lines(headings, rows)
+
+
+def _row(cell: Cell, *, presets: bool, quality: bool) -> list[str]:
+    figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
+    return [
+        f"{cell.number} `{_UNFIT.sub('_', cell.cell)}`",
+        *([_plain(cell.preset) or "-"] if presets else []),
+        *map(_plain, cell.settings),
+        _plain(cell.throughput.whole),
+        _plain(f"{cell.verdict.word} ({' '.join(figures.split())})" if figures else cell.verdict.word),
+        *(_plain(each.text) for each in (cell.ttft, cell.tpot, cell.p95, cell.views, cell.image_tokens)),
+        cell.memory_gib.text,
+        *([quality_text(cell.quality)] if quality else []),
+    ]
+
+
+def _answers(found: Answers) -> list[str]:
+    """Every metric, cells against the baseline, and the breakdowns."""
+    against = [] if found.baseline is None else [f"against cell {found.baseline}"]
+    rows = [
+        [
+            str(cell.number),
+            *map(quality_text, cell.scores),
+            "-" if cell.empty is None else str(cell.empty),
+            *([_plain(cell.against) or "-"] if against else []),
+        ]
+        for cell in found.cells
+    ]
+    table = _lines(["cell", *(f"{each} (95%)" for each in found.metrics), "empty answers", *against], rows)
+    return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
+
+
+def _breakdown(metric: str, groups: Groups) -> str:
+    rows = [[str(number), *map(quality_text, qualities)] for number, qualities in groups.rows]
+    left_out = f" ({count(groups.left_out, 'smaller group')} left out)" if groups.left_out else ""
+    title = f"{metric} by {groups.name}, number of questions in brackets{left_out}:"
+    return f"{_plain(title)}\n\n{_lines(['cell', *map(_plain, groups.headings)], rows)}"
+
+
+def _lines(headings: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *rows))
+
+
+def _legend(facts: Facts) -> str:
+    legend = "TTFT and TPOT are medians; brackets hold 95% intervals; verdicts compare with float32 eager attention."
+    marked = any(each.uncertified for cell in facts.cells for each in (cell.ttft, cell.tpot, cell.p95))
+    return legend + (r" \~ has too few samples for 99% confidence." if marked else "")
+
+
+def _group(group: Unmeasured) -> str:
+    text = f"{count(len(group.cells), 'cell')} {group.outcome}" + (f": {group.reason}" if group.reason else "")
+    return _plain(text + (f" ({group.shared})" if group.shared else ""))
+
+
+def _origin(facts: Facts) -> str:
+    parts = [
+        f"Truth: {truth.model}, {count(truth.requests, 'request')}, {truth.origin} in {number_text(truth.seconds)} s."
+        for truth in facts.truths
+    ]
+    versions = "; ".join(f"{name}: {text}" for name, text in facts.environment)
+    return _plain(" ".join([*parts, f"{facts.created}; {versions}" if versions else facts.created]))
+
+
+def _code(text: str) -> str:
+    """A block of code, in a fence that is longer than any in it."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}sh\n{text}\n{fence}"

@@ -1,0 +1,300 @@
+"""Small curves of a run in the terminal: throughput and latency over each swept number, or bars. Plain when piped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from panscan.analysis.cells import (
+    Row,
+    Sweep,
+    count,
+    decimals,
+    distinguishing,
+    label,
+    measured_rows,
+    memory_metric,
+    number_text,
+    print_line,
+    safe_text,
+    short,
+    shown,
+    speed,
+    speedup_lines,
+    sweeps,
+    telling,
+    unmeasured,
+)
+from panscan.analysis.significance import losses
+from panscan.quality.datasets import facts_of_header
+from panscan.records.metrics import CellMetrics, replica_shares
+from panscan.records.quality import empty_answers, metric_title, quality_of
+from panscan.records.store import Run
+from panscan.records.verdict import verdict_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["print_curves", "print_summary"]
+
+_PANEL_LINES = 11
+_MOST_SERIES = 4
+_MARKERS = "ox+*"
+
+
+def print_curves(run: Run, console: Console) -> None:
+    """Print throughput and p95 latency over each numeric setting that was swept; without one, a bar for each cell.
+
+    The other swept settings make a curve for each of their combinations, at most the four fastest.
+    """
+    rows = [row for row in measured_rows(run) if row.metrics.values["request_throughput"] is not None]
+    if not rows:
+        return
+    numeric = [sweep for sweep in sweeps(rows) if sweep.numeric]
+    for sweep in numeric:
+        _curve(sweep, console)
+    if not numeric:
+        _bars(rows, distinguishing([row.settings for row in rows]), console)
+
+
+def _curve(sweep: Sweep, console: Console) -> None:
+    from rich.table import Table
+
+    chosen = dict(list(sweep.series.items())[:_MOST_SERIES])
+    console.print()
+    left_out = f", {len(chosen)} fastest of {len(sweep.series)}" if len(chosen) < len(sweep.series) else ""
+    print_line(console, f"Over {sweep.name}" + left_out)
+    if len(sweep.series) > 1:
+        for marker, name in zip(_MARKERS, chosen, strict=False):
+            print_line(console, f"{marker} {name}")
+    panels = Table.grid(padding=(0, 1, 0, 0))
+    panels.add_row(
+        *(
+            safe_text(console, _panel(sweep, chosen.values(), metric, title, (console.width - 2) // 2))
+            for metric, title in (("request_throughput", "req/s"), ("p95_e2el_ms", "E2E p95 ms"))
+        )
+    )
+    console.print(panels)
+
+
+def _panel(sweep: Sweep, series: Iterable[Sequence[Row]], metric: str, title: str, width: int) -> str:
+    """One plot as text."""
+    from plotext import figure
+
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, _PANEL_LINES)
+    figure.title(title)
+    heights: list[float] = []
+    for marker, rows in zip(_MARKERS, series, strict=False):
+        found = [(sweep.at(row), row.metrics.values[metric]) for row in rows]
+        points = [(at, value) for at, value in found if value is not None]
+        heights += [value for _, value in points]
+        if points:
+            figure.draw(figure.signal(*zip(*points, strict=True), marker=marker).lines())
+    figure.ruler("x").ticks(list(range(len(sweep.values))), [shown(value) for value in sweep.values])
+    if heights:
+        low, high = min(heights), max(heights)
+        marks = [low + (high - low) * i / 3 for i in range(4)] if high > low else [low]
+        figure.ruler("y").ticks(marks, [number_text(mark) for mark in marks])
+    text: str = figure.build().string(colorless=True)
+    figure.clear()
+    return text.rstrip()
+
+
+def _bars(rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
+    from rich.table import Table
+
+    speeds = [speed(row) for row in rows]
+    longest = max(*speeds, 1e-9)
+    room = console.width // 2
+    console.print()
+    print_line(console, "req/s")
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    for row, each in zip(rows, speeds, strict=True):
+        described = label({name: row.settings.get(name) for name in varying})
+        name = ", ".join(filter(None, (row.preset, described))) or row.cell
+        table.add_row(
+            *(safe_text(console, text) for text in (name, "█" * round(room * each / longest), number_text(each)))
+        )
+    console.print(table)
+
+
+_WIDEST_SETTING = 9  # characters; longer ones are folded
+_SPARE = ("image\ntokens", "views")
+_MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
+
+
+def print_summary(run: Run, console: Console) -> None:
+    """Print the measured cells as a table, then the others with their reasons.
+
+    Settings that differ between the shown cells are columns, the others one line above. Raises RecordsError as
+    :func:`panscan.records.metrics.cell_metrics` does.
+    """
+    rows = measured_rows(run)
+    shown = [row.settings for row in rows] or list(run.cells.values())
+    varying = distinguishing(shown)
+    constant = telling(shown)
+    if constant:
+        print_line(console, label(constant))
+    if rows:
+        _table(run, rows, varying, console)
+        _legend(rows, console)
+        for line in _answers(run, rows, varying):
+            print_line(console, line)
+        for line in verdict_lines(run, [row.cell for row in rows]):
+            print_line(console, line)
+        for line in [*_replicas(run, rows, varying), *speedup_lines(rows)]:
+            print_line(console, line)
+    else:
+        print_line(console, "No cell was measured.")
+    for line in _not_measured(run):
+        print_line(console, line)
+    failed = [int(row.metrics.values["failed"] or 0) for row in rows]
+    if any(failed):
+        print_line(
+            console, f"{count(sum(failed), 'request')} failed and {'is' if sum(failed) == 1 else 'are'} left out."
+        )
+    for note in run.notes:
+        print_line(console, f"Note: {note}")
+
+
+def _table(run: Run, rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
+    """Where the settings leave no room for whole numbers, rows are numbered and their settings listed below."""
+    from rich import box
+    from rich.table import Table
+
+    headings, numbers = _measured(run, rows)
+    settings = [[shown(row.settings.get(name)) for name in varying] for row in rows]
+    labels = [short(name).replace("_", "\n") for name in varying]
+    if any(row.preset for row in rows):
+        settings = [[row.preset or "-", *values] for row, values in zip(rows, settings, strict=True)]
+        labels.insert(0, "preset")
+    narrow = [min(width, _WIDEST_SETTING) for width in _widths(labels, settings)]
+    widths = [*narrow, *_widths(headings, numbers)]
+    fits = sum(widths) + len(widths) <= console.width  # gaps, and one to spare: ASCII writes ± as two characters
+    if not fits:
+        headings, numbers = _within(console.width - len(f"{len(rows)}") - 1, headings, numbers)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    for heading, width in zip(labels, narrow, strict=True) if fits else ():
+        table.add_column(safe_text(console, heading), overflow="fold", width=width)
+    if not fits:
+        table.add_column("#")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, (values, cells) in enumerate(zip(settings, numbers, strict=True), 1):
+        table.add_row(*(safe_text(console, cell) for cell in (*(values if fits else [str(index)]), *cells)))
+    console.print(table)
+    for index, row in enumerate(rows if not fits else (), 1):
+        named = [row.preset] if row.preset else []
+        described = label({name: row.settings.get(name) for name in varying})
+        print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])) + f" ({row.cell})")
+
+
+def _within(width: int, headings: list[str], numbers: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns without those that a narrow terminal has no room for."""
+    for spare in _SPARE:
+        if sum(_widths(headings, numbers)) + len(headings) <= width:
+            break
+        at = headings.index(spare)
+        headings, numbers = headings[:at] + headings[at + 1 :], [row[:at] + row[at + 1 :] for row in numbers]
+    return headings, numbers
+
+
+def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
+
+
+def _measured(run: Run, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """(headings, cells of each row) of the measured columns."""
+    memory, place = memory_metric(rows)
+    headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", f"{place}\nGiB", "verdict"]
+    numbers = []
+    for row in rows:
+        values = row.metrics.values
+        peak = values[memory]
+        numbers.append(
+            [
+                _throughput(row.metrics),
+                *(_marked(row.metrics, each) for each in ("median_ttft_ms", "median_tpot_ms", "p95_e2el_ms")),
+                *(shown(values[each]) for each in ("mean_views", "mean_image_tokens")),
+                number_text(None if peak is None else peak / 2**30),
+                row.verdict.word,
+            ]
+        )
+    qualities = [quality_of(run, row.cell) for row in rows]
+    if any(qualities):
+        headings.append(metric_title(run).replace(" ", "\n"))
+        shares = [
+            "-" if each is None else f"{each.mean:.1%} ({100 * each.low:.0f}-{100 * each.high:.0f})"
+            for each in qualities
+        ]
+        numbers = [[*cells, share] for cells, share in zip(numbers, shares, strict=True)]
+    return headings, numbers
+
+
+def _answers(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """What became of a dataset's questions, and each cell's answers against those of the one with the most views."""
+    facts = facts_of_header(run.header)
+    lines = [] if facts is None else [f"Dataset {facts.text}."]
+    views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows}
+    empty = sum(empty_answers(run, row.cell) for row in rows)
+    lines += [f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong)."] * bool(empty)
+    compared = losses(run, list(views), views.__getitem__)
+    if compared is None:
+        return lines
+    baseline, others = compared
+    names = {row.cell: label({name: row.settings.get(name) for name in varying}) or row.cell for row in rows}
+    lines.append(f"{metric_title(run)} against {names[baseline]} (the most views):")
+    return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
+
+
+def _throughput(metrics: CellMetrics) -> str:
+    value, interval = metrics.values["request_throughput"], metrics.intervals.get("request_throughput")
+    if value is None or interval is None:
+        return number_text(value)
+    if interval[1] - interval[0] > value:  # too wide and lopsided for a half
+        return f"{number_text(value)} ({number_text(interval[0])}-{number_text(interval[1])})"
+    return f"{number_text(value)}±{(interval[1] - interval[0]) / 2:,.{decimals(value)}f}"
+
+
+def _marked(metrics: CellMetrics, name: str) -> str:
+    return ("~" if name in metrics.uncertified else "") + number_text(metrics.values[name])
+
+
+def _legend(rows: Sequence[Row], console: Console) -> None:
+    legend = "TTFT and TPOT are medians."
+    if any("request_throughput" in row.metrics.intervals for row in rows):
+        legend += " ± is half of the 95% interval."
+    if any(set(row.metrics.uncertified) & _MARKABLE for row in rows):
+        legend += " ~ has too few samples for 99% confidence."
+    print_line(console, legend)
+
+
+def _replicas(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """What each of several replicas contributed, a line for each cell; nothing for a run of one process."""
+    lines = []
+    for row in rows:
+        shares = replica_shares(run, row.cell)
+        parts = [
+            f"{each.replica} on {each.device} {number_text(each.request_throughput)}"
+            + ("" if each.share is None else f" ({each.share:.0%})")
+            for each in shares
+        ]
+        settings = label({name: row.settings.get(name) for name in varying})
+        if len(shares) > 1:
+            lines.append("req/s of each replica" + (f", {settings}: " if settings else ": ") + ", ".join(parts))
+    return ["Throughput is that of the time in which all replicas worked.", *lines] if lines else []
+
+
+def _not_measured(run: Run) -> list[str]:
+    """One line for each outcome and reason of cells that are not done, with the swept settings that they share."""
+    return [
+        f"{count(len(group.cells), 'cell')} {group.outcome}"
+        + (f": {group.reason}" if group.reason else "")
+        + (f" ({group.shared})" if group.shared else "")
+        for group in unmeasured(run)
+    ]

@@ -1,0 +1,76 @@
+"""Runs whose latencies are known up to noise, for tests of comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from panscan.records.store import Run
+
+from .synthetic import header, outcome, repeat, request
+
+CELLS: Sequence[dict[str, Any]] = ({"batch_size": 1}, {"batch_size": 2}, {"batch_size": 2, "attention": "eager"})
+
+
+def noisy_records(
+    seed: int,
+    *,
+    factor: float | Sequence[float] = 1.0,
+    noise: float = 0.03,
+    spread: float = 0.0,
+    cells: Sequence[dict[str, Any]] = CELLS,
+    batches: int = 24,
+    repeats: int = 2,
+    **others: Any,
+) -> list[dict[str, Any]]:
+    """Lognormal batch latencies around 1 s times ``factor`` (one for all batches or one for each, the quickest first).
+
+    Questions differ by ``spread``, in every run alike.
+    """
+    draws = np.random.default_rng(seed)
+    sizes = np.sort(np.exp(np.random.default_rng(99).normal(0, spread, batches))) * np.broadcast_to(factor, batches)
+    named = {f"c{number}": {"model": "mini"} | settings for number, settings in enumerate(cells)}
+    records = [header(named)]
+    for cell, settings in named.items():
+        for turn in range(repeats):
+            at = started = 100.0
+            for batch in range(batches):
+                latency = sizes[batch] * np.exp(draws.normal(0, noise))
+                tokens = [at + latency * part for part in (0.5, 0.75, 1.0)]
+                records += [
+                    request(cell, f"q{batch}.{each}", at, tokens, repeat=turn, batch=batch, **others)
+                    for each in range(settings.get("batch_size", 1))
+                ]
+                at += latency
+            records.append(repeat(cell, turn, started, at))
+        records.append(outcome(cell, "done"))
+    return records
+
+
+def in_memory(records: Sequence[dict[str, Any]], name: str = "run") -> Run:
+    """A run as :func:`panscan.records.store.read_run` would read it, without a file."""
+    cells = {cell["cell"]: cell["settings"] for cell in records[0]["cells"]}
+    run = Run(Path(name) / "records.jsonl", records[0], cells)
+    for record in records[1:]:
+        key = record["cell"], record.get("repeat")
+        if record["type"] == "request":
+            run.requests.setdefault(key, []).append(record)
+        elif record["type"] == "repeat":
+            run.repeats[key] = record
+        elif record["type"] == "verdict":
+            run.verdicts[record["cell"]] = record
+        else:
+            run.outcomes[record["cell"]] = record
+    return run
+
+
+def noisy_run(seed: int, **options: Any) -> Run:
+    return in_memory(noisy_records(seed, **options))
+
+
+def verdict(cell: str, word: str) -> dict[str, Any]:
+    empty = dict.fromkeys(("reason", "truth", "answer", "image", "top1", "equal_tokens"))
+    return {"type": "verdict", "cell": cell, "verdict": word, "seconds": 0.1} | empty

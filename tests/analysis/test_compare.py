@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from panscan.analysis.compare import compare_runs
+from panscan.analysis.comparison import Report, as_json, build_report
+from panscan.analysis.differences import METRICS, evaluate, parse_condition
+from panscan.analysis.significance import ALPHA
+from panscan.core import SettingError
+from panscan.report.comparison import markdown_text, print_comparison
+
+from .noisy_runs import CELLS, in_memory, noisy_records, noisy_run, verdict
+
+CONDITIONS = ["p95_e2el>5%", "median_ttft_ms>0%", "request_throughput<-5%", "output_throughput<0%"]
+
+
+def words(report: Report) -> set[str]:
+    return {each.word for block in report.differences for pair in block for each in pair.values()}
+
+
+def held(report: Report) -> set[str]:
+    return {finding.condition for finding in report.findings if finding.holds}
+
+
+def text(report: Report, width: int = 80) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    print_comparison(report, console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("batches", [1, 24])
+def test_a_run_does_not_differ_from_itself(batches: int) -> None:
+    run = noisy_run(1, batches=batches, scores={"exact_match": 1.0})
+    every = [f"{metric}{'<' if 'throughput' in metric else '>'}0%" for metric in METRICS]
+    report = build_report([run, run], [*every, "exact_match<0%"])
+    assert report.findings == ()
+    for pair in report.differences[0]:
+        assert len(pair) == len(METRICS) + 1
+        assert {(each.change, each.word, each.p_value) for each in pair.values()} == {(0.0, "identical", 1.0)}
+        assert {each.interval for each in pair.values()} <= {(0.0, 0.0), None}
+
+
+def test_a_slowdown_of_a_tenth_is_found_and_a_speedup_fails_nothing() -> None:
+    slow = build_report([noisy_run(1), noisy_run(2, factor=1.1)], CONDITIONS)
+    assert (words(slow), held(slow)) == ({"slower"}, set(CONDITIONS))
+    change = slow.differences[0][0]["median_ttft_ms"]
+    assert change.interval is not None
+    assert change.interval[0] < 0.1 < change.interval[1]
+    fast = build_report([noisy_run(1, factor=1.1), noisy_run(2)], CONDITIONS)
+    assert (words(fast), fast.findings) == ({"faster"}, ())
+
+
+def test_an_exact_slowdown_is_shown_as_it_is_and_thresholds_below_it_hold() -> None:
+    """The same noise on both sides, times 1.1: the interval is that point, and a tenth is not more than a tenth."""
+    report = build_report([noisy_run(1), noisy_run(1, factor=1.1)], ["p95_e2el>9.9%", "p95_e2el>10.1%"])
+    for pair in report.differences[0]:
+        for name, change in (("p95_e2el_ms", 0.1), ("request_throughput", 1 / 1.1 - 1)):
+            assert (pair[name].change, pair[name].interval) == (pytest.approx(change), pytest.approx((change, change)))
+    assert held(report) == {"p95_e2el>9.9%"}
+
+
+def test_equal_noise_raises_no_more_false_alarms_than_stated() -> None:
+    """Words and conditions of 100 comparisons are a family each, at 5%: more than 12 have a chance of 0.2%."""
+    alarms = {"words": 0, "conditions": 0}
+    for seed in range(100):
+        runs = [noisy_run(2 * seed + side, noise=0.1, spread=0.4, cells=CELLS[:2]) for side in (0, 1)]
+        report = build_report(runs, ["p95_e2el>0%", "request_throughput<0%"])
+        alarms["words"] += bool(words(report) - {"within noise"})
+        alarms["conditions"] += bool(held(report))
+    assert max(alarms.values()) <= 12
+    assert ALPHA == 0.05
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5], ids=["alike", "documents of many sizes"])
+def test_a_tenth_is_found_under_three_percent_of_noise(spread: float) -> None:
+    found = dict.fromkeys(("request_throughput", "median_ttft_ms", "p95_e2el_ms"), 0)
+    for seed in range(20):
+        a, b = noisy_run(2 * seed, spread=spread), noisy_run(2 * seed + 1, spread=spread, factor=1.1)
+        for pair in build_report([a, b]).differences[0]:
+            for name in found:
+                found[name] += pair[name].word == "slower"
+    assert min(found.values()) >= 0.9 * 60
+
+
+def test_a_threshold_is_not_crossed_by_a_change_that_only_touches_it() -> None:
+    """5% slower is not "more than 5%": at the threshold itself any of 16 cells alarms as rarely as stated.
+
+    Their intervals alone would alarm in every third comparison.
+    """
+    cells, alarms = tuple({"batch_size": 1, "top_k": each} for each in range(16)), 0
+    for seed in range(30):
+        a, b = (noisy_run(2 * seed + side, factor=1 + side / 20, cells=cells, repeats=1) for side in (0, 1))
+        alarms += bool(evaluate([parse_condition("mean_e2el>5%")], [compare_runs(a, b)]))
+    assert alarms <= 6  # more have a chance of 0.3%
+
+
+def test_what_slows_only_quick_requests_is_no_slower_tail() -> None:
+    """Every test sees that the runs differ; p95 is called slower only if its own interval says so."""
+    quick = [1.2] * 16 + [1.0] * 8
+    a, b = noisy_run(1, spread=0.5, cells=({},)), noisy_run(2, spread=0.5, cells=({},), factor=quick)
+    report = build_report([a, b], ["p95_e2el>0%", "median_e2el>0%"])
+    [row] = report.differences[0]
+    assert (row["median_e2el_ms"].word, row["p95_e2el_ms"].word) == ("slower", "within noise")
+    assert row["p95_e2el_ms"].p_value < 0.001
+    assert held(report) == {"median_e2el>0%"}
+
+
+def test_too_few_batches_are_said_with_the_repeats_that_would_do() -> None:
+    a, b = ({"batches": 4, "repeats": 1, "cells": ({},)} for _ in range(2))
+    few = build_report([noisy_run(1, **a), noisy_run(2, factor=3.0, **b)], ["p95_e2el>5%"])
+    assert words(few) == {"too few batches"}
+    [finding] = few.findings
+    assert (finding.holds, "--repeats 2" in finding.reason) == (False, True)
+    assert "measure both with --repeats 2" in text(few)
+    enough = [noisy_run(1, **(a | {"repeats": 2})), noisy_run(2, factor=3.0, **(b | {"repeats": 2}))]
+    report = build_report(enough, ["p95_e2el>5%"])
+    assert (words(report), held(report)) == ({"slower"}, {"p95_e2el>5%"})
+
+
+@pytest.mark.parametrize("conditions", [1, 8], ids=["the table needs more", "the conditions need more"])
+def test_one_number_of_repeats_is_named_everywhere(conditions: int) -> None:
+    """Table and conditions are families of different sizes: the larger need is named, and it is enough for both."""
+    typed = [f"p95_e2el>{percent}%" for percent in range(1, conditions + 1)]
+    shape: dict[str, Any] = {"batches": 2, "cells": ({},)}
+    few = build_report([noisy_run(1, repeats=1, **shape), noisy_run(2, repeats=1, factor=3.0, **shape)], typed)
+    assert few.repeats is not None
+    said = "\n".join([text(few), *(outcome for _, outcome in few.outcomes())])
+    assert re.findall(r"--repeats (\d+)", said) == [str(few.repeats)] * (1 + conditions)
+    assert {finding["repeats"] for finding in as_json(few)["fail_on"]} == {few.repeats}
+    for repeats, enough in ((few.repeats - 1, False), (few.repeats, True)):
+        sides = [noisy_run(seed, factor=factor, repeats=repeats, **shape) for seed, factor in ((1, 1.0), (2, 3.0))]
+        report = build_report(sides, typed)
+        assert (report.repeats is None) == enough
+    assert (words(report), held(report)) == ({"slower"}, set(typed))
+
+
+def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
+    def run(*found: str) -> Any:
+        cells = ({"batch_size": 1}, {"batch_size": 2})
+        return in_memory([*noisy_records(1, cells=cells), *(verdict(f"c{i}", word) for i, word in enumerate(found))])
+
+    report = build_report([run("exact", "close"), run("different", "exact")], ["verdict"])
+    assert [(each.pair, each.holds, each.reason) for each in report.findings] == [
+        (0, True, "exact in A, different in B")
+    ]
+    assert "verdict exact -> different" in text(report, 120)
+    assert "**exact -\\> different**" in markdown_text(report)
+    unknown = build_report([run("exact", "close"), run("exact", "unverified")], ["verdict"])
+    assert [(each.pair, each.holds) for each in unknown.findings] == [(1, False)]
+
+
+def test_lost_answers_are_found() -> None:
+    def run(seed: int, wrong: int) -> Any:
+        run = noisy_run(seed, cells=({},), batches=40)
+        for records in run.requests.values():
+            for number, record in enumerate(records):
+                record |= {"prompt_sha256": record["request"], "scores": {"exact_match": float(number >= wrong)}}
+        return run
+
+    report = build_report([run(1, 2), run(2, 12)], ["exact_match<-5%"])
+    assert report.differences[0][0]["exact_match"].word == "worse"
+    assert held(report) == {"exact_match<-5%"}
+    assert held(build_report([run(1, 2), run(2, 3)], ["exact_match<-5%"])) == set()
+
+
+def test_a_metric_or_cell_that_cannot_be_compared_is_no_pass() -> None:
+    a, b = noisy_run(1), noisy_run(2, cells=({"batch_size": 1}, {"batch_size": 2, "attention": "eager"}))
+    for records in b.requests.values():
+        for record in records:
+            record["stamps"]["tokens"] = []
+    report = build_report([a, b], ["p95_e2el>5%"])
+    assert [(each.pair, each.holds, each.reason) for each in report.findings] == [
+        (0, False, "not measured on both sides"),
+        (1, False, "not measured on both sides"),
+        (None, False, "cells of A that were not compared: 1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("p95_e2el", "takes e.g. p95_e2el>5%"),
+        ("p95_e2el>5", "takes e.g."),
+        ("p95_e2el>=5%", "takes e.g."),
+        ("", "takes e.g."),
+        ("p95_e2e>5%", "unknown metric 'p95_e2e' .did you mean 'p95_e2el'"),
+        ("verdikt>5%", "did you mean 'verdict'"),
+        ("peak_rss_bytes>5%", "unknown metric 'peak_rss_bytes' .known are request_throughput"),
+        ("exact_match<-1%", "unknown metric"),
+        ("p95_e2el<5%", "did you mean p95_e2el>5%"),
+        ("request_throughput>-5%", "did you mean request_throughput<-5%"),
+        ("request_throughput<-100%", "nothing can fall by 100%"),
+    ],
+)
+def test_conditions_that_cannot_be_are_refused(typed: str, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        parse_condition(typed)
+
+
+def test_a_condition_reads_as_typed() -> None:
+    for metric in METRICS:
+        for name in (metric, metric.removesuffix("_ms"), metric.replace("_", "-")):
+            found = parse_condition(f" {name} > 2.5 % ")
+            assert (found.metric, found.larger, found.factor) == (metric, True, 1.025)
+    assert parse_condition("request_throughput<-5%").factor == 0.95
+    assert parse_condition("exact_match<-1%", ["exact_match"]).metric == "exact_match"
+    assert parse_condition("verdict").metric == "verdict"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    runs = [noisy_run(seed, factor=1 + seed / 10, scores={"exact_match": 0.5}) for seed in range(3)]
+    shown = text(build_report(runs, ["output_throughput<-5%"]), width)
+    assert max(map(len, shown.splitlines())) <= width
+    for name in ("output_throughput", "exact_match", "p95_e2el_ms", "peak_rss GiB", "A and C", "attention=eager"):
+        assert name in shown
+
+
+def test_every_form_shows_the_same_figures() -> None:
+    a, b = noisy_run(1, cells=({},)), noisy_run(2, factor=1.2, cells=({"attention": "eager"},))
+    report = build_report([a, b], ["p95_e2el>5%"])
+    data = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert data["fail_on"][0]["condition"] == "p95_e2el>5%"
+    [cell] = data["comparisons"][0]["cells"]
+    assert [each["metric"] for each in cell["metrics"]] == ["request_throughput", "median_ttft_ms", "p95_e2el_ms"]
+    for form in (text(report), markdown_text(report).replace("\\", "")):
+        assert "A has attention=sdpa; B has attention=eager" in form
+        for each in cell["metrics"]:
+            low, high = each["interval"]
+            for figure in (f"{each['change']:+.1%}", f"{low:+.1%} to {high:+.1%}", each["word"]):
+                assert figure in form
+    assert "- p95_e2el\\>5%: holds" in markdown_text(report)
+
+
+def test_names_from_outside_are_not_markup() -> None:
+    cells = ({"attention": "a|b/<i>[x]"}, {"attention": "sdpa"})
+    report = build_report([noisy_run(1, cells=cells), noisy_run(2, cells=cells)])
+    assert "attention=a\\|b/\\<i\\>\\[x\\]" in markdown_text(report)
+    assert "attention=a|b/<i>[x]" in text(report)
+
+
+def example() -> Report:
+    """What docs/compare.md shows."""
+    runs = [
+        in_memory(
+            [*noisy_records(seed, factor=factor, spread=0.5, cells=({"batch_size": 4},)), verdict("c0", word)], name
+        )
+        for seed, factor, word, name in ((1, 1.0, "exact", "runs/before"), (2, 1.08, "different", "runs/after"))
+    ]
+    return build_report(runs)
+
+
+def test_the_pages_example_is_what_compare_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text("utf-8")
+    printed = "\n".join(line.rstrip() for line in text(example()).splitlines())
+    assert f"```\n{printed}\n```" in page

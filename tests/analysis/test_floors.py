@@ -1,0 +1,214 @@
+"""The floor of a cell: by hand on a shape of round numbers, and properties on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.analysis.floors import Floor, floor_of, ratios
+from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
+from panscan.records.metrics import cell_metrics
+from panscan.records.store import Run
+
+from .synthetic import header, load, repeat, request, stamps
+
+# Parameters: decoder 464, tower 1,239, projector 10. Per view 9,776 FLOPs.
+SMALL = Shape(
+    "small", TextShape(10, 4, 6, 3, 2, 1, 2, 5, 2, 64, pattern=3), VisionShape(2, 3, 1, 1, 28), image_tokens=1
+)
+WEIGHTS = 4 * 1713
+# (views, prompt tokens, output tokens) of each request, batch by batch.
+BATCHES = (((2, 4, 3), (1, 6, 1)), ((0, 1, 1),))
+
+Work = Sequence[Sequence[tuple[int, int, int]]]
+
+
+def requests_of(batches: Work, **others: Any) -> list[dict[str, Any]]:
+    """Ten milliseconds to the first token, ten for each of the others."""
+    return [
+        request(
+            "c", f"q{number}.{index}", 0.0, [0.01 * (token + 1) for token in range(outputs)],
+            batch=number, views=views, prompt_tokens=prompt, **others,
+        )
+        for number, batch in enumerate(batches)
+        for index, (views, prompt, outputs) in enumerate(batch)
+    ]  # fmt: skip
+
+
+def run_with(
+    requests: Sequence[dict[str, Any]],
+    shape: Shape | None = SMALL,
+    settings: dict[str, Any] | None = None,
+    **machine: Any,
+) -> Run:
+    cells = {"c": settings or {}}
+    run = Run(Path("records.jsonl"), header(cells), cells)
+    run.requests["c", 0] = list(requests)
+    run.repeats["c", 0] = repeat("c", 0, 0.0, 1.0)
+    rates = {"flops_per_s": 1000.0, "bytes_per_s": 1000.0}
+    known = {"device": "cpu", "dtype": "float32", "weight_bytes": WEIGHTS, **rates}
+    run.loads["c"] = load(["c"], shape and asdict(shape), **{**known, **machine})
+    return run
+
+
+def floor(batches: Work = BATCHES, **others: Any) -> Floor:
+    found = floor_of(run_with(requests_of(batches), **others), "c")
+    assert found is not None
+    return found
+
+
+def test_every_number_by_hand() -> None:
+    assert SMALL.parameters() == 1713
+    found = floor()
+    # First batch: 3 views x 9,776 FLOPs; prompts 3,440 + 5,376 FLOPs; steps read 1,856 bytes of decoder, then 240 and
+    # 256 of keys and values. Second: no view; a prompt of 848 FLOPs, less than 1,856 bytes to read.
+    vision, prefill, decode, second = 29.328, 8.816, 1.856 + 0.240 + 1.856 + 0.256, 1.856
+    assert found.vision_ms == pytest.approx(1e3 * 2 * vision / 3)
+    assert found.prefill_ms == pytest.approx(1e3 * (2 * prefill + second) / 3)
+    assert found.decode_ms == pytest.approx(1e3 * 2 * decode / 3)
+    assert found.e2e_ms == pytest.approx(1e3 * (2 * (vision + prefill + decode) + second) / 3)
+    assert found.request_throughput == pytest.approx(3 / (vision + prefill + decode + second))
+    assert found.memory_bytes == WEIGHTS + 256 + 256
+
+
+def test_steps_are_bound_by_arithmetic_where_reading_is_quick() -> None:
+    found = floor(bytes_per_s=1e9)
+    assert found.decode_ms == pytest.approx(1e3 * 2 * (1.040 + 1.056) / 3)
+    assert found.prefill_ms == pytest.approx(1e3 * (2 * 8.816 + 0.848) / 3)
+
+
+def test_vision_reads_its_weights_where_arithmetic_is_quick() -> None:
+    assert floor(flops_per_s=1e12).vision_ms == pytest.approx(1e3 * 2 * 4.996 / 3)
+
+
+def test_quantised_decoders_read_what_is_stored() -> None:
+    """One byte a weight in the decoder; the tower's four stay."""
+    found = floor(weight_bytes=464 + 4 * 1249, settings={"quantization": "torchao-int8"})
+    assert found.decode_ms == pytest.approx(1e3 * 2 * (max(0.464 + 0.240, 1.040) + max(0.464 + 0.256, 1.056)) / 3)
+    assert floor(
+        weight_bytes=464 + 4 * 1249, settings={"quantization": "torchao-int8"}, flops_per_s=1e9
+    ).decode_ms == pytest.approx(1e3 * 2 * (0.464 + 0.240 + 0.464 + 0.256) / 3)
+
+
+def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
+    run = run_with(requests_of(BATCHES))
+    for record in run.requests["c", 0]:
+        record["stamps"] = stamps(0.0, record["stamps"]["tokens"], preprocessed=0.0, vision_start=0.001, vision=0.004)
+    run.repeats["c", 0] |= {"peak_allocated_bytes": 2 * (WEIGHTS + 512)}
+    metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
+    assert metrics is not None
+    assert found is not None
+    shown = ratios(found, metrics)
+    assert shown.pop("peak_allocated_bytes") == 2
+    assert shown.pop("request_throughput") == pytest.approx(found.request_throughput / 3)
+    expected = {"vision": 3, "prefill": 7, "decode": 20 / 3}
+    floors = {"vision": found.vision_ms, "prefill": found.prefill_ms, "decode": found.decode_ms}
+    for stage, milliseconds in expected.items():
+        assert shown.pop(f"mean_{stage}_ms") == pytest.approx(milliseconds / floors[stage])
+    assert shown.pop("mean_e2el_ms") == pytest.approx((10 + 20 / 3) / found.e2e_ms)
+    assert not shown
+
+
+def test_unseen_vision_is_in_prefill_and_stages_without_work_have_no_ratio() -> None:
+    run = run_with(requests_of([[(1, 4, 1)]]))
+    metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
+    assert metrics is not None
+    assert found is not None
+    shown = ratios(found, metrics)
+    assert set(shown) == {"mean_prefill_ms", "mean_e2el_ms", "request_throughput"}
+    assert shown["mean_prefill_ms"] == pytest.approx(10 / (found.prefill_ms + found.vision_ms))
+
+
+def test_each_replica_is_its_own_device() -> None:
+    one = floor()
+    records = [record for replica in (0, 1, 2) for record in requests_of(BATCHES, replica=replica)]
+    three = floor_of(run_with(records), "c")
+    assert three is not None
+    assert three.request_throughput == pytest.approx(3 * one.request_throughput)
+    assert astuple(three) == pytest.approx(astuple(replace(one, request_throughput=three.request_throughput)))
+
+
+def test_a_pipeline_answers_one_by_one() -> None:
+    alone = floor([[each] for batch in BATCHES for each in batch])
+    assert floor(settings={"runner": "pipeline"}) == alone
+    assert alone.vision_ms < floor().vision_ms
+
+
+def test_requests_that_failed_are_no_work() -> None:
+    records = requests_of(BATCHES)
+    failed = [*records, request("c", "x", 0.0, [], batch=0, views=9, prompt_tokens=900, output_tokens=0, error="no")]
+    assert floor_of(run_with(failed), "c") == floor()
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings"),
+    [
+        ({"shape": None}, {}),
+        ({"flops_per_s": None}, {}),
+        ({"bytes_per_s": None}, {}),
+        ({"dtype": "float8"}, {}),
+        ({}, {"runner": "generate_batch"}),
+        ({}, {"tp_plan": "auto"}),
+        ({}, {"quantization": "bnb-8bit"}),
+        ({}, {"quantization": "torchao-float8"}),
+        ({"device": "cuda:0"}, {"tf32": True}),
+    ],
+)
+def test_what_is_not_known_has_no_floor(machine: dict[str, Any], settings: dict[str, Any]) -> None:
+    assert floor_of(run_with(requests_of(BATCHES), settings=settings or None, **machine), "c") is None
+
+
+def test_cells_without_a_load_or_work_or_with_another_versions_shape_have_no_floor() -> None:
+    run = run_with(requests_of(BATCHES))
+    assert floor_of(run, "c") is not None
+    run.loads["c"]["shape"]["experts"] = 4
+    assert floor_of(run, "c") is None
+    del run.loads["c"]
+    assert floor_of(run, "c") is None
+    assert floor_of(run_with([]), "c") is None
+    assert floor_of(run_with(requests_of(BATCHES), settings={"tf32": True}), "c") == floor(), "a CPU has no TF32"
+
+
+counts = st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(1, 20))
+works = st.lists(st.lists(counts, min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+def total(found: Floor) -> list[float]:
+    return [found.vision_ms, found.prefill_ms, found.decode_ms, 1 / found.request_throughput, found.memory_bytes]
+
+
+@given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
+def test_more_views_or_tokens_never_lower_the_floor(
+    work: list[list[tuple[int, int, int]]], more: tuple[int, int, int], data: st.DataObject
+) -> None:
+    batch = data.draw(st.integers(0, len(work) - 1))
+    one = data.draw(st.integers(0, len(work[batch]) - 1))
+    larger = [list(each) for each in work]
+    views, prompt, outputs = (a + b for a, b in zip(work[batch][one], more, strict=True))
+    larger[batch][one] = views, prompt, outputs
+    tiny = SHAPES["tiny"]
+    before, after = (total(floor(w, shape=tiny, weight_bytes=4 * tiny.parameters())) for w in (work, larger))
+    assert all(a <= b for a, b in zip(before, after, strict=True))
+    assert before != after or more[0] == 1, "a view more may hide behind the tower's weights"
+
+
+@given(works, st.sampled_from([2.0, 8.0]))
+def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
+    work: list[list[tuple[int, int, int]]], times: float
+) -> None:
+    slow = floor(work, shape=SHAPES["4b"], flops_per_s=3e12, bytes_per_s=1e11, weight_bytes=10**10)
+    fast = floor(work, shape=SHAPES["4b"], flops_per_s=3e12 * times, bytes_per_s=1e11 * times, weight_bytes=10**10)
+    assert fast.memory_bytes == slow.memory_bytes
+    assert total(fast)[:4] == pytest.approx([each / times for each in total(slow)[:4]])
+
+
+@given(st.lists(counts, min_size=2, max_size=4))
+def test_a_batch_takes_less_than_its_requests_one_by_one(batch: list[tuple[int, int, int]]) -> None:
+    together, alone = floor([batch]), floor([[each] for each in batch])
+    assert together.request_throughput >= alone.request_throughput * (1 - 1e-9)

@@ -1,0 +1,289 @@
+"""The rules of a recommendation, each on a run in which it alone decides, and properties on random runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panscan.analysis.recommend import Recommendation, recommend
+from panscan.core import RecordsError, SettingError
+from panscan.records.store import Run
+
+from .synthetic import batches_of, header, outcome, repeat, scored, verdict, write_run
+
+NOISE = (0.97, 1.0, 1.03, 1.0)
+"""Latencies of a cell's batches, over its own: cells 10% apart are apart beyond their intervals, 1% are not."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of batches that take ``seconds`` each, give or take the noise, ``times`` the rounding noise off."""
+
+    seconds: float = 1.0
+    word: str | None = "exact"
+    times: float | None = 1.0
+    outcome: str = "done"
+    views: int = 3
+    crops: int = 4
+    scores: Sequence[float] = ()
+    gib: float = 1.0
+    noise: Sequence[float] = NOISE
+
+    def records(self, cell: str) -> list[dict[str, Any]]:
+        count = max(12, len(self.scores), len(self.noise))
+        latencies = [self.seconds * self.noise[i % len(self.noise)] for i in range(count)]
+        *requests, _, _ = batches_of(cell, latencies, views=self.views)
+        if self.scores:
+            requests = scored(requests, self.scores)
+        found = [*requests, repeat(cell, 0, 0.0, sum(latencies), peak_rss_bytes=int(self.gib * 2**30))]
+        found.append(outcome(cell, self.outcome, None if self.outcome == "done" else "no room"))
+        return found if self.word is None else [*found, verdict(cell, self.word, self.times)]
+
+
+def run_with(**cells: Cell) -> Run:
+    known = {name: {"pan_and_scan_max_num_crops": cell.crops, "attention": name} for name, cell in cells.items()}
+    records = [header(known), *(record for name, cell in cells.items() for record in cell.records(name))]
+    with tempfile.TemporaryDirectory() as directory:
+        return write_run(Path(directory), records)
+
+
+def chosen(limits: dict[str, Any] | None = None, **cells: Cell) -> Recommendation:
+    return recommend(run_with(**cells), **limits or {})
+
+
+def refusal(limits: dict[str, Any] | None = None, **cells: Cell) -> str:
+    with pytest.raises(RecordsError) as caught:
+        chosen(limits, **cells)
+    return str(caught.value)
+
+
+def cost(found: Recommendation) -> str:
+    return "\n".join(found.cost)
+
+
+def test_the_highest_throughput_wins_among_exact_and_close() -> None:
+    found = chosen(slow=Cell(1.0), fast=Cell(0.5, "close", 3.1))
+    assert (found.cell, found.runner_up) == ("fast", "slow")
+    assert found.reason.startswith("2.00 requests/s (95%: ")
+    assert "the most of 2 cells that qualify" in found.reason
+    assert "close (KL 3.10x the rounding noise), not exact" in cost(found)
+    assert "not measurably" not in cost(found)
+
+
+def test_within_the_noise_exact_comes_before_close_and_then_the_lower_p95() -> None:
+    found = chosen(exact=Cell(1.0), close=Cell(0.995, "close", 3.0))
+    assert found.cell == "exact"
+    assert "within the noise of the most of 2 cells" in found.reason
+    assert "not measurably faster than the runner-up close" in cost(found)
+    # A faster exact cell within the noise still has the lower p95.
+    assert chosen(one=Cell(1.0), two=Cell(0.995)).cell == "two"
+    assert chosen(exact=Cell(1.0), close=Cell(0.8, "close", 3.0)).cell == "close"
+
+
+def test_a_different_cell_is_taken_only_by_name() -> None:
+    cells = {"right": Cell(1.0), "wrong": Cell(0.2, "different", 37.0)}
+    found = chosen(**cells)
+    assert (found.cell, found.runner_up) == ("right", None)
+    assert found.rejected["wrong"].startswith("different from the reference")
+    assert "wrong (attention=wrong) does 5.00 requests/s" in cost(found)
+    found = chosen({"allow": ["wrong"]}, **cells)
+    assert found.cell == "wrong"
+    assert "DIFFERENT from the reference (KL 37.0x the rounding noise); --allow-different names it" in found.reason
+    message = refusal(wrong=Cell(0.2, "different", 37.0), worse=Cell(1.0, "different", 50.0))
+    assert "the fastest is wrong" in message
+    assert "--allow-different" in message
+
+
+RIGHT = (1.0,) * 70 + (0.0,) * 30
+
+
+@pytest.mark.parametrize(
+    ("baseline", "different", "taken", "why"),
+    [
+        (RIGHT, RIGHT, True, ""),
+        (RIGHT, (1.0,) * 90 + (0.0,) * 10, True, ""),
+        (RIGHT[:50], RIGHT[:50], False, "a loss of more than 0.02 is not excluded"),
+        (RIGHT[50:], (1.0,) * 50, True, ""),
+        (RIGHT[55:84], (1.0,) * 29, False, "over 29 questions: fewer than 30"),
+        (RIGHT, (1.0,) * 50 + (0.0,) * 50, False, "a measurable loss"),
+        ((0.0,) * 100, (0.0,) * 100, False, "answers nothing right"),
+        ((), (), False, "without a dataset with answers"),
+    ],
+)
+def test_answers_can_show_that_a_different_cell_loses_nothing(
+    baseline: Sequence[float], different: Sequence[float], taken: bool, why: str
+) -> None:
+    found = chosen(right=Cell(1.0, scores=baseline), wrong=Cell(0.2, "different", 37.0, scores=different))
+    assert found.cell == ("wrong" if taken else "right")
+    assert why in found.rejected.get("wrong", "")
+    assert ("no measurable loss: exact match +0." in found.reason) == taken
+
+
+def test_only_a_cell_with_the_same_crops_is_evidence_for_a_different_one() -> None:
+    found = chosen(right=Cell(1.0, scores=RIGHT, crops=2), wrong=Cell(0.2, "different", 37.0, scores=RIGHT))
+    assert found.cell == "right"
+    assert "no exact or close cell with the same views" in found.rejected["wrong"]
+
+
+@pytest.mark.parametrize("word", ["unverified", None])
+def test_an_unverified_cell_is_taken_only_where_none_is_verified_or_by_name(word: str | None) -> None:
+    unknown = Cell(0.2, word)
+    assert chosen(right=Cell(1.0), unknown=unknown).cell == "right"
+    assert chosen(right=Cell(1.0), unknown=unknown).rejected["unknown"].startswith("unverified")
+    assert chosen({"allow": ["unknown"]}, right=Cell(1.0), unknown=unknown).cell == "unknown"
+    found = chosen(unknown=unknown, slower=Cell(1.0, word))
+    assert found.cell == "unknown"
+    assert "UNVERIFIED: nobody compared its answers" in found.reason
+    assert "no cell gives the reference's answers" in refusal(wrong=Cell(1.0, "different", 37.0), unknown=unknown)
+
+
+@pytest.mark.parametrize("word", ["skipped", "failed", "oom"])
+def test_cells_that_did_not_finish_are_none(word: str) -> None:
+    found = chosen(right=Cell(1.0), other=Cell(0.1, outcome=word))
+    assert (found.cell, found.rejected["other"]) == ("right", f"{word}: no room")
+    assert "no cell is finished" in refusal(other=Cell(0.1, outcome=word))
+
+
+def test_the_limit_on_p95_and_the_nearest_miss() -> None:
+    cells = {"fast": Cell(2.31), "slow": Cell(3.0), "wrong": Cell(0.1, "different", 37.0)}
+    found = chosen({"max_p95_ms": 2500}, **cells)
+    assert found.cell == "fast"
+    assert found.rejected["slow"] == "too slow: p95 E2E 3,090 ms"
+    assert "p95 E2E 2,379 ms, within 2500 ms" in found.reason
+    assert "rests on 12 requests: too few" in cost(found)
+    assert refusal({"max_p95_ms": 2000}, **cells) == (
+        "no cell that may be taken has p95 E2E <= 2000 ms: the quickest is fast (attention=fast) with 2,379 ms"
+    )
+
+
+def test_a_p95_whose_interval_passes_the_limit_is_said() -> None:
+    uneven = Cell(1.0, noise=(1.0,) * 19 + (1.5,))
+    assert "the 95% interval of its p95 reaches 1,500 ms, over the limit" in cost(
+        chosen({"max_p95_ms": 1100}, one=uneven)
+    )
+    assert "over the limit" not in cost(chosen({"max_p95_ms": 1500}, one=uneven))
+
+
+def test_the_limit_on_quality_decides_between_inputs() -> None:
+    cells = {
+        "many": Cell(1.0, scores=(1.0,) * 38 + (0.0,) * 2),
+        "few": Cell(0.3, views=1, crops=1, scores=(1.0,) * 30 + (0.0,) * 10),
+    }
+    assert chosen({"min_quality": 0.9}, **cells).cell == "many"
+    found = chosen({"min_quality": 0.7}, **cells)
+    assert found.cell == "few"
+    assert "exact match 0.750 against 0.950, 95% of the difference" in cost(found)
+    assert "begins at" in cost(found)
+    assert "has exact match >= 0.99: the best is many" in refusal({"min_quality": 0.99}, **cells)
+    with pytest.raises(SettingError, match="--min-quality: the dataset of this run has no answers"):
+        chosen({"min_quality": 0.5}, one=Cell())
+
+
+def test_fewer_views_are_no_faster_computation() -> None:
+    cells = {"many": Cell(1.0), "few": Cell(0.3, views=1, crops=1)}
+    found = chosen(**cells)
+    assert found.cell == "many"
+    assert found.rejected["few"].startswith("fewer views (1 a request, not 3); without a dataset with answers")
+    assert "few (pan_and_scan_max_num_crops=1" not in cost(found)
+    assert "few (max_num_crops=1, attention=few) does 3.33 requests/s" in cost(found)
+    # What the limit affords, and what that costs.
+    found = chosen({"max_p95_ms": 500}, **cells)
+    assert found.cell == "few"
+    assert "fewer views a request (1) than many" in cost(found)
+    assert "their effect on answers is unknown" in cost(found)
+
+
+def test_answers_can_show_that_fewer_views_lose_nothing() -> None:
+    assert chosen(many=Cell(1.0, scores=RIGHT), few=Cell(0.3, views=1, crops=1, scores=RIGHT)).cell == "few"
+    worse = (1.0,) * 40 + (0.0,) * 60
+    assert chosen(many=Cell(1.0, scores=RIGHT), few=Cell(0.3, views=1, crops=1, scores=worse)).cell == "many"
+
+
+def test_what_the_choice_costs_in_memory_time_and_answers() -> None:
+    found = chosen(
+        fast=Cell(1.0, gib=6.1, scores=(1.0, 0.0) * 20),
+        lean=Cell(1.2, gib=2.0, scores=(1.0, 1.0, 1.0, 0.0) * 10),
+    )
+    assert found.cell == "fast"
+    assert "4.1 GiB more peak memory (RSS) than lean (attention=lean): 6.1 against 2.0" in cost(found)
+    assert "exact match 0.500 against 0.750" in cost(found)
+    assert "p95" not in cost(found)
+
+
+def test_one_batch_has_no_interval_and_says_so() -> None:
+    cells = {"c": {}}
+    with tempfile.TemporaryDirectory() as directory:
+        run = write_run(Path(directory), [header(cells), *batches_of("c", [1.0]), verdict("c", "exact", 1.0)])
+    found = recommend(run)
+    assert "measured in one batch" in cost(found)
+    assert found.reason.startswith("1.00 requests/s, the only cell that qualifies; exact")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_p95_ms": 0}, "--max-p95-ms"),
+        ({"max_p95_ms": float("nan")}, "--max-p95-ms"),
+        ({"min_quality": 1.1}, "--min-quality"),
+        ({"allow": ["on"]}, "has no cell 'on' \\(did you mean 'one'\\?\\)"),
+    ],
+)
+def test_limits_out_of_range_are_refused(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        chosen(limits, one=Cell())
+
+
+cells = st.builds(
+    Cell,
+    seconds=st.sampled_from([0.25, 0.5, 0.505, 1.0, 2.0]),
+    word=st.sampled_from(["exact", "close", "different", "unverified", None]),
+    times=st.sampled_from([1.0, 5.0, 50.0]),
+    outcome=st.sampled_from(["done", "done", "done", "oom", "failed"]),
+    views=st.just(3),
+    scores=st.sampled_from([(), (1.0,) * 8 + (0.0,) * 32]),
+    gib=st.sampled_from([1.0, 2.0]),
+)
+runs = st.lists(cells, min_size=1, max_size=5).map(lambda found: {f"c{i}": cell for i, cell in enumerate(found)})
+limits = st.sampled_from([None, 300.0, 600.0, 1500.0])
+
+
+@given(runs, limits)
+@settings(deadline=None, max_examples=60)
+def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None) -> None:
+    try:
+        found = chosen({"max_p95_ms": limit}, **cells)
+    except RecordsError:
+        possible = [cell for cell in cells.values() if cell.outcome == "done" and cell.word in ("exact", "close")]
+        assert all(limit is not None and cell.seconds * 1030 > limit for cell in possible)
+        return
+    for cell in filter(None, (found.cell, found.runner_up)):
+        taken = cells[cell]
+        assert taken.outcome == "done"
+        assert taken.word != "different"
+        if taken.word in ("unverified", None):
+            others = [each for each in cells.values() if each.outcome == "done"]
+            assert all(each.word in ("unverified", None) for each in others)
+        assert limit is None or taken.seconds * 1030 <= limit
+    assert found.cell != found.runner_up
+    assert not {found.cell, found.runner_up} & set(found.rejected)
+    assert all(cells[found.cell].seconds <= cells[name].seconds * 1.02 for name in cells if name not in found.rejected)
+
+
+@given(runs, st.sampled_from(["exact", "close", "different"]), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_a_slower_cell_never_changes_the_choice(cells: dict[str, Cell], word: str, done: bool) -> None:
+    verified = {name: cell for name, cell in cells.items() if cell.word in ("exact", "close", "different")}
+    try:
+        before = chosen(**verified).cell if verified else None
+    except RecordsError:
+        return
+    slower = Cell(9.0, word, outcome="done" if done else "oom")
+    if before is not None:
+        assert chosen(**verified, slower=slower).cell == before

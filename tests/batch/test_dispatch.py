@@ -1,0 +1,220 @@
+"""Requests through the engine: answers in order whatever finishes first, within a bounded window; what ends a job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.batch.shuffling import JOB, Shuffling, backwards, items, opened, run_job, tasks
+
+from panscan.batch.answers import AnswerFile
+from panscan.batch.dispatch import answer
+from panscan.batch.items import Item
+from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Request, Result, SettingError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[AnswerFile]:
+    with opened(tmp_path / "a.jsonl") as file:
+        yield file
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def failing(error: PanscanError, *but: str) -> Any:
+    """What answers only the ids in ``but``."""
+
+    def result_of(request: Request) -> Result:
+        result = backwards(request)
+        return result if request.id in but else replace(result, finish_reason="error", error=error)
+
+    return result_of
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(0, 20),
+    bad=st.sets(st.integers(0, 19)),
+    choices=st.lists(st.integers(0, 50), max_size=20),
+    most=st.integers(1, 9),
+    window=st.none() | st.integers(1, 9),
+)
+def test_every_item_is_answered_once_in_order_and_within_the_window(
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    bad: set[int],
+    choices: list[int],
+    most: int,
+    window: int | None,
+) -> None:
+    path = tmp_path_factory.mktemp("answers") / "a.jsonl"
+    finished: list[str] = []
+    pulled = 0
+    asked = items(count, bad)
+
+    def source() -> Iterator[Item]:
+        nonlocal pulled
+        for item in asked:
+            pulled += 1
+            assert window is None or pulled - len(ids(path)) <= window
+            yield item
+
+    engine = Shuffling(choices, most)
+    with opened(path) as file:
+        run_job(file, source(), engine, window=window, on_answer=lambda line: finished.append(line["id"]))
+        lines = list(file.records())
+    assert [line["id"] for line in lines] == (finished if window is None else [item.id for item in asked])
+    assert sorted(finished) == sorted(item.id for item in asked)
+    assert [request.id for request in engine.seen] == [item.id for item in asked if item.problem is None]
+    for line in lines:
+        problem = asked[int(line["id"].removesuffix(".png"))].problem
+        assert line["answer"] == (line["id"][::-1] if problem is None else None)
+        assert line["error"] == (None if problem is None else str(problem))
+    assert not path.with_name("a.jsonl.held").exists()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    choices=st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    kills=st.lists(st.integers(0, 12), max_size=3),
+    windows=st.just([None] * 4) | st.lists(st.integers(2, 9), min_size=4, max_size=4) | st.just([None, 4, None, 4]),
+    torn=st.sampled_from([b"", b'{"id": "0.png", "im', b"\0\0"]),
+)
+def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
+    tmp_path_factory: pytest.TempPathFactory,
+    choices: list[int],
+    kills: list[int],
+    windows: list[int | None],
+    torn: bytes,
+) -> None:
+    asked = items(12, bad=[3, 7])
+    finished: list[str] = []
+    place = tmp_path_factory.mktemp("answers")
+    for kill, window in zip([*kills, None], windows[-len(kills) - 1 :], strict=True):
+        after: list[Path] = []
+        turns = 0
+
+        def on_answer(
+            line: dict[str, Any], kill: int | None = kill, after: list[Path] = after, place: Path = place
+        ) -> None:
+            nonlocal turns
+            if turns == kill:  # what a killed process leaves: this answer was in flight
+                after.append(Path(shutil.copytree(place, tmp_path_factory.mktemp("killed"), dirs_exist_ok=True)))
+            elif not after:
+                finished.append(line["id"])
+            turns += 1
+
+        with opened(place / "a.jsonl") as file:
+            run_job(file, asked, Shuffling(choices, 5), window=window, on_answer=on_answer)
+        if after:
+            [place] = after
+            for name in ("a.jsonl", "a.jsonl.held"):
+                if (place / name).exists():
+                    (place / name).write_bytes((place / name).read_bytes() + torn)
+    found = ids(place / "a.jsonl")
+    assert sorted(finished) == sorted(found) == sorted(item.id for item in asked)
+    if None not in windows:
+        assert found == [item.id for item in asked]
+    assert sorted(each.name for each in place.iterdir()) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
+
+
+def test_the_window_is_no_smaller_than_it_says(file: AnswerFile) -> None:
+    engine = Shuffling([5, 4, 3, 2, 1], most=6)
+    written: list[int] = []
+    run_job(file, items(6), engine, window=6, on_answer=lambda _: written.append(len(ids(file.path))))
+    assert written == [0] * 6
+    assert len(engine.seen) == 6
+
+
+def test_the_users_bound_on_requests_in_flight_reaches_the_engine(file: AnswerFile) -> None:
+    job = replace(JOB, settings=replace(JOB.settings, max_concurrency=2))
+    begun: list[int] = []
+    engine = Shuffling([], most=9)
+    answer(
+        engine, job, tasks(items(5)), file, window=None, proven=True, on_answer=lambda _: begun.append(len(engine.seen))
+    )
+    assert begun == [2, 3, 4, 5, 5]
+
+
+def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: AnswerFile) -> None:
+    row = Item("7", ("docs/a.pdf",), ("a.pdf",), "Who?")
+    wrong = replace(items(1)[0], problem=ImageError("0.png: broken"))
+    run_job(file, [row, wrong])
+    lines = list(file.records())
+    assert list(lines[0].items()) == [
+        ("id", "7"), ("image", ["a.pdf"]), ("question", "Who?"), ("answer", "7"), ("finish_reason", "stop"),
+        ("views", 3), ("crops", 2), ("prompt_tokens", 20), ("output_tokens", 2), ("error", None),
+        ("cached_tokens", 4), ("ttft_ms", 500.0), ("e2el_ms", 1250.0),
+    ]  # fmt: skip
+    assert list(lines[1]) == [name for name in lines[0] if name != "question"]
+    assert (lines[1]["finish_reason"], lines[1]["error"], lines[1]["ttft_ms"]) == ("error", "0.png: broken", None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("error", EngineError("the engine stopped: a bug")), ("cancelled", None)]
+)
+def test_what_an_engine_leaves_when_it_ends_is_no_document_s_failure(
+    file: AnswerFile, reason: FinishReason, error: EngineError | None
+) -> None:
+    def result_of(request: Request) -> Result:
+        result = backwards(request)
+        return replace(result, finish_reason=reason, error=error) if request.id == "2.png" else result
+
+    with pytest.raises(EngineError, match=r"the engine (stopped: a bug|was closed)"):
+        run_job(file, items(5), Shuffling([], 3, result_of), window=4)
+    assert ids(file.path) == ["0.png", "1.png"]
+    engine = Shuffling()
+    run_job(file, items(5), engine)
+    assert [request.id for request in engine.seen] == ["2.png", "3.png", "4.png"]
+
+
+SETTING = SettingError("--vision-cache-gb 1e-06 does not hold one encoded view")
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_a_setting_that_fails_every_document_ends_the_job_and_leaves_nothing(
+    tmp_path: Path, count: int, window: int | None
+) -> None:
+    engine = Shuffling([], 1, failing(SETTING))
+    with opened(tmp_path / "a.jsonl") as file, pytest.raises(SettingError, match="vision-cache-gb"):
+        run_job(file, items(count), engine, window=window)
+    assert len(engine.seen) <= 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_documents_that_fail_by_themselves_are_lines(file: AnswerFile) -> None:
+    # One that is answered, another error, or an answer of before: the setting is not at fault.
+    first = Shuffling([], 1, failing(SETTING, "2.png"))
+    run_job(file, items(6), first, window=9)
+    assert [line["error"] is None for line in file.records()] == [False, False, True, False, False, False]
+    more = items(8)
+    run_job(file, more, Shuffling([], 1, failing(SETTING)), window=9)
+    assert ids(file.path) == [item.id for item in more]
+
+
+def test_different_settings_errors_are_the_documents_own(file: AnswerFile) -> None:
+    def result_of(request: Request) -> Result:
+        return failing(SettingError(f"{request.id}: too long"))(request)
+
+    run_job(file, items(5), Shuffling([], 1, result_of), window=9)
+    assert ids(file.path) == [item.id for item in items(5)]
+
+
+def test_a_document_beside_unreadable_ones_may_fail_with_a_setting(file: AnswerFile) -> None:
+    run_job(file, items(3, bad=[0, 1]), Shuffling([], 1, failing(SETTING)), window=9)
+    assert [line["error"] for line in file.records()] == ["0.png: broken", "1.png: broken", str(SETTING)]
+
+
+def test_what_needs_no_engine_is_written_without_one(file: AnswerFile) -> None:
+    answer(None, JOB, tasks(items(3, bad=[0, 1, 2])), file, window=2, proven=False, on_answer=lambda _: None)
+    assert ids(file.path) == ["0.png", "1.png", "2.png"]

@@ -1,0 +1,210 @@
+"""What is left of a job: nothing is asked twice, what failed keeps its line until it has another, and its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.batch.shuffling import Shuffling, items, opened, run_job
+
+from panscan.batch.answers import AnswerFile
+from panscan.batch.items import Item
+from panscan.batch.pending import Answered, Task, tally
+from panscan.core import ImageError, RecordsError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.jsonl"
+
+
+def begun_file(path: Path, asked: list[Item]) -> AnswerFile:
+    """A file with the answers of these items, held open."""
+    file = opened(path)
+    run_job(file, asked)
+    return file
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_what_is_answered_is_not_asked_again(path: Path) -> None:
+    every = items(6, bad=[1, 4])
+    with begun_file(path, [every[number] for number in (0, 1, 3)]) as file:
+        answered = Answered(file, retry_failed=False)
+        assert list(answered.left(every)) == [Task(every[number]) for number in (2, 4, 5)]
+        assert answered.skipped == 3
+        assert answered.any_succeeded
+        before = path.read_bytes()
+        again = Answered(file, retry_failed=True)
+        assert list(again.left(every)) == [
+            Task(every[1], replaces="1.png"), *(Task(every[number]) for number in (2, 4, 5))
+        ]  # fmt: skip
+        assert path.read_bytes() == before
+    with begun_file(path.with_name("b.jsonl"), items(2, bad=[0, 1])) as file:
+        assert not Answered(file, retry_failed=False).any_succeeded
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bad=st.sets(st.integers(0, 7), min_size=1),
+    mended=st.sets(st.integers(0, 7)),
+    seen=st.integers(1, 8),
+    kill=st.integers(0, 8),
+    choices=st.lists(st.integers(0, 9), max_size=8),
+    window=st.none() | st.integers(2, 5),
+    retry=st.booleans(),
+)
+def test_a_retry_killed_anywhere_loses_no_line_and_doubles_none(
+    tmp_path_factory: pytest.TempPathFactory,
+    bad: set[int],
+    mended: set[int],
+    seen: int,
+    kill: int,
+    choices: list[int],
+    window: int | None,
+    retry: bool,
+) -> None:
+    path = tmp_path_factory.mktemp("answers") / "a.jsonl"
+    begun_file(path, items(8, bad)).close()
+    before = path.read_bytes()
+    better = items(8, bad - mended)
+    new: dict[str, str | None] = {}
+    with opened(path) as file:
+        turns: list[str] = []
+
+        def on_answer(line: dict[str, Any]) -> None:
+            if len(turns) == kill:
+                assert path.read_bytes() == before  # in flight are answers, not lines
+                killed.append(shutil.copytree(path.parent, tmp_path_factory.mktemp("killed"), dirs_exist_ok=True))
+            turns.append(line["id"])
+            if not killed:
+                new[line["id"]] = line["error"]
+
+        killed: list[Path] = []
+        run_job(file, better[:seen], Shuffling(choices, 3), window=window, retry_failed=True, on_answer=on_answer)
+    assert set(turns) == {f"{number}.png" for number in bad if number < seen}
+    if killed:
+        path = Path(killed[0]) / "a.jsonl"
+    with opened(path) as file:
+        run_job(file, better, retry_failed=retry, on_answer=lambda line: new.update({line["id"]: line["error"]}))
+    found = lines_of(path)
+    assert [line["id"] for line in found] == [item.id for item in better]
+    for line, item, old in zip(found, better, items(8, bad), strict=True):
+        now_failed = item.problem is not None if retry or line["id"] in new else old.problem is not None
+        assert (line["error"] is not None) == now_failed
+    assert not path.with_name("a.jsonl.held").exists()
+
+
+def pages(count: int) -> list[Item]:
+    names = [f"b.pdf#page={number}" for number in range(1, count + 1)]
+    return [Item(name, (name,), (name,), document="b.pdf") for name in names]
+
+
+BROKEN = Item("b.pdf", ("b.pdf",), ("b.pdf",), problem=ImageError("b.pdf: damaged"), document="b.pdf")
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_the_pages_of_a_mended_file_take_its_place_in_their_order(path: Path, retry: bool) -> None:
+    first, last = items(2)
+    begun_file(path, [first, BROKEN, last]).close()
+    with opened(path) as file:
+        run_job(file, [first, *pages(11), last], Shuffling([5, 4, 3, 9, 1], 8), window=4, retry_failed=retry)
+    assert [line["id"] for line in lines_of(path)] == ["0.png", *(page.id for page in pages(11)), "1.png"]
+
+
+def test_a_mended_file_whose_failure_was_held_is_asked_by_its_pages(path: Path) -> None:
+    first, second, last = items(3)
+    with opened(path) as file:
+        run_job(file, [first])
+        file.hold({"id": "b.pdf", "image": ["b.pdf"], "error": "damaged"})
+        run_job(file, [first, second, *pages(2), last], window=4)
+    assert [line["id"] for line in lines_of(path)] == ["0.png", "1.png", "b.pdf#page=1", "b.pdf#page=2", "2.png"]
+    assert not path.with_name("a.jsonl.held").exists()
+
+
+def test_a_file_that_failed_again_before_it_was_mended_is_replaced_once(path: Path) -> None:
+    begun_file(path, [BROKEN, *items(1)]).close()
+    with opened(path) as file:  # as a killed retry leaves it
+        file.hold({"id": "b.pdf", "image": ["b.pdf"], "error": "damaged still"}, "b.pdf")
+        run_job(file, [*pages(2), *items(1)], retry_failed=True)
+    assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2", "0.png"]
+
+
+def test_a_page_that_failed_in_the_place_of_its_file_keeps_that_place(path: Path) -> None:
+    begun_file(path, [BROKEN, *items(1)]).close()
+    with opened(path) as file:  # as a killed retry leaves it
+        file.hold({"id": "b.pdf#page=2", "image": ["b.pdf#page=2"], "error": "damaged"}, "b.pdf")
+        run_job(file, [*pages(2), *items(1)], retry_failed=True)
+    assert [(line["id"], line["error"]) for line in lines_of(path)] == [
+        ("b.pdf#page=1", None), ("b.pdf#page=2", None), ("0.png", None)
+    ]  # fmt: skip
+
+
+def test_a_job_of_one_damaged_file_goes_on_with_its_pages(path: Path) -> None:
+    begun_file(path, [BROKEN]).close()
+    with opened(path) as file:
+        run_job(file, pages(2))
+    assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2"]
+
+
+def test_a_whole_file_that_failed_may_have_its_pages_now(path: Path) -> None:
+    whole = replace(BROKEN, named=("b.pdf#page=1", "b.pdf#page=2"), problem=None)
+    with begun_file(path, [BROKEN]) as file:
+        assert list(Answered(file, retry_failed=False).left([whole])) == []
+        assert list(Answered(file, retry_failed=True).left([whole])) == [Task(whole, replaces="b.pdf")]
+
+
+def test_answers_beyond_a_limit_wait_beside_the_file(path: Path) -> None:
+    every = items(5)
+    with opened(path) as file:
+        run_job(file, every[:1])
+        for number in (2, 4):
+            file.hold({"id": f"{number}.png", "image": [f"{number}.png"], "error": None})
+    engine = Shuffling()
+    with opened(path) as file:
+        run_job(file, every[:3], engine, window=4)
+    assert [line["id"] for line in lines_of(path)] == ["0.png", "1.png", "2.png"]
+    with opened(path) as file:
+        run_job(file, every, engine, window=4)
+    assert [line["id"] for line in lines_of(path)] == [item.id for item in every]
+    assert [request.id for request in engine.seen] == ["1.png", "3.png"]
+
+
+@pytest.mark.parametrize("change", [{"named": ("b.png",)}, {"question": "Why?"}, {"question": None}])
+def test_an_id_that_now_means_something_else_is_refused(path: Path, change: dict[str, Any]) -> None:
+    row = Item("00000", ("docs/a.png",), ("a.png",), "Who?")
+    with begun_file(path, [row]) as file:
+        answered = Answered(file, retry_failed=False)
+        assert list(answered.left([row])) == []
+        with pytest.raises(RecordsError, match=r"'00000' was another image or question when it was answered"):
+            list(answered.left([replace(row, **change)]))
+
+
+def test_a_file_that_has_none_of_the_documents_is_another_job_s(path: Path) -> None:
+    def renamed() -> Iterator[Item]:
+        for item in items(4):
+            yield replace(item, id=f"./{item.id}", document=f"./{item.id}")
+
+    with begun_file(path, items(4)) as file:
+        answered = Answered(file, retry_failed=False)
+        reason = r"answers none of these documents \(it has '0.png', not './0.png'\): type them as before, or give"
+        with pytest.raises(RecordsError, match=reason):
+            next(answered.left(renamed()), None)
+        later = [*renamed(), items(4)[3], *items(5)[4:]]
+        assert [task.item for task in answered.left(later)] == [*renamed(), items(5)[4]]
+
+
+def test_failures_are_counted_and_the_first_ones_named(path: Path) -> None:
+    with begun_file(path, items(6, bad=[1, 4, 5])) as file:
+        found = tally(file.records(), reasons=2)
+    assert (found.answered, found.failed) == (3, 3)
+    assert found.reasons == [("1.png", "1.png: broken"), ("4.png", "4.png: broken")]

@@ -1,0 +1,223 @@
+"""Replicas in step: whichever fails wherever, and in whatever order their messages come, nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panscan.bench.grid import Cell
+from panscan.bench.plan import Plan
+from panscan.bench.replica_sync import Failed, InStep, Message, Ready, Told, Warned, Wrote, merged
+from panscan.bench.workload import Source
+from panscan.core import PanscanWarning, RecordsError
+from panscan.settings import Settings
+
+from .synthetic import outcome, repeat, request
+
+GROUPS = (("a0", "a1"), ("b0",))
+"""Cells that share a load."""
+REPEATS = 2
+Faults = Mapping[tuple[str, int | None], str]
+"""Where a replica fails: at (cell, repeat) "before" it is ready or "measuring"; at (first cell of a load, None)."""
+Script = Generator[Message, bool, None]
+
+
+def plan() -> Plan:
+    cells = [Cell(name, Settings()) for group in GROUPS for name in group]
+    return Plan(cells, [], Source(no_images=True, prompt="x"), repeats=REPEATS)
+
+
+def replica(number: int, faults: Faults) -> Script:
+    """What a replica says in the course of a sweep, in the order of :func:`panscan.bench.sweep.run_sweep`."""
+    for group in GROUPS:
+        if (group[0], None) in faults:
+            for cell in group:
+                yield Wrote([outcome(cell, "failed", "load")])
+            continue
+        broken = set()
+        for turn in range(REPEATS):
+            for cell in group:
+                if cell in broken:
+                    continue
+                fault = faults.get((cell, turn))
+                go = fault != "before" and (yield Ready(cell, turn))
+                if go and fault is None:
+                    done = [outcome(cell, "done")] if turn == REPEATS - 1 else []
+                    yield Wrote([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
+                else:
+                    broken.add(cell)
+                    yield Wrote([outcome(cell, "failed", fault or "told to give up")])
+
+
+def line(cell: str, turn: int, number: int, **fields: Any) -> dict[str, Any]:
+    return repeat(cell, turn, 1.0 + number, 9.0 - number, device="cpu", **fields)
+
+
+@dataclass
+class Desk:
+    """Writer and observer at once."""
+
+    records: list[Any] = field(default_factory=list)
+    started: list[tuple[str, int]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    batches: int = 0
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self.records += records
+
+    def loading(self, settings: Settings) -> None: ...
+    def stage(self, what: str) -> None: ...
+
+    def ready(self, cell: Cell, repeat: int) -> None:
+        self.started.append((cell.id, repeat))
+
+    def batch_done(self) -> None:
+        self.batches += 1
+
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
+        self.problems.append(cell.id)
+
+
+def play(faults: Sequence[Faults], data: st.DataObject) -> Desk:
+    """Let replicas speak in a drawn order until all are through."""
+    desk = Desk()
+    scripts = [replica(number, each) for number, each in enumerate(faults)]
+    saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
+    waiting: dict[int, Ready] = {}
+
+    def answer(number: int, go: bool) -> None:
+        if go:
+            assert len({*waiting.values()}) <= 1, "some started another visit than the others"
+        visit = waiting.pop(number)
+        assert not go or (visit.cell, visit.repeat) == desk.started[-1]
+        saying[number] = send(scripts[number], go)
+
+    step = InStep(plan(), set(), [""] * len(faults), desk, desk, answer)
+    while speakers := [number for number, message in saying.items() if message is not None]:
+        number = data.draw(st.sampled_from(speakers))
+        message = saying[number]
+        assert message is not None
+        if isinstance(message, Ready):
+            waiting[number], saying[number] = message, None
+        else:
+            saying[number] = send(scripts[number], True)
+        step.take(number, message)
+    assert waiting == {}, "somebody waits for ever"
+    return desk
+
+
+def send(script: Script, value: bool) -> Message | None:
+    try:
+        return script.send(value)
+    except StopIteration:
+        return None
+
+
+PLACES = [(cell, turn) for group in GROUPS for cell in group for turn in range(REPEATS)]
+FAULTS = st.dictionaries(st.sampled_from(PLACES), st.sampled_from(["before", "measuring"]), max_size=3)
+LOADS = st.dictionaries(st.sampled_from([(group[0], None) for group in GROUPS]), st.just("load"), max_size=1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(faults=st.lists(st.builds(lambda a, b: {**a, **b}, FAULTS, LOADS), min_size=1, max_size=4), data=st.data())
+def test_every_cell_gets_one_outcome_and_the_repeats_that_all_replicas_did(
+    faults: list[Faults], data: st.DataObject
+) -> None:
+    desk = play(faults, data)
+    for group in GROUPS:
+        for cell in group:
+            culprits, good = first_failure(faults, group[0], cell)
+            lines = [record for record in desk.records if record["cell"] == cell]
+            assert [record["repeat"] for record in lines if record["type"] == "repeat"] == list(range(good))
+            asked = [(r["repeat"], r["replica"]) for r in lines if r["type"] == "request"]
+            assert asked == [(turn, number) for turn in range(good) for number in range(len(faults))]
+            [last] = [record for record in lines if record["type"] == "cell"]
+            assert desk.problems.count(cell) == bool(culprits)
+            assert last["outcome"] == ("failed" if culprits else "done")
+            if len(culprits) == len(faults) and len(set(culprits.values())) == 1:
+                assert last["reason"] == next(iter(culprits.values())), "all agree: nobody need be named"
+            elif culprits:
+                assert last["reason"] in [f"replica {number}: {why}" for number, why in culprits.items()]
+
+
+def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[int, str], int]:
+    """Which replicas are the first to fail in a cell and why, and how many repeats went well before."""
+    for turn in range(REPEATS):
+        culprits = {
+            number: "load" if (load, None) in each else each[cell, turn]
+            for number, each in enumerate(faults)
+            if (load, None) in each or (cell, turn) in each
+        }
+        if culprits:
+            return culprits, turn
+    return {}, REPEATS
+
+
+def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
+    desk = Desk()
+    step = InStep(plan(), {("a0", 0), ("a0", 1)}, ["", ""], desk, desk, lambda number, go: None)
+    for number in (0, 1):
+        step.take(number, Wrote([{"type": "load", "cells": ["a0"]}]))
+    step.take(0, Wrote([{"type": "verdict", "cell": "a0"}]))
+    step.take(0, Wrote([outcome("a0", "failed", "while answers were compared")]))
+    assert [record["type"] for record in desk.records] == ["load", "verdict", "cell"]
+
+
+def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
+    desk = Desk()
+    step = InStep(plan(), {("a0", 0)}, ["", ""], desk, desk, lambda number, go: None)
+    last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
+    step.take(0, Wrote(last[0]))
+    step.take(0, Wrote([outcome("a0", "failed", "while answers were compared")]))
+    step.take(1, Wrote(last[1]))
+    assert [record["repeat"] for record in desk.records if record["type"] == "repeat"] == [1]
+    assert [record["outcome"] for record in desk.records if record["type"] == "cell"] == ["failed", "done"]
+
+
+def test_what_else_a_replica_says() -> None:
+    desk = Desk()
+    step = InStep(plan(), set(), ["", ""], desk, desk, lambda number, go: None)
+    step.take(0, Told("batch_done"))
+    assert desk.batches == 1
+    with pytest.warns(PanscanWarning, match="overflow"):
+        step.take(1, Warned("overflow"))
+    with pytest.raises(RecordsError, match=r"^replica 1: --reference"):
+        step.take(1, Failed(RecordsError("--reference x")))
+
+
+def part(number: int, **fields: Any) -> list[dict[str, Any]]:
+    asked = [request("a0", f"q{batch}", 0.0, [1.0], batch=batch) for batch in range(3)]
+    return [*asked, line("a0", 0, number, **fields), outcome("a0", "done")]
+
+
+def test_merged_records_are_those_of_one_run() -> None:
+    *asked, whole, last = merged(
+        [
+            part(0, warmup_s=1.0, peak_allocated_bytes=5, peak_rss_bytes=None),
+            part(1, warmup_s=2.0, peak_allocated_bytes=6),
+        ],
+        ["", ""],
+    )
+    assert [(record["replica"], record["request"]) for record in asked] == [
+        (n, f"q{b}") for n in (0, 1) for b in range(3)
+    ]
+    assert [record["batch"] for record in asked] == [0, 1, 2, 3, 4, 5]
+    assert (whole["started"], whole["ended"], whole["warmup_s"]) == (2.0, 8.0, 2.0), "the common window"
+    assert (whole["peak_allocated_bytes"], whole["peak_rss_bytes"]) == (11, None)
+    assert [(each["started"], each["ended"], each["device"]) for each in whole["replicas"]] == [
+        (1.0, 9.0, "cpu"),
+        (2.0, 8.0, "cpu"),
+    ]
+    assert last == outcome("a0", "done")
+
+
+def test_gpus_have_the_names_that_they_have_outside_of_their_process() -> None:
+    *_, whole, _ = merged(
+        [part(0), [r | {"device": "cuda:0"} if r["type"] == "repeat" else r for r in part(1)]], ["cuda:0,1", "cuda:2,3"]
+    )
+    assert [each["device"] for each in whole["replicas"]] == ["cpu", "cuda:2,3"]

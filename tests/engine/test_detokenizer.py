@@ -1,0 +1,165 @@
+"""Text that comes token by token: the tokenizer's own decoding, and the place where ``generate()`` stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from panscan.engine.detokenizer import Text
+from panscan.model.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
+from panscan.runners.generate import GenerateRunner
+
+TOKENIZER = build_tokenizer()
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def decoded(ids: Sequence[int]) -> str:
+    text: str = TOKENIZER.decode(ids, skip_special_tokens=True)
+    return text
+
+
+def of_bytes(content: bytes) -> list[int]:
+    ids: list[int] = TOKENIZER.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in content])
+    return ids
+
+
+def pushed(ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[Text, list[str], int]:
+    """An answer read up to its stop text, its pieces, and how many tokens that took."""
+    text = Text(TOKENIZER, stop)
+    pieces = []
+    for token in ids:
+        pieces.append(text.push(token))
+        if text.stopped:
+            break
+    taken = len(pieces)
+    pieces.append(text.finish())
+    return text, pieces, taken
+
+
+marks = st.sampled_from(range(len(MARKS)))
+anything = st.integers(0, VOCABULARY_SIZE + 40)
+loose_bytes = st.binary(min_size=1, max_size=4).map(of_bytes)
+characters = st.text(min_size=1, max_size=4).map(lambda text: of_bytes(text.encode()))
+words = st.text("▁ abt\nöß漢🙂", min_size=1, max_size=8).map(
+    lambda text: TOKENIZER.encode(text, add_special_tokens=False)
+)
+answers = st.lists(loose_bytes | characters | words | marks.map(lambda i: [i]) | anything.map(lambda i: [i])).map(
+    lambda parts: [token for part in parts for token in part]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(answers)
+@example(of_bytes(b"B\xf0"))  # whole until the second byte
+@example([*of_bytes("漢".encode())[:2], MARKS.index("<pad>"), *of_bytes("漢".encode())[2:]])
+@example([*of_bytes(b"a"), VOCABULARY_SIZE + 1, *of_bytes(b"\xff")])
+def test_pieces_put_together_are_the_decoded_text(ids: list[int]) -> None:
+    text, pieces, _ = pushed(ids)
+    assert "".join(pieces) == text.text == decoded(ids)
+    assert not text.stopped
+    assert text.finish() == ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(answers, answers)
+def test_what_is_shown_stays_whatever_follows(ids: list[int], more: list[int]) -> None:
+    """Also right at the edge: a token without bytes is shown at once."""
+    text = Text(TOKENIZER)
+    for token in ids:
+        text.push(token)
+    assert decoded(ids + more).startswith(text.text)
+    word = TOKENIZER.convert_tokens_to_ids("▁the")
+    text.push(word)
+    assert text.text == decoded([*ids, word])
+
+
+short = st.text("abt \n漢ö", min_size=1, max_size=3)
+
+
+@settings(max_examples=400, deadline=None)
+@given(answers, st.lists(short, min_size=1, max_size=3))
+@example(of_bytes("a漢b".encode()), ["漢", "b"])
+@example(of_bytes(b"aab") + of_bytes(b"\xff"), ["ab"])
+@example([*TOKENIZER.convert_tokens_to_ids(["a"]), *of_bytes(b"b\xff")], ["ab"])
+@example(TOKENIZER.encode("total amount", add_special_tokens=False), ["amo", "al amount"])
+def test_an_answer_ends_before_its_first_stop_text(ids: list[int], stop: list[str]) -> None:
+    """The text is the decoded one cut, at the first token after which the decoded text holds a stop text."""
+    ends = (count for count in range(1, len(ids) + 1) if any(mark in decoded(ids[:count]) for mark in stop))
+    end = next(ends, None)
+    text, pieces, taken = pushed(ids, stop)
+    assert text.stopped == (end is not None)
+    whole = decoded(ids[:end])
+    assert taken == (len(ids) if end is None else end)
+    cut = min((whole.index(mark) for mark in stop if mark in whole), default=len(whole))
+    assert "".join(pieces) == text.text == whole[:cut]
+
+
+@settings(max_examples=200, deadline=None)
+@given(answers, answers, st.lists(short, min_size=1, max_size=3))
+def test_no_shown_text_is_taken_back_for_a_stop_text(ids: list[int], more: list[int], stop: list[str]) -> None:
+    text = Text(TOKENIZER, stop)
+    for token in ids:
+        text.push(token)
+    shown = text.text
+    for token in more:
+        text.push(token)
+    text.finish()
+    assert text.text.startswith(shown)
+    assert not any(mark in text.text for mark in stop)
+
+
+def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
+    ids = TOKENIZER.convert_tokens_to_ids(list("xabyabc"))
+    text = Text(TOKENIZER, ["abc"])
+    assert [text.push(token) for token in ids] == ["x", "", "", "aby", "", "", ""]
+    assert (text.stopped, text.text, text.push(ids[0]), text.finish()) == (True, "xaby", "", "")
+
+
+def test_held_text_is_shown_at_the_end() -> None:
+    text, pieces, _ = pushed(TOKENIZER.convert_tokens_to_ids(list("ab")), ["abc"])
+    assert (pieces, text.stopped) == (["", "", "ab"], False)
+
+
+def test_broken_characters_are_a_stop_text_only_when_they_stay() -> None:
+    whole = of_bytes("é".encode())
+    assert pushed([*whole, *TOKENIZER.convert_tokens_to_ids(["x"])], [BROKEN])[0].text == "éx"
+    text, _, taken = pushed([*TOKENIZER.convert_tokens_to_ids(["x"]), whole[0]], [BROKEN])
+    assert (text.text, text.stopped, taken) == ("x", True, 2)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(words | characters, max_size=5), short)
+def test_transformers_criterion_stops_at_the_same_token(parts: list[list[int]], mark: str) -> None:
+    """But for what it finds in the names of special tokens, in broken characters and at the end of the prompt."""
+    ids = [token for part in parts for token in part]
+    assume(len(mark) > 1 or mark in TOKENIZER.get_vocab())
+    criterion = StopStringCriteria(TOKENIZER, [mark])
+    ends = (count for count in range(1, len(ids) + 1) if criterion(torch.tensor([ids[:count]]), None).any())
+    text, _, taken = pushed(ids, [mark])
+    assert (taken if text.stopped else None) == next(ends, None)
+
+
+def test_generate_stops_at_the_same_token(tiny: GenerateRunner) -> None:
+    """Stop texts out of a greedy answer: inside of tokens, across them, whole ones; several at once."""
+    prompt = tiny.loaded.reader.prompts.write(tiny.request("What is the total?"), []).ids
+
+    def answered(**stop: Any) -> list[int]:
+        output = tiny.loaded.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=24, do_sample=False, eos_token_id=VOCABULARY_SIZE, **stop,
+        )  # fmt: skip
+        ids: list[int] = output[0, len(prompt) :].tolist()
+        return ids
+
+    ids = answered()
+    whole = decoded(ids)
+    assert len(set(ids)) > 5
+    stops = [[whole[at : at + length]] for at, length in ((2, 2), (11, 9), (30, 1), (40, 5), (len(whole) - 3, 3))]
+    for stop in [*stops, [stops[3][0], stops[1][0], "never that"]]:
+        expected = answered(stop_strings=stop, tokenizer=tiny.loaded.reader.tokenizer)
+        assert pushed(ids, stop)[2] == len(expected), stop

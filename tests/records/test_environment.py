@@ -1,0 +1,110 @@
+"""The environment of a run: what a reader needs, and nothing that names the user."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import socket
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import panscan
+from panscan.bench.workload import sample_dataset
+from panscan.model.machine import peak_memory, reset_peak_memory
+from panscan.records.environment import environment
+
+ROOT = Path(panscan.__file__).resolve().parents[2]
+
+
+def test_versions_and_hardware_are_this_machines() -> None:
+    found = environment()
+    assert (found["panscan"], found["python"]) == (panscan.__version__, platform.python_version())
+    for name in ("torch", "transformers", "accelerate", "pillow", "numpy"):
+        assert found["packages"][name] == version(name)
+    assert all(found["packages"].values())
+    assert found["memory_bytes"] == psutil.virtual_memory().total
+    assert found["torch_threads"] == torch.get_num_threads()
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["cpu"]
+
+
+def test_it_can_be_recorded_and_names_nobody() -> None:
+    text = json.dumps(environment(), allow_nan=False)
+    for private in (str(Path.home()), socket.gethostname(), str(ROOT)):
+        assert private not in text
+
+
+def test_the_commit_is_the_checkouts() -> None:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a checkout")
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("git does not read this checkout")
+    commit = environment()["commit"]
+    assert done.stdout.startswith(commit.removesuffix("+"))
+    assert len(commit.removesuffix("+")) >= 12
+
+
+def test_peaks_are_bytes() -> None:
+    reset_peak_memory()
+    found = peak_memory()
+    if not torch.cuda.is_available():
+        assert (found["peak_allocated_bytes"], found["peak_reserved_bytes"]) == (None, None)
+    peak = found["peak_rss_bytes"]
+    assert peak is not None
+    # The kernel counts the two in different moments.
+    assert 0.9 * psutil.Process().memory_info().rss < peak < psutil.virtual_memory().total
+
+
+@pytest.mark.gpu
+def test_a_gpus_peak_starts_anew() -> None:
+    held = torch.ones(2**28, dtype=torch.uint8, device="cuda")
+    del held
+    torch.cuda.empty_cache()
+    reset_peak_memory()
+    small = torch.ones(2**20, dtype=torch.uint8, device="cuda")
+    peak = peak_memory()["peak_allocated_bytes"]
+    assert peak is not None
+    assert small.numel() <= peak < 2**28
+
+
+def test_the_sample_documents_are_drawn_into_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    questions = sample_dataset()
+    assert questions.parent.parent == tmp_path / "cache"
+    times = {path: path.stat().st_mtime_ns for path in questions.parent.iterdir()}
+    assert sample_dataset() == questions
+    assert {path: path.stat().st_mtime_ns for path in questions.parent.iterdir()} == times
+
+
+@pytest.mark.parametrize("changed", ["documents/receipt.py", "ink.py", "samples.py"])
+def test_another_recipe_draws_into_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    before = sample_dataset().parent
+    (before / "receipt-99.png").write_bytes(b"of the older recipe")
+    recipe = Path(shutil.copytree(Path(panscan.__file__).parent / "images", tmp_path / "images"))
+    monkeypatch.setattr("panscan.bench.workload.files", lambda package: tmp_path / package.rpartition(".")[2])
+    assert sample_dataset().parent == before, "the same source elsewhere"
+    with (recipe / changed).open("a") as source:
+        source.write("# changed\n")
+    after = sample_dataset().parent
+    assert after.parent == before.parent
+    assert not (after / "receipt-99.png").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    questions = sample_dataset()
+    assert tmp_path / "temporary" in questions.parents
+    assert sample_dataset() == questions, "the same place again, so that a run can resume"

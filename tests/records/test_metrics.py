@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panscan.core import RecordsError
+from panscan.records.metrics import COLUMNS, INTERVALS, STAGES, RequestMetrics, cell_metrics
+from panscan.records.store import Run
+
+from .synthetic import batches_of, header, repeat, request, run_of, stamps, write_run
+
+
+def known_answer() -> Run:
+    """Two repeats. Repeat 0: a batch of two (0 to 2 s) and one alone (2 to 6 s). Repeat 1: one alone (10 to 12 s)."""
+    first = {"loaded": 0.1, "preprocessed": 0.3, "vision_start": 0.4, "vision": 0.6, "end": 2.3}
+    return run_of(
+        request("c", "q0", 0.0, [1.0, 1.5, 2.0], stamps=stamps(0.0, [1.0, 1.5, 2.0], **first), views=5, crops=4),
+        request("c", "q1", 0.0, [1.0, 1.25], stamps=stamps(0.0, [1.0, 1.25], **first), image_tokens=20),
+        request("c", "q2", 2.0, [6.0], batch=1, prompt_tokens=50),
+        request("c", "bad", 6.0, [], batch=2, error="boom", views=99),
+        repeat("c", 0, 0.0, 7.0, peak_allocated_bytes=5, peak_rss_bytes=70),
+        request("c", "q0", 10.0, [11.0, 11.5, 12.0], repeat=1),
+        repeat("c", 1, 10.0, 13.0, peak_allocated_bytes=9, peak_rss_bytes=60),
+    )
+
+
+def test_every_number_of_a_small_run_is_the_one_computed_by_hand() -> None:
+    metrics = cell_metrics(known_answer(), "c")
+    assert metrics is not None
+    expected = {
+        # batches last 2, 4 and 2 seconds and give 5, 1 and 3 tokens
+        "latency_p50_ms": 2000,
+        "latency_p95_ms": 3800,
+        "throughput_req_s": 0.4,
+        "tokens_per_s_mean": (2.5 + 0.25 + 1.5) / 3,
+        "measured_repeats": 2,
+        "measured_batches": 3,
+        "completed": 4,
+        "failed": 1,
+        "duration": 10,
+        "total_input_tokens": 20 + 20 + 50 + 20,
+        "total_output_tokens": 9,
+        "request_throughput": 0.4,
+        "output_throughput": 0.9,
+        # time to first token: 1, 1, 4, 1
+        "mean_ttft_ms": 1750,
+        "median_ttft_ms": 1000,
+        "p90_ttft_ms": 3100,
+        "p95_ttft_ms": 3550,
+        "p99_ttft_ms": 3910,
+        # per output token: 0.5, 0.25, none, 0.5
+        "mean_tpot_ms": 1250 / 3,
+        "median_tpot_ms": 500,
+        "p90_tpot_ms": 500,
+        "p95_tpot_ms": 500,
+        "p99_tpot_ms": 500,
+        # gaps, pooled: 0.5, 0.5, 0.25, 0.5, 0.5
+        "mean_itl_ms": 450,
+        "median_itl_ms": 500,
+        "p90_itl_ms": 500,
+        "p95_itl_ms": 500,
+        "p99_itl_ms": 500,
+        # to the last token, not to the end: 2, 1.25, 4, 2
+        "mean_e2el_ms": 2312.5,
+        "median_e2el_ms": 2000,
+        "p90_e2el_ms": 3400,
+        "p95_e2el_ms": 3700,
+        "p99_e2el_ms": 3940,
+        # stages: two requests have all of them, two have only prefill (4 and 1) and decode (0 and 1)
+        "mean_load_ms": 50,
+        "mean_preprocess_ms": 100,
+        "mean_queue_ms": None,
+        "mean_vision_ms": 100,
+        "mean_prefill_ms": (0.5 + 0.5 + 4 + 1) / 4 * 1e3,
+        "mean_decode_ms": (1 + 0.25 + 0 + 1) / 4 * 1e3,
+        "mean_views": 3.5,
+        "mean_crops": 2.5,
+        "mean_image_tokens": 14,
+        "mean_prompt_tokens": 27.5,
+        "mean_output_tokens": 2.25,
+        "peak_allocated_bytes": 9,
+        "peak_reserved_bytes": None,
+        "peak_rss_bytes": 70,
+    }
+    assert tuple(metrics.values) == COLUMNS == tuple(expected)
+    assert metrics.values == pytest.approx(expected)
+    assert set(metrics.intervals) == set(INTERVALS)
+
+
+def test_stages_of_one_request() -> None:
+    record = request("c", "q", 0.0, [1.0, 1.5])
+    times = {"loaded": 0.1, "preprocessed": 0.3, "scheduled": 0.35, "vision_start": 0.4, "vision": 0.6}
+    one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times)})
+    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([0.1, 0.2, 0.05, 0.2, 0.45, 0.5])
+    # vision_start unknown: from preprocessed; no loaded: its time is in preprocess
+    times = {"preprocessed": 0.3, "vision": 0.6}
+    one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times)})
+    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([None, 0.3, None, 0.3, 0.4, 0.5])
+
+
+def test_one_token_has_no_tpot_and_no_token_stamps_no_times() -> None:
+    alone = RequestMetrics.from_record(request("c", "q", 1.0, [3.0]))
+    assert (alone.ttft, alone.e2e, alone.tpot, alone.itl) == (2.0, 2.0, None, ())
+    unseen = RequestMetrics.from_record(request("c", "q", 1.0, [], output_tokens=4))
+    assert (unseen.ttft, unseen.e2e, unseen.tpot, unseen.itl, unseen.decode) == (None, None, None, (), None)
+    metrics = cell_metrics(run_of(request("c", "q", 1.0, [], output_tokens=4), repeat("c", 0, 0.0, 2.0)), "c")
+    assert metrics is not None
+    assert metrics.values["output_throughput"] == 2.0
+    assert metrics.values["p95_e2el_ms"] is None
+    assert metrics.values["latency_p50_ms"] is None
+    assert metrics.uncertified == ()
+
+
+def test_stamps_that_contradict_the_count_are_refused() -> None:
+    with pytest.raises(RecordsError, match="'q7': 3 output tokens, 2 token stamps"):
+        RequestMetrics.from_record(request("c", "q7", 0.0, [1.0, 2.0], output_tokens=3))
+
+
+def test_cells_without_a_number() -> None:
+    run = run_of(request("c", "q", 0.0, [], error="boom"), repeat("c", 0, 0.0, 1.0))
+    assert cell_metrics(run, "c") is None
+    assert cell_metrics(run_of(), "c") is None
+    with pytest.raises(RecordsError, match="no cell 'z'"):
+        cell_metrics(run, "z")
+
+
+def test_a_repeat_whose_requests_all_failed_still_took_its_time() -> None:
+    good = [request("c", f"q{i}", i, [i + 0.5, i + 1.0], batch=i) for i in range(10)]
+    bad = [request("c", "q0", 10.0, [], repeat=1, error="boom"), repeat("c", 1, 10.0, 20.0)]
+    metrics = cell_metrics(run_of(*good, repeat("c", 0, 0.0, 10.0), *bad), "c")
+    assert metrics is not None
+    assert metrics.values["request_throughput"] == 0.5
+    assert metrics.values["measured_batches"] == 10
+    low, high = metrics.intervals["request_throughput"]
+    assert low < 0.5 < high
+
+
+def test_time_after_the_last_batch_counts_in_the_interval_too() -> None:
+    *requests, last, _ = batches_of("c", [1.0] * 10)
+    metrics = cell_metrics(run_of(*requests, last | {"ended": 20.0}), "c")
+    assert metrics is not None
+    low, high = metrics.intervals["request_throughput"]
+    assert low < metrics.values["request_throughput"] == 0.5 < high
+
+
+@pytest.mark.parametrize(("percent", "least"), [("median", 11), ("p90", 64), ("p95", 130), ("p99", 662)])
+def test_percentiles_are_certified_from_the_least_number_of_samples(percent: str, least: int) -> None:
+    for count, uncertain in ((least - 1, True), (least, False)):
+        metrics = cell_metrics(run_of(*batches_of("c", [1.0] * count)), "c")
+        assert metrics is not None
+        names = [f"{percent}_{time}_ms" for time in ("ttft", "tpot", "e2el")]
+        if percent in ("median", "p95"):
+            names.append({"median": "latency_p50_ms", "p95": "latency_p95_ms"}[percent])
+        assert [name in metrics.uncertified for name in names] == [uncertain] * len(names)
+
+
+def test_each_percentile_counts_its_own_samples() -> None:
+    # 6 batches of two requests of three tokens: 6 batch latencies, 12 requests, 24 gaps
+    metrics = cell_metrics(run_of(*batches_of("c", [1.0] * 6, size=2)), "c")
+    assert metrics is not None
+    assert "latency_p50_ms" in metrics.uncertified
+    assert "median_ttft_ms" not in metrics.uncertified
+    metrics = cell_metrics(run_of(*batches_of("c", [1.0] * 32, size=1)), "c")
+    assert metrics is not None
+    assert "p90_itl_ms" not in metrics.uncertified
+    assert "p90_ttft_ms" in metrics.uncertified
+
+
+LATENCIES = st.lists(st.floats(0.1, 10), min_size=2, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(latencies=LATENCIES, size=st.integers(1, 3), tokens=st.integers(2, 5))
+def test_percentiles_rise_and_agree_with_numpy(latencies: list[float], size: int, tokens: int) -> None:
+    metrics = cell_metrics(run_of(*batches_of("c", latencies, size, tokens)), "c")
+    assert metrics is not None
+    for time in ("ttft", "tpot", "itl", "e2el"):
+        found = [metrics.values[f"{name}_{time}_ms"] for name in ("median", "p90", "p95", "p99")]
+        assert found == sorted(found)
+    expected = np.percentile(np.repeat(latencies, size), [50, 90, 95, 99]) * 1e3
+    assert [metrics.values[f"{name}_e2el_ms"] for name in ("median", "p90", "p95", "p99")] == pytest.approx(expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.floats(0, 5), min_size=7, max_size=10), missing=st.sets(st.integers(0, 4)))
+def test_stages_add_up_to_the_whole(steps: list[float], missing: set[int]) -> None:
+    loaded, preprocessed, scheduled, entered, vision, *tokens = np.cumsum(steps).tolist()
+    times: list[float | None] = [loaded, preprocessed, scheduled, entered, vision]
+    for index in missing:
+        times[index] = None
+    names = ("loaded", "preprocessed", "scheduled", "vision_start", "vision")
+    record = request("c", "q", 0.0, tokens, stamps=stamps(0.0, tokens, **dict(zip(names, times, strict=True))))
+    one = RequestMetrics.from_record(record)
+    assert sum(getattr(one, stage) or 0.0 for stage in STAGES) == pytest.approx(one.e2e)
+    metrics = cell_metrics(run_of(record, repeat("c", 0, 0.0, 60.0)), "c")
+    assert metrics is not None
+    stages = sum(metrics.values[f"mean_{stage}_ms"] or 0.0 for stage in STAGES)
+    assert stages == pytest.approx(metrics.values["mean_e2el_ms"])
+
+
+def moved(records: list[dict[str, Any]], scale: float, shift: float) -> list[dict[str, Any]]:
+    def at(time: Any) -> Any:
+        if isinstance(time, list):
+            return [at(each) for each in time]
+        return None if time is None else time * scale + shift
+
+    def one(record: dict[str, Any]) -> dict[str, Any]:
+        if record["type"] == "request":
+            return record | {"stamps": {name: at(time) for name, time in record["stamps"].items()}}
+        if record["type"] == "repeat":
+            return record | {"started": at(record["started"]), "ended": at(record["ended"])}
+        return record
+
+    return [one(record) for record in records]
+
+
+@settings(max_examples=30, deadline=None)
+@given(latencies=LATENCIES, size=st.integers(1, 3), scale=st.floats(0.25, 8), shift=st.floats(0, 2e9))
+def test_moving_stamps_changes_nothing_and_stretching_them_all_in_proportion(
+    latencies: list[float], size: int, scale: float, shift: float
+) -> None:
+    records = batches_of("c", latencies, size)
+    before, after = (cell_metrics(run_of(*each), "c") for each in (records, moved(records, scale, shift)))
+    assert before is not None
+    assert after is not None
+
+    def factor(name: str) -> float:
+        if name.endswith("_ms") or name == "duration":
+            return scale
+        return 1 / scale if "throughput" in name or name == "tokens_per_s_mean" else 1.0
+
+    def about(name: str, value: float) -> Any:
+        # at 2e9 seconds a float is good for half a microsecond
+        return pytest.approx(value * factor(name), rel=2e-5, abs=2e-3 if name.endswith("_ms") else 1e-9)
+
+    for name, value in before.values.items():
+        assert after.values[name] == (None if value is None else about(name, value)), name
+    for name, bounds in before.intervals.items():
+        assert list(after.intervals[name]) == [about(name, bound) for bound in bounds], name
+
+
+def test_the_seed_decides_the_intervals() -> None:
+    run = run_of(*batches_of("c", [1.0, 2.0, 4.0, 3.0, 2.5, 1.5]))
+    first, same, other = (cell_metrics(run, "c", seed=seed) for seed in (0, 0, 1))
+    assert first is not None
+    assert same is not None
+    assert other is not None
+    assert first.intervals == same.intervals
+    assert first.intervals != other.intervals
+
+
+def test_one_batch_has_no_interval() -> None:
+    metrics = cell_metrics(run_of(*batches_of("c", [1.0], size=4)), "c")
+    assert metrics is not None
+    assert metrics.intervals == {}
+
+
+def test_metrics_of_written_records_are_those_of_the_records(tmp_path: Path) -> None:
+    records = batches_of("c", [1.0, 2.0, 3.0], size=2)
+    assert cell_metrics(write_run(tmp_path, [header({"c": {}}), *records]), "c") == cell_metrics(run_of(*records), "c")

@@ -1,0 +1,160 @@
+"""Exact match, its intervals, and differences between cells: by hand, by Wilson's and Agresti and Min's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.analysis.significance import QualityDifference, quality_difference
+from panscan.quality.scores import exact_match, scores_of
+from panscan.records.quality import quality_of
+from panscan.records.store import Run
+
+from .synthetic import header, request
+
+Scores = Sequence[Sequence[float | None]]
+"""Of each question, its repeats."""
+
+
+def run_of_cells(**cells: Scores) -> Run:
+    run = Run(Path("records.jsonl"), header({cell: {} for cell in cells}), {cell: {} for cell in cells})
+    for cell, scores in cells.items():
+        for question, repeats in enumerate(scores):
+            for number, score in enumerate(repeats):
+                others: dict[str, Any] = {} if score is None else {"scores": {"exact_match": score}}
+                record = request(cell, f"q{question}", 0.0, [1.0], repeat=number, prompt_sha256=f"{question}", **others)
+                run.requests.setdefault((cell, number), []).append(record)
+    return run
+
+
+def figures(difference: QualityDifference) -> tuple[float, float, float]:
+    return difference.value, difference.low, difference.high
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "right"),
+    [
+        ("$12.50", ["$12.50"], True),
+        ("  Acme\n GmbH ", ["acme gmbh"], True),
+        ("STRASSE", ["straße"], True),
+        ("cafe\u0301", ["caf\u00e9"], True),
+        ("12.50.", ["12.50"], True),
+        ("No", ["yes", "no"], True),
+        ("12.50", ["$12.50"], False),
+        ("The total is $12.50", ["$12.50"], False),
+        ("12.5", ["12.50"], False),
+        ("", ["x"], False),
+        ("acmegmbh", ["acme gmbh"], False),
+        ("1250", ["12.50"], False),
+    ],
+)
+def test_what_counts_as_the_same_answer(answer: str, accepted: list[str], right: bool) -> None:
+    assert exact_match(answer, accepted) == float(right)
+    assert scores_of(answer, accepted)["exact_match"] == float(right)
+
+
+@given(st.text(), st.lists(st.text(), max_size=3))
+def test_an_accepted_answer_is_right_and_no_other_list_is_needed(answer: str, others: list[str]) -> None:
+    assert exact_match(answer, [*others, answer]) == 1
+    assert exact_match(answer, []) == 0
+    assert scores_of(answer, []) == {}
+
+
+def test_the_mean_is_over_requests_and_the_interval_over_questions() -> None:
+    scores: Scores = [[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 1]]
+    found = quality_of(run_of_cells(c=scores), "c")
+    assert found is not None
+    assert (found.mean, found.questions) == (pytest.approx(8 / 12), 4)
+    assert 0 <= found.low < found.mean < found.high <= 1
+    # The same scores as twelve questions say more about the next one.
+    spread = quality_of(run_of_cells(c=[[score] for repeats in scores for score in repeats]), "c")
+    assert spread is not None
+    assert spread.questions == 12
+    assert spread.high - spread.low < found.high - found.low
+
+
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_all_right_or_all_wrong_is_no_certainty(repeats: int) -> None:
+    """Wilson's interval of 12 of 12 is [0.757, 1], whatever the number of repeats."""
+    right = quality_of(run_of_cells(c=[[1] * repeats] * 12), "c")
+    wrong = quality_of(run_of_cells(c=[[0] * repeats] * 12), "c")
+    assert right is not None
+    assert wrong is not None
+    assert (right.mean, right.low, right.high) == (1, pytest.approx(0.7575, abs=1e-4), pytest.approx(1))
+    assert (wrong.low, wrong.high) == (pytest.approx(0), pytest.approx(1 - right.low))
+
+
+def test_a_single_question_has_wilsons_interval() -> None:
+    found = quality_of(run_of_cells(c=[[1, 0]]), "c")
+    assert found is not None
+    assert (found.mean, found.questions) == (0.5, 1)
+    assert 0 < found.low < 0.1
+    assert 0.9 < found.high < 1
+
+
+def test_unscored_and_failed_requests_have_no_part() -> None:
+    run = run_of_cells(c=[[1], [None], [0]], d=[[None]])
+    run.requests["c", 0][2] |= {"error": "no memory"}
+    found = quality_of(run, "c")
+    assert found is not None
+    assert (found.mean, found.questions) == (1, 1)
+    assert quality_of(run, "d") is None
+    assert quality_difference(run, "c", "d") is None
+
+
+def test_differences_are_paired() -> None:
+    """10 questions: 3 won, 1 lost. Agresti and Min: half a win and half a loss more, over 12."""
+    ours: Scores = [[1]] * 3 + [[0]] + [[1]] * 6
+    theirs: Scores = [[0]] * 3 + [[1]] + [[1]] * 6
+    found = quality_difference(run_of_cells(c=ours, d=theirs), "c", "d")
+    centre, wins, losses = 2 / 12, 3.5, 1.5
+    reach = 1.959964 * sqrt((wins + losses) / 12 - centre**2) / sqrt(12)
+    assert found is not None
+    assert figures(found) == (pytest.approx(0.2), pytest.approx(centre - reach), pytest.approx(centre + reach))
+    assert (found.questions, found.better, found.worse) == (10, 3, 1)
+    assert found.p_value == 2 * (1 + 4) / 2**4, "McNemar's exact test: 3 of 4 throws of a coin, or fewer on one side"
+
+
+def test_requests_of_one_cell_alone_are_left_out_and_repeats_are_one_question() -> None:
+    run = run_of_cells(c=[[1, 1], [0, 1], [1]], d=[[0, 0], [1, 1]])
+    once = run_of_cells(c=[[1], [0.5]], d=[[0], [1]])
+    assert quality_difference(run, "c", "d") == quality_difference(once, "c", "d")
+
+
+@pytest.mark.parametrize(("questions", "low"), [(30, -0.0612), (95, -0.0202), (97, -0.0198)])
+def test_equal_answers_exclude_only_the_loss_that_so_many_questions_can_see(questions: int, low: float) -> None:
+    same: Scores = [[1]] * questions
+    difference = quality_difference(run_of_cells(c=same, d=same), "c", "d")
+    assert difference is not None
+    assert figures(difference) == (0, pytest.approx(low, abs=1e-4), pytest.approx(-low, abs=1e-4))
+    assert difference.p_value == 1
+
+
+pairs = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=40)
+
+
+@given(pairs)
+def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list[tuple[float, float]]) -> None:
+    run = run_of_cells(c=[[ours] for ours, _ in scores], d=[[theirs] for _, theirs in scores])
+    forth, back = quality_difference(run, "c", "d"), quality_difference(run, "d", "c")
+    assert forth is not None
+    assert back is not None
+    assert figures(back) == tuple(pytest.approx(-each) for each in (forth.value, forth.high, forth.low))
+    assert (back.better, back.worse, back.p_value) == (forth.worse, forth.better, forth.p_value)
+    assert -1 <= forth.low <= forth.high <= 1
+    assert forth.low - 1e-9 <= forth.value <= forth.high + 1e-9
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=25))
+def test_an_interval_holds_the_mean_and_is_never_a_point(scores: list[list[float]]) -> None:
+    found = quality_of(run_of_cells(c=scores), "c")
+    assert found is not None
+    assert 0 <= found.low <= found.mean + 1e-9
+    assert found.mean - 1e-9 <= found.high <= 1
+    assert found.low < found.high

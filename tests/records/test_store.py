@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panscan.core import RecordsError
+from panscan.records.store import FILE_NAME, RecordWriter, read_run
+
+from .synthetic import header, outcome, repeat, request, write_run
+
+CELLS = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
+
+
+def block(cell: str, number: int, size: int = 2, at: float = 0.0) -> list[dict]:
+    lines = [request(cell, f"q{i}", at, [at + 1, at + 2], repeat=number) for i in range(size)]
+    return [*lines, repeat(cell, number, at, at + 3)]
+
+
+def write_all(directory: Path, *blocks: list[dict]) -> None:
+    with RecordWriter(directory) as writer:
+        for lines in blocks:
+            writer.write(lines)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    lines = [*block("a", 0), *block("a", 1, at=5.0)]
+    write_all(tmp_path / "new" / "run", [header(CELLS)], lines, [outcome("b", "skipped", "no GPU")])
+    run = read_run(tmp_path / "new" / "run")
+    assert run.header == header(CELLS)
+    assert run.cells == CELLS
+    assert run.outcomes == {"b": outcome("b", "skipped", "no GPU")}
+    assert run.requests == {("a", 0): lines[:2], ("a", 1): lines[3:5]}
+    assert run.repeats == {("a", 0): lines[2], ("a", 1): lines[5]}
+    assert run.finished() == {("a", 0), ("a", 1)}
+    assert run.notes == []
+    assert read_run(tmp_path / "new" / "run" / FILE_NAME) == run
+
+
+def test_names_that_are_not_unicode_survive(tmp_path: Path) -> None:
+    lines = block("a", 0)
+    lines[0]["image"] = ["r\udce9sum\u2028\n.png"]  # an undecodable byte, as os.fsdecode gives it
+    write_all(tmp_path, [header(CELLS)], lines)
+    assert read_run(tmp_path).requests["a", 0][0]["image"] == lines[0]["image"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.floats(0, 1))
+def test_a_file_cut_anywhere_keeps_every_whole_repeat_and_resumes(
+    tmp_path_factory: pytest.TempPathFactory, cut: float
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    blocks = [block("a", 0), block("b", 0), block("a", 1)]
+    write_all(directory, [header(CELLS)], *blocks)
+    path = directory / FILE_NAME
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    data = data[: first + round(cut * (len(data) - first))]
+    path.write_bytes(data)
+    whole = [json.loads(line) for line in data.split(b"\n")[:-1]]
+    complete = {(r["cell"], r["repeat"]) for r in whole if r["type"] == "repeat"}
+    tail = data[data.rfind(b"\n") + 1 :]
+
+    run = read_run(directory)
+    assert run.finished() == complete
+    assert all(len(run.requests[key]) == 2 for key in complete)
+    assert any("torn" in note for note in run.notes) == bool(tail)
+
+    with RecordWriter(directory) as writer:
+        assert writer.previous == run
+        assert (writer.torn is not None) == bool(tail)
+        assert writer.torn is None or writer.torn.read_bytes() == tail + b"\n"
+        for lines in blocks:
+            if (lines[-1]["cell"], lines[-1]["repeat"]) not in run.finished():
+                writer.write(lines)
+    again = read_run(directory)
+    assert again.finished() == {("a", 0), ("b", 0), ("a", 1)}
+    assert all(len(requests) == 2 for requests in again.requests.values())
+    assert again.notes == []
+
+
+def test_a_last_line_that_is_not_json_is_torn_even_with_its_newline(tmp_path: Path) -> None:
+    write_all(tmp_path, [header(CELLS)], block("a", 0))
+    path = tmp_path / FILE_NAME
+    whole = path.read_bytes()
+    for number in (1, 2):
+        path.write_bytes(whole + b"\0\0\0\n")
+        assert "torn" in read_run(tmp_path).notes[0]
+        with RecordWriter(tmp_path) as writer:
+            assert writer.torn is not None
+            assert writer.torn.read_bytes() == b"\0\0\0\n" * number  # appended: nothing is lost
+        assert path.read_bytes() == whole
+
+
+def test_requests_in_flight_are_left_out_with_a_note(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [header(CELLS), *block("a", 0), *block("a", 1)[:-1]])
+    assert run.finished() == {("a", 0)}
+    assert set(run.requests) == {("a", 0)}
+    assert "2 requests" in run.notes[0]
+
+
+def test_of_two_complete_repeats_the_last_counts(tmp_path: Path) -> None:
+    later = block("a", 0, size=1, at=50.0)
+    run = write_run(tmp_path, [header(CELLS), *block("a", 0), *later])
+    assert run.requests["a", 0] == later[:1]
+    assert run.repeats["a", 0] == later[1]
+
+
+def test_the_last_outcome_of_a_cell_counts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [header(CELLS), outcome("a", "oom", "no room"), outcome("a", "done")])
+    assert run.outcomes["a"]["outcome"] == "done"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests_synthetic import header, repeat, request
+from panscan.records.store import RecordWriter
+with RecordWriter(Path(sys.argv[1])) as writer:
+    writer.write([header({"a": {}})])
+    for number in range(100_000):
+        lines = [request("a", f"q{i}", 0.0, [1.0] * 200, repeat=number) for i in range(20)]
+        writer.write([*lines, repeat("a", number, 0.0, 1.0)])
+        print(number, flush=True)
+"""
+
+
+def test_kill_9_loses_at_most_the_repeat_in_flight(tmp_path: Path) -> None:
+    (tmp_path / "tests_synthetic.py").write_text((Path(__file__).parent / "synthetic.py").read_text())
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER)
+    process = subprocess.Popen([sys.executable, script, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    reported = [int(process.stdout.readline()) for _ in range(20)]
+    process.kill()
+    reported += [int(line) for line in process.stdout.read().split()]
+    assert process.wait() == -signal.SIGKILL
+    with RecordWriter(tmp_path / "run") as writer:  # its lock died with it
+        run = writer.previous
+    assert run is not None
+    done = sorted(number for _, number in run.finished())
+    assert done == list(range(len(done)))
+    assert len(done) - 1 in (reported[-1], reported[-1] + 1)
+    assert all(len(requests) == 20 for requests in run.requests.values())
+
+
+def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        with pytest.raises(RecordsError, match="another panscan"):
+            RecordWriter(tmp_path)
+        writer.write([header(CELLS)])  # the refused one has not let go of the lock
+        with pytest.raises(RecordsError, match="another panscan"):
+            RecordWriter(tmp_path)
+    RecordWriter(tmp_path).close()
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RecordWriter(tmp_path) as writer:
+        writer.write([header(CELLS)])
+        before = (tmp_path / FILE_NAME).read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 300, hard))  # room for a part of it
+        try:
+            with pytest.raises(RecordsError, match=FILE_NAME) as caught:
+                writer.write(block("a", 0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "\n" not in str(caught.value)
+        assert (tmp_path / FILE_NAME).read_bytes() == before
+        writer.write(block("a", 1))
+    assert read_run(tmp_path).finished() == {("a", 1)}
+
+
+def test_a_first_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RecordWriter(tmp_path) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+        try:
+            with pytest.raises(RecordsError, match=FILE_NAME):
+                writer.write([header(CELLS)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir() if "lock" not in path.name] == []
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordsError, match="could not be written"):
+        RecordWriter(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (block("a", 0), "run line comes first"),
+        ([header(CELLS), header(CELLS)], "run line comes first"),
+        ([header(CELLS), {"type": "span"}], "'span'"),
+        ([header(CELLS), {**outcome("a", "done"), "outcome": "fine"}], "'fine'"),
+        ([header(CELLS), {**repeat("a", 0, 0.0, 1.0), "ended": float("nan")}], "not JSON"),
+        ([header(CELLS), {**outcome("a", "done"), "time": Path()}], "not JSON"),
+    ],
+)
+def test_the_writer_refuses_what_could_not_be_read(tmp_path: Path, records: list[dict], message: str) -> None:
+    with RecordWriter(tmp_path) as writer, pytest.raises(RecordsError, match=message):
+        writer.write(records)
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 3: not a JSON object"),
+        ("[1]", "line 3: not a JSON object"),
+        ('{"type":"span"}', "line 3: unknown type of record 'span'"),
+        (json.dumps(header(CELLS)), "line 3: a second run line"),
+        (json.dumps(outcome("z", "done")), "line 3: the run has no cell 'z'"),
+        (json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}), "line 3: a repeat record needs 'ended'"),
+        (json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}), "line 3: stamps need a time 'accepted'"),
+        (json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": ["x"]}}), "line 3: stamps need a list"),
+        (
+            json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": [], "end": "x"}}),
+            "line 3: stamps need a time or nothing for 'end'",
+        ),
+    ],
+)
+def test_a_garbled_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    lines = [json.dumps(header(CELLS)), json.dumps(outcome("a", "done")), line, json.dumps(outcome("b", "done"))]
+    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
+    with pytest.raises(RecordsError, match=message):
+        read_run(tmp_path)
+    with pytest.raises(RecordsError, match=message):
+        RecordWriter(tmp_path)
+    assert (tmp_path / FILE_NAME).read_text() == "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(("schema", "mend"), [(3, "upgrade panscan"), (0, "measure again"), (None, "measure again")])
+def test_another_schema_says_which_and_what_to_do(tmp_path: Path, schema: int | None, mend: str) -> None:
+    with pytest.raises(RecordsError, match=f"schema {schema}, this panscan reads schemas 1 and 2: {mend}"):
+        write_run(tmp_path, [{**header(CELLS), "schema": schema}, {"type": "of the future"}])
+
+
+@pytest.mark.parametrize("content", [None, "", "no newline"])
+def test_without_records_there_is_no_run(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / FILE_NAME).write_text(content)
+    with pytest.raises(RecordsError, match=FILE_NAME):
+        read_run(tmp_path)
+    with pytest.raises(RecordsError, match="does not exist"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_the_first_line_is_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="line 1"):
+        write_run(tmp_path, [outcome("a", "done"), header(CELLS)])
+    twice = header(CELLS)
+    twice["cells"] *= 2
+    with pytest.raises(RecordsError, match="line 1: each cell needs an id of its own"):
+        write_run(tmp_path, [twice])

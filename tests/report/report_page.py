@@ -1,0 +1,128 @@
+"""A report's page as a tree of elements, the tables in it, and the numbers in those."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from panscan.records.store import Run
+from panscan.report.html import render_html
+from panscan.report.report_data import facts_of
+
+_VOID = {"meta", "link", "br", "img", "input", "hr"}
+BARE = re.compile(r"~?[\d,]+(?:\.\d+)?")
+
+
+@dataclass
+class Element:
+    tag: str
+    attributes: dict[str, str | None]
+    children: list[Element | str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self._texts()).split())
+
+    def _texts(self) -> Iterator[str]:
+        for child in self.children:
+            yield from [child] if isinstance(child, str) else child._texts()
+
+    def all(self, tag: str | None = None) -> Iterator[Element]:
+        for child in self.children:
+            if isinstance(child, Element):
+                if tag is None or child.tag == tag:
+                    yield child
+                yield from child.all(tag)
+
+    def by_id(self, name: str) -> Element | None:
+        return next((each for each in self.all() if each.attributes.get("id") == name), None)
+
+    def of_class(self, name: str) -> list[Element]:
+        return [each for each in self.all() if name in (each.attributes.get("class") or "").split()]
+
+
+class _Tree(HTMLParser):
+    """Strict: every element is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.root = Element("", {})
+        self._open = [self.root]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute twice: {tag} {attrs}"
+        element = Element(tag, dict(attrs))
+        self._open[-1].children.append(element)
+        if tag not in _VOID:
+            self._open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open[-1].children.append(Element(tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop().tag == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        self._open[-1].children.append(data)
+
+
+def parse(html: str) -> Element:
+    tree = _Tree()
+    tree.feed(html)
+    tree.close()
+    assert tree._open == [tree.root], "an element is not closed"
+    return tree.root
+
+
+def page_of(run: Run) -> Element:
+    return parse(render_html(facts_of(run)))
+
+
+def section(page: Element, name: str) -> Element:
+    found = page.by_id(name)
+    assert found is not None, f"no section {name}"
+    return found
+
+
+def rows_of(table: Element) -> list[dict[str, Element]]:
+    """The body rows of a table, by heading. A heading over several columns comes before theirs: ``group/heading``."""
+    head = next(table.all("thead"))
+    lines = [[cell for cell in row.children if isinstance(cell, Element)] for row in head.all("tr")]
+    names = []
+    below = iter(lines[1] if len(lines) > 1 else [])
+    for cell in lines[0]:
+        if "colspan" in cell.attributes:
+            names += [f"{cell.text}/{next(below).text}" for _ in range(int(cell.attributes["colspan"] or 1))]
+        else:
+            names.append(cell.text)
+    assert len(set(names)) == len(names), names
+    body = next(table.all("tbody"))
+    rows = [[cell for cell in row.children if isinstance(cell, Element)] for row in body.all("tr")]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def value(text: str) -> float:
+    assert BARE.fullmatch(text), text
+    return float(text.lstrip("~").replace(",", ""))
+
+
+def close_to(expected: float) -> Any:
+    """Three digits are shown."""
+    return pytest.approx(expected, rel=5.01e-3, abs=1e-9)
+
+
+def parts(cell: Element) -> tuple[str, str]:
+    """(figure, what stands under it)."""
+    below = [each.text for name in ("bounds", "figures") for each in cell.of_class(name)]
+    whole = cell.text
+    return (whole.removesuffix(below[0]).strip(), below[0]) if below else (whole, "")
+
+
+def check_bounds(shown: str, bounds: tuple[float, float]) -> None:
+    low, _, high = shown.partition("–")
+    assert (value(low), value(high)) == (close_to(bounds[0]), close_to(bounds[1]))

@@ -1,0 +1,175 @@
+"""The page of answers beside their pictures: all are there, marked as the scores say, and nothing is fetched."""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64decode
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from panscan.core import RecordsError
+from panscan.quality.scores import scores_of
+from panscan.records.quality import with_metric
+from panscan.records.store import Run, read_run
+from panscan.report import write_gallery
+from panscan.report.gallery import pictures_of
+
+from . import synthetic
+
+CELLS = {"off": {"do_pan_and_scan": False}, "on": {"pan_and_scan_max_num_crops": 3}}
+
+
+class Page(HTMLParser):
+    """Texts of table rows, and the sources of pictures."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.pictures: list[str] = []
+        self.cells: list[list[str]] = []
+        self.inside = False
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "img":
+            self.pictures.append(found["src"] or "")
+        if tag == "tr":
+            self.cells.append([])
+            self.inside = True
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag != "tr"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside and data.strip():
+            self.cells[-1].append(data.strip())
+
+
+def asked(cell: str, name: str, image: Path, expected: list[str], answer: str | None, **others: Any) -> dict[str, Any]:
+    found = synthetic.request(cell, name, 0.0, [1.0])
+    digest = hashlib.sha256(image.read_bytes()).hexdigest() if image.exists() else "00"
+    content = {"prompt": f"What is {name}?", "answers": expected, "answer": answer or ""}
+    error = "no memory" if answer is None else None
+    scores = {} if answer is None else scores_of(answer, expected)
+    return found | {
+        "image": [str(image)], "image_sha256": [digest], "image_size": [[40, 30]], "content": content, "error": error,
+        "scores": scores,
+    } | others  # fmt: skip
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    Image.new("RGB", (900, 1500), "#336699").save(tmp_path / "one <b>.png")
+    return tmp_path / "one <b>.png"
+
+
+def run_of(place: Path, records: list[dict[str, Any]]) -> Run:
+    repeats = [synthetic.repeat(cell, 0, 0.0, 1.0) for cell in CELLS]
+    done = [synthetic.outcome(cell, "done") for cell in CELLS]
+    synthetic.write_run(place, [synthetic.header(CELLS), *records, *repeats, *done])
+    return read_run(place)
+
+
+def test_answers_stand_beside_their_picture_marked_as_they_score(picture: Path, tmp_path: Path) -> None:
+    same = [asked(cell, "the same", picture, ["4"], "4") for cell in CELLS]
+    accepted = ["$5.00", "5.00"]
+    differ = [asked("on", "it", picture, accepted, "5.00"), asked("off", "it", picture, accepted, "<9>")]
+    failed = [asked("on", "lost", picture, [], None), asked("off", "lost", picture, [], "y")]
+    write_gallery(run_of(tmp_path / "run", [*same, *differ, *failed]), tmp_path / "gallery.html")
+    text = (tmp_path / "gallery.html").read_text("utf-8")
+    page = Page(text)
+    rows = [row for row in page.cells if row and "views" in row[-1]][1:]
+    assert rows[0][1:3] == ["✗", "<9>"]
+    assert rows[1][1:3] == ["✓", "5.00"]
+    assert [row[1] for row in rows].count("✓") == 3
+    assert any("(failed)" in row for row in rows)
+    [shown] = page.pictures
+    small = Image.open(BytesIO(b64decode(shown.removeprefix("data:image/jpeg;base64,"))))
+    assert small.width / small.height == pytest.approx(0.6, abs=0.01)
+    assert max(small.size) <= 620
+    assert all(link.startswith("data:") for link in page.links)
+    assert "one &lt;b&gt;.png" in text
+
+
+def test_documents_on_which_cells_differ_come_first(picture: Path, tmp_path: Path) -> None:
+    other = tmp_path / "two.png"
+    Image.new("RGB", (40, 30)).save(other)
+    alike = [asked(cell, "a", picture, ["1"], "1") for cell in CELLS]
+    unlike = [asked("off", "b", other, ["1"], "2"), asked("on", "b", other, ["1"], "1")]
+    cells, found = pictures_of(run_of(tmp_path / "run", [*alike, *unlike]))
+    assert [one.name for one in found] == [f"{path} (40 x 30)" for path in (other, picture)]
+    assert list(cells) == ["off", "on"]
+    assert [answer.score for answer in found[0].asked[0].answers] == [0.0, 1.0]
+
+
+def test_answers_are_marked_by_the_run_s_metric(picture: Path, tmp_path: Path) -> None:
+    """103 is within 5% of 100; "Rye breat" is nearly "Rye bread"."""
+    run = run_of(
+        tmp_path / "run",
+        [asked("on", "a", picture, ["100"], "103"), asked("on", "b", picture, ["Rye bread"], "Rye breat")],
+    )
+    marks = {}
+    for metric in ("exact_match", "relaxed_accuracy", "anls"):
+        write_gallery(with_metric(run, metric), tmp_path / "gallery.html")
+        rows = Page((tmp_path / "gallery.html").read_text("utf-8")).cells
+        marks[metric] = [row[1] for row in rows if "views" in row[-1]][1:]
+    assert marks == {"exact_match": ["✗", "✗"], "relaxed_accuracy": ["✓", "✗"], "anls": ["67%", "89%"]}
+
+
+def test_repeats_replicas_and_equal_words_are_kept_apart(picture: Path, tmp_path: Path) -> None:
+    """The first repeat of the first replica; the same words with other answers are another question."""
+    records = [
+        asked("on", "a", picture, ["yes"], "yes"),
+        asked("on", "a", picture, ["no"], "no", request="b"),
+        asked("on", "a", picture, ["yes"], "no", request="c", replica=1),
+        asked("on", "a", picture, ["yes"], "no", request="a+1"),
+    ]
+    _, [one] = pictures_of(run_of(tmp_path / "run", records))
+    assert [(a.expected, [each.text for each in a.answers]) for a in one.asked] == [
+        (("yes",), ["yes"]),
+        (("no",), ["no"]),
+    ]
+
+
+def test_several_pictures_of_a_question_are_all_shown(picture: Path, tmp_path: Path) -> None:
+    other = tmp_path / "two.png"
+    Image.new("RGB", (40, 30)).save(other)
+    record = asked("on", "a", picture, ["1"], "1")
+    record["image"].append(str(other))
+    record["image_sha256"].append(hashlib.sha256(other.read_bytes()).hexdigest())
+    record["image_size"].append([40, 30])
+    alone = asked("on", "b", picture, ["1"], "1") | {"image": [], "image_sha256": [], "image_size": []}
+    write_gallery(run_of(tmp_path / "run", [record, alone]), tmp_path / "gallery.html")
+    text = (tmp_path / "gallery.html").read_text("utf-8")
+    assert len(Page(text).pictures) == 2
+    assert "without an image" in text
+
+
+@pytest.mark.parametrize("how", ["gone", "changed", "elsewhere"])
+def test_a_picture_that_is_not_what_the_run_read_is_not_shown(picture: Path, tmp_path: Path, how: str) -> None:
+    record = asked("on", "a", picture, ["1"], "1")
+    if how == "gone":
+        picture.unlink()
+    elif how == "changed":
+        Image.new("RGB", (40, 30)).save(picture)
+    else:
+        record["image"] = ["https://example.org/page.png"]
+    _, [one] = pictures_of(run_of(tmp_path / "run", [record]))
+    assert one.pictures == (None,)
+    write_gallery(run_of(tmp_path / "run2", [record]), tmp_path / "gallery.html")
+    assert "not where the run found it" in (tmp_path / "gallery.html").read_text("utf-8")
+
+
+def test_a_run_without_answers_says_how_to_keep_them(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [synthetic.request("on", "q", 0.0, [1.0])])
+    with pytest.raises(RecordsError, match="--include-content"):
+        write_gallery(run, tmp_path / "gallery.html")
+    with pytest.raises(RecordsError, match="no request is finished"):
+        write_gallery(run_of(tmp_path / "empty", []), tmp_path / "gallery.html")

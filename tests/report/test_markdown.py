@@ -1,0 +1,121 @@
+"""The markdown of a report, read by a parser of GitHub's dialect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from panscan.records.store import Run
+from panscan.report import markdown
+from panscan.report.formatting import clean
+
+from . import synthetic
+from .report_known import NUMBERS, SECONDS, UNKNOWN, known_run
+from .report_page import Element, page_of, parse, rows_of, section
+
+
+def rendered(text: str) -> Element:
+    """Comments, which keep ``@`` and ``#`` from calling somebody, are nothing in it."""
+    return parse(MarkdownIt("gfm-like", {"linkify": False}).render(text))
+
+
+def test_the_table_is_the_page_s(tmp_path: Path) -> None:
+    """Every cell's figures are those of the HTML page, whose test holds them against the records."""
+    run = known_run(tmp_path, scores=True)
+    document = rendered(markdown(run))
+    table, *_ = document.all("table")
+    rows = rows_of(table)
+    page = rows_of(next(section(page_of(run), "cells").all("table")))
+    assert len(rows) == len(SECONDS)
+    for row, wanted in zip(rows, page, strict=True):
+        assert row["cell"].text == f"{NUMBERS[wanted['id'].text]} {wanted['id'].text}"
+        for name in ("preset", "attention", "batch_size", "views", "image tokens", "GPU GiB"):
+            assert row[name].text == wanted[name].text, name
+        for name in ("TTFT ms", "TPOT ms", "p95 E2E ms"):
+            bounds = wanted[name].of_class("bounds")[0].text
+            assert row[name].text == wanted[name].text.removesuffix(bounds)
+        for name in ("req/s", "exact match"):
+            bounds = wanted[name].of_class("bounds")[0].text
+            assert row[f"{name} (95%)"].text == f"{wanted[name].text.removesuffix(bounds)} ({bounds.split(' of ')[0]})"
+        figures = [each.text for each in wanted["verdict"].of_class("figures")]
+        word = wanted["verdict"].of_class("badge")[0].text[2:]
+        assert row["verdict"].text == f"{word} ({figures[0].replace(', ', '; ') if figures else UNKNOWN})"
+    assert set(rows[0]) == {
+        "cell", "preset", "attention", "batch_size", "req/s (95%)", "verdict", "TTFT ms", "TPOT ms", "p95 E2E ms",
+        "views", "image tokens", "GPU GiB", "exact match (95%)",
+    }  # fmt: skip
+
+
+def test_the_rest_is_there_too(tmp_path: Path) -> None:
+    text = rendered(markdown(known_run(tmp_path))).text
+    for wanted in (
+        "tiny on 2 × NVIDIA H200",
+        "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2.",
+        "Runner-up: cell 4 · attention=flash_attention_2, batch_size=1.",
+        f"1 of 5 cells was not compared with the reference: {UNKNOWN}.",
+        "1 cell out of memory: tried to get 16 GiB of <memory> (attention=eager, batch_size=2)",
+        "~ has too few samples",
+        "These weights are random: times are real, answers are noise.",
+        "Some figures are below their floor: the machine was busy",
+        "Truth: tiny, 5 requests, computed in this run in 12.5 s.",
+        "torch 2.11.0",
+    ):
+        assert wanted in text, wanted
+    block = next(rendered(markdown(known_run(tmp_path))).all("pre"))
+    assert block.text == """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
+
+
+def hostile(text: str, directory: Path) -> Run:
+    cells = {"a": {"model": text, "attention": text}, "b": {"model": text, "attention": "b"}, "c": {"attention": text}}
+    header = synthetic.header(cells)
+    header |= {"command": [text], "environment": {"cpu": text}}
+    header["cells"][0]["preset"] = text
+    records = [header, *synthetic.batches_of("a", [1.0, 2.0]), *synthetic.batches_of("b", [1.0, 2.0])]
+    records += [synthetic.verdict("b", "unverified", None, reason=text), synthetic.outcome("c", "failed", text)]
+    return synthetic.write_run(directory, records)
+
+
+LETTERS = "ab01|\\`*_[]<>~@#&!-+().{}\n$é\U0001f600 "
+
+
+@given(st.text(alphabet=st.sampled_from(LETTERS), min_size=1).filter(lambda text: text.strip() not in ("", "b")))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("| a | b |\n|---|---|")
+@example("`x` ```\n``` <script>x</script> <!-- --> &lt; &#35;")
+@example("@somebody #12 ![x](http://y) [z](w) **b** ~~s~~ \\")
+@example("***")
+@example("___")
+@example("a__b _ c_d __e")
+@example("\\|")
+def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
+    source = markdown(hostile(text, tmp_path))
+    document = rendered(source)
+    rows = rows_of(next(document.all("table")))
+    assert len(rows) == 2
+    wanted = clean(text)
+    assert rows[0]["preset"].text == rows[0]["attention"].text == wanted
+    assert rows[1]["verdict"].text == f"unverified ({wanted})"
+    allowed = {
+        "h3",
+        "p",
+        "strong",
+        "ul",
+        "li",
+        "blockquote",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "pre",
+        "code",
+    }
+    assert {each.tag for each in document.all()} == allowed
+    assert len(list(document.all("pre"))) == 1
+    prose = source[: source.rindex("\n\n```")]
+    assert not re.search(r"[@#]\w", prose), "nobody is called, no issue is linked"

@@ -1,0 +1,292 @@
+"""Every number of a report against the known records, by arithmetic that is the test's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from panscan.analysis.floors import floor_of
+from panscan.analysis.recommend import recommend
+from panscan.records.metrics import cell_metrics
+from panscan.records.quality import quality_of
+from panscan.records.store import Run
+
+from . import synthetic
+from .report_known import (
+    BATCHES,
+    GRID,
+    NUMBERS,
+    SECONDS,
+    SHAPE,
+    UNKNOWN,
+    expected_times,
+    known_run,
+    per_request,
+    records_of,
+    requests_of,
+    settings_of,
+    throughput,
+)
+from .report_page import Element, check_bounds, close_to, page_of, parse, parts, rows_of, section, value
+
+BUSY = (
+    "Some figures are below their floor: the machine was busy when its ceilings were measured, so floors are too high"
+    " here."
+)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
+    run = known_run(tmp_path_factory.mktemp("known"))
+    return run, page_of(run)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
+    """The same on a machine whose ceilings allow every time that was measured."""
+    records = records_of()
+    records[1] |= {"flops_per_s": 4e15, "bytes_per_s": 2e13}
+    run = synthetic.write_run(tmp_path_factory.mktemp("quick"), records)
+    return run, page_of(run)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
+    run = known_run(tmp_path_factory.mktemp("scored"), scores=True)
+    return run, page_of(run)
+
+
+def test_the_table_of_cells(known: tuple[Run, Element]) -> None:
+    run, page = known
+    rows = rows_of(next(section(page, "cells").all("table")))
+    assert [row["id"].text for row in rows] == list(SECONDS)
+    assert list(rows[0])[:2] == ["cell", "id"], "not where a narrow page cuts it off"
+    for row, cell in zip(rows, SECONDS, strict=True):
+        metrics = cell_metrics(run, cell)
+        assert metrics is not None
+        assert row["cell"].text.startswith(str(NUMBERS[cell]))
+        assert ("recommended" in row["cell"].text) == (cell == "fast")
+        assert row["preset"].text == ("balanced" if cell == "fast" else "-")
+        assert row["attention"].text == GRID[cell]["attention"]
+        assert row["batch_size"].text == str(GRID[cell]["batch_size"])
+        figure, bounds = parts(row["req/s"])
+        assert value(figure) == close_to(throughput(cell))
+        check_bounds(bounds, metrics.intervals["request_throughput"])
+        samples = 2 * BATCHES * GRID[cell]["batch_size"]
+        for heading, (milliseconds, name) in expected_times(cell).items():
+            figure, bounds = parts(row[heading])
+            assert value(figure) == close_to(milliseconds), heading
+            assert float(row[heading].attributes["data-value"] or 0) == pytest.approx(milliseconds), (
+                "what sorting goes by"
+            )
+            check_bounds(bounds, metrics.intervals[name])
+            assert figure.startswith("~") == (samples < (130 if heading.startswith("p95") else 11)), heading
+        assert value(row["views"].text) == close_to(1.5)
+        assert value(row["image tokens"].text) == close_to(np.mean(range(4, 4 + BATCHES * GRID[cell]["batch_size"])))
+        assert value(row["GPU GiB"].text) == 3, "the larger peak of both repeats"
+    left = {"cell", "preset", "attention", "batch_size", "req/s", "TTFT ms", "TPOT ms", "p95 E2E ms", "views"}
+    assert set(rows[0]) - left == {"image tokens", "GPU GiB", "verdict", "id"}, "a column that is not checked here"
+
+
+def test_the_verdict_stands_beside_every_speed(known: tuple[Run, Element]) -> None:
+    _, page = known
+    shown = {row["id"].text: row["verdict"] for row in rows_of(next(section(page, "cells").all("table")))}
+    assert {cell: parts(verdict) for cell, verdict in shown.items()} == {
+        "fast": ("✓ exact", "answer 1.25x, image 0.500x, top-1 98.8%"),
+        "plain": ("✓ exact", "answer 0.750x, image 1.50x, top-1 98.8%, tokens equal"),
+        "wrong": ("✗ different", "answer 21.5x, image 1,540x, top-1 98.8%"),
+        "near": ("≈ close", "answer 5.25x, image 3.50x, top-1 98.8%"),
+        "unknown": ("? unverified1", ""),
+    }
+    assert shown["unknown"].of_class("badge")[0].attributes["title"] == UNKNOWN
+    note = page.by_id("unverified-1")
+    assert note is not None
+    assert note.text == UNKNOWN, "also where nothing can be hovered over"
+    warnings = [item.text for item in page.of_class("warnings")[0].all("li")]
+    assert warnings == [
+        f"1 of 5 cells was not compared with the reference: {UNKNOWN}. Nothing says that these speeds kept the"
+        " model's answers.",
+        "1 of 5 cells gives other answers than the reference.",
+        BUSY,
+    ]
+
+
+def test_the_recommendation(known: tuple[Run, Element], scored: tuple[Run, Element]) -> None:
+    run, page = known
+    found = recommend(run)
+    box = section(page, "recommendation")
+    assert next(box.all("h2")).text == "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2"
+    terms = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
+    metrics = cell_metrics(run, "fast")
+    assert metrics is not None
+    bounds = metrics.intervals["request_throughput"]
+    assert terms == {
+        "Throughput": f"1.95 req/s 95%: {bounds[0]:.2f}–{bounds[1]:.2f}",
+        "Verdict": "✓ exact",
+        "p95 E2E": "~1,100 ms",
+        "Median TTFT": "600 ms",
+        "Peak memory (GPU)": "3.00 GiB",
+    }
+    lists = list(box.all("ul"))
+    assert [item.text for item in lists[0].all("li")] == [f"{cost}." for cost in found.cost]
+    numbered = {f"Cell {NUMBERS[cell]}: {why}." for cell, why in found.rejected.items() if cell in NUMBERS}
+    assert {item.text for item in lists[1].all("li")} == numbered
+    paragraphs = [each.text for each in box.all("p")]
+    assert paragraphs[0] == f"{found.reason}."
+    assert found.runner_up is not None
+    assert paragraphs[-1].startswith(f"Runner-up: cell {NUMBERS[found.runner_up]} · ")
+    assert f", {throughput(found.runner_up):.2f} (" in paragraphs[-1]
+    box = section(scored[1], "recommendation")
+    assert ("Exact match", "75%") in zip((t.text for t in box.all("dt")), (d.text for d in box.all("dd")), strict=True)
+
+
+def test_quality_is_a_column_where_there_are_answers(scored: tuple[Run, Element]) -> None:
+    run, page = scored
+    for row in rows_of(next(section(page, "cells").all("table"))):
+        quality = quality_of(run, row["id"].text)
+        assert quality is not None
+        figure, below = parts(row["exact match"])
+        assert figure == "75%", "three of four"
+        low, high, questions = re.findall(r"[\d.]+", below)
+        assert (float(low) / 100, float(high) / 100) == (close_to(quality.low), close_to(quality.high))
+        assert int(questions) == BATCHES * GRID[row["id"].text]["batch_size"]
+
+
+def test_the_stages_add_up(known: tuple[Run, Element]) -> None:
+    shares = {"load": 0.05, "preprocess": 0.10, "vision": 0.25, "prefill": 0.20, "decode": 0.40}
+    longest = float(np.mean(per_request("unknown")))
+    for row, cell in zip(rows_of(next(section(known[1], "stages").all("table"))), SECONDS, strict=True):
+        mean = float(np.mean(per_request(cell)))
+        assert row["cell"].text.startswith(str(NUMBERS[cell]))
+        assert {name: value(row[name].text) for name in shares} == {n: close_to(s * mean) for n, s in shares.items()}
+        assert value(row["E2E"].text) == close_to(mean)
+        bars = list(row["bar"].all("rect"))
+        widths = [float(bar.attributes["width"] or 0) for bar in bars]
+        assert widths == [pytest.approx(100 * share * mean / longest, abs=1e-3) for share in shares.values()]
+        starts = [float(bar.attributes["x"] or 0) for bar in bars]
+        assert starts == [pytest.approx(sum(widths[:index]), abs=3e-3) for index in range(len(widths))]
+
+
+def test_the_floor_beside_the_measured(quick: tuple[Run, Element]) -> None:
+    run, page = quick
+    assert BUSY not in page.text
+    for row, cell in zip(rows_of(next(section(page, "floor").all("table"))), SECONDS, strict=True):
+        floor, mean = floor_of(run, cell), float(np.mean(per_request(cell)))
+        assert floor is not None
+        expected = {
+            "vision, ms": (floor.vision_ms, 0.25 * mean),
+            "prefill, ms": (floor.prefill_ms, 0.20 * mean),
+            "decode, ms": (floor.decode_ms, 0.40 * mean),
+            "E2E, ms": (floor.vision_ms + floor.prefill_ms + floor.decode_ms, mean),
+            "memory, GiB": (floor.memory_bytes / 2**30, 3.0),
+        }
+        for name, (least, seen) in expected.items():
+            assert value(row[f"{name}/floor"].text) == close_to(least), name
+            assert value(row[f"{name}/measured"].text) == close_to(seen), name
+            assert value(row[f"{name}/×"].text.rstrip("x")) == close_to(seen / least), name
+        assert value(row["req/s/floor"].text) == close_to(floor.request_throughput)
+        assert value(row["req/s/measured"].text) == close_to(throughput(cell))
+        assert value(row["req/s/×"].text.rstrip("x")) == close_to(floor.request_throughput / throughput(cell))
+
+
+def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path) -> None:
+    """Reading seemed slow, arithmetic did not: only some floors are too high."""
+    records = records_of()
+    records[1] |= {"flops_per_s": 4e15, "bytes_per_s": 2e10}
+    run = synthetic.write_run(tmp_path, records)
+    page, withheld = page_of(run), []
+    for row, cell in zip(rows_of(next(section(page, "floor").all("table"))), SECONDS, strict=True):
+        floor, mean = floor_of(run, cell), float(np.mean(per_request(cell)))
+        assert floor is not None
+        for name, ratio in {
+            "vision, ms": 0.25 * mean / floor.vision_ms,
+            "decode, ms": 0.40 * mean / floor.decode_ms,
+            "req/s": floor.request_throughput / throughput(cell),
+        }.items():
+            shown = row[f"{name}/×"].text
+            assert shown == "-" if ratio < 1 else value(shown.rstrip("x")) == close_to(ratio), (cell, name)
+            withheld.append(ratio < 1)
+    assert {*withheld} == {False, True}, "this run has both"
+
+
+def test_where_vision_was_not_seen_its_floor_is_in_prefill(tmp_path: Path) -> None:
+    records = [
+        synthetic.header({"fast": settings_of("fast")}),
+        synthetic.load(["fast"], SHAPE, flops_per_s=4e15, bytes_per_s=2e13),
+    ]
+    for record in requests_of("fast", scores=False):
+        if record["type"] == "request":
+            record["stamps"] |= {"vision_start": None, "vision": None}
+        records.append(record)
+    run = synthetic.write_run(tmp_path, records)
+    floor = floor_of(run, "fast")
+    assert floor is not None
+    [row] = rows_of(next(section(page_of(run), "floor").all("table")))
+    assert [row[f"vision, ms/{name}"].text for name in ("floor", "measured", "×")] == ["-", "-", "-"]
+    assert value(row["prefill, ms/floor"].text) == close_to(floor.vision_ms + floor.prefill_ms)
+    ratio = 0.45 * float(np.mean(per_request("fast"))) / (floor.vision_ms + floor.prefill_ms)
+    assert value(row["prefill, ms/×"].text.rstrip("x")) == close_to(ratio)
+
+
+def test_what_was_not_measured_and_why(known: tuple[Run, Element]) -> None:
+    assert [item.text for item in section(known[1], "not-measured").all("li")] == [
+        "1 cell out of memory: tried to get 16 GiB of <memory> (attention=eager, batch_size=2)",
+        "1 cell skipped: flex_attention needs | something (attention=flex_attention, batch_size=2)",
+        "1 cell unfinished (attention=flex_attention, batch_size=1)",
+    ]
+
+
+def test_truth_environment_and_command(known: tuple[Run, Element]) -> None:
+    page = known[1]
+    truth = section(page, "truth").text
+    assert "tiny: 5 requests with 77 answer tokens and 1234 image positions, computed in this run in 12.5 s" in truth
+    assert "Comparing 4 cells with it took 6.00 s" in truth
+    box = section(page, "environment")
+    shown = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
+    assert shown == {
+        "panscan": "9.8.7",
+        "CPU": "A <processor> & more",
+        "memory": "64.0 GiB",
+        "packages": "torch 2.11.0, transformers 5.17.0",
+        "GPUs": "NVIDIA H200, 140 GiB, driver 580.1; NVIDIA H200, 140 GiB, driver 580.1",
+        "loaded on cuda:0, bfloat16": "3.00 GiB of weights, loaded in 2.50 s, 4.00 TFLOP/s in a large product,"
+        " 2.00 GB/s in a large copy",
+    }
+    command = """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
+    assert next(section(page, "repeat").all("pre")).text == command
+    assert next(page.all("h1")).text == "tiny on 2 × NVIDIA H200"
+
+
+def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "at most 2x the noise" in section(known[1], "definitions").text
+    assert "at most 10x, and the truth's likeliest token at 99%" in section(known[1], "definitions").text
+    assert "11 for p50, 64 for p90, 130 for p95, 662 for p99" in section(known[1], "definitions").text
+    monkeypatch.setattr("panscan.records.verdict.EXACT_RATIO", 3.5)
+    assert "at most 3.5x the noise" in section(page_of(known[0]), "definitions").text
+
+
+def test_each_replica_and_its_share(tmp_path: Path) -> None:
+    """Two replicas over ten seconds in common: one answers a request a second, the other one in two seconds."""
+    records = [synthetic.header({"c": {"model": "tiny"}})]
+    for replica, step in ((0, 1.0), (1, 2.0)):
+        for batch in range(int(10 / step)):
+            times = [batch * step + step / 2, (batch + 1) * step]
+            records.append(
+                synthetic.request("c", f"{replica}.{batch}", batch * step, times, batch=batch, replica=replica)
+            )
+    windows = [{"replica": n, "started": 0.0, "ended": 10.0, "device": f"cuda:{n}"} for n in range(2)]
+    records += [synthetic.repeat("c", 0, 0.0, 10.0, replicas=windows), synthetic.outcome("c", "done")]
+    rows = rows_of(next(section(page_of(synthetic.write_run(tmp_path, records)), "replicas").all("table")))
+    assert [{name: cell.text for name, cell in row.items()} for row in rows] == [
+        {"cell": "1", "replica": "0", "device": "cuda:0", "req/s": "1.00", "share": "66.7%"},
+        {"cell": "1", "replica": "1", "device": "cuda:1", "req/s": "0.500", "share": "33.3%"},
+    ]
+
+
+def test_the_parser_of_these_tests_notices_what_is_not_closed() -> None:
+    for broken in ("<p><b>x</p></b>", "<div>", "<p>x</p></p>", '<p id="a" id="b"></p>'):
+        with pytest.raises((AssertionError, IndexError)):
+            parse(broken)

@@ -1,0 +1,188 @@
+"""Every number of a report's charts: in the tables beside them, in the drawings and on their points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from panscan.records.metrics import cell_metrics
+from panscan.records.store import Run
+from panscan.report.draw import LIGHT
+from panscan.report.report_data import facts_of
+
+from . import synthetic
+from .report_known import (
+    BATCHES,
+    GRID,
+    NUMBERS,
+    SECONDS,
+    batch_seconds,
+    expected_times,
+    known_run,
+    throughput,
+)
+from .report_page import Element, check_bounds, close_to, page_of, section, value
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
+    run = known_run(tmp_path_factory.mktemp("known"))
+    return run, page_of(run)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
+    run = known_run(tmp_path_factory.mktemp("scored"), scores=True)
+    return run, page_of(run)
+
+
+def numbers_of(figure: Element) -> list[list[str]]:
+    return [[cell.text for cell in row.all("td")] for row in next(figure.all("tbody")).all("tr")]
+
+
+def test_the_curves_hold_each_cell_once_where_it_belongs(known: tuple[Run, Element]) -> None:
+    run, page = known
+    blocks = {next(block.all("h3")).text: block for block in section(page, "curves").of_class("compare")}
+    assert list(blocks) == ["Over attention", "Over batch_size"]
+    for name, block in blocks.items():
+        axis, other = ("attention", "batch_size") if name == "Over attention" else ("batch_size", "attention")
+        shown = list(block.all("figure"))
+        assert [next(each.all("figcaption")).text for each in shown] == ["Throughput, req/s", "p95 E2E latency, ms"]
+        for figure, metric in zip(shown, ("request_throughput", "p95_e2el_ms"), strict=True):
+            rows = numbers_of(figure)
+            assert {row[4] for row in rows} == {str(number) for number in NUMBERS.values()}
+            for series, tick, text, bounds, number, word in rows:
+                cell = list(SECONDS)[int(number) - 1]
+                expected = throughput(cell) if metric == "request_throughput" else expected_times(cell)["p95 E2E ms"][0]
+                assert series == f"{other}={GRID[cell][other]}"
+                assert tick == str(GRID[cell][axis])
+                assert value(text) == close_to(expected)
+                metrics = cell_metrics(run, cell)
+                assert metrics is not None
+                check_bounds(bounds, metrics.intervals[metric])
+                assert word == run.verdicts[cell]["verdict"]
+            best = max(NUMBERS, key=throughput)
+            assert rows[0][0] == f"{other}={GRID[best][other]}", "the fastest series first"
+        keys = [item.text for item in block.of_class("legend")[0].all("li")]
+        assert keys == list(dict.fromkeys(row[0] for row in numbers_of(shown[0])))
+
+
+def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
+    """The points of matplotlib's axes, and the tooltip of each point in the page."""
+    from panscan.report.draw import front_figure, panel_figure
+
+    facts = facts_of(known[0])
+    tips = [next(group.all("title")).text for group in known[1].all("g") if list(group.all("title"))]
+    for panel in (panel for block in (*facts.comparisons, facts.latency) for panel in block.panels):
+        axes = panel_figure(panel, LIGHT).axes[0]
+        drawn = {line.get_gid(): line for line in axes.lines if line.get_gid()}
+        points = {
+            f"{panel.name}-{i}-{j}": (series, point)
+            for i, series in enumerate(panel.series)
+            for j, point in enumerate(series.points)
+        }
+        assert drawn.keys() == points.keys()
+        for gid, (series, point) in points.items():
+            [(x, y)] = np.asarray(drawn[gid].get_xydata(), float)
+            along, across = (x, y) if panel.kind == "curve" else (y, x)
+            assert round(along) == point.at
+            assert across == point.value.value
+            hollow = drawn[gid].get_markerfacecolor() == LIGHT["page"]
+            assert hollow == (point.word in ("different", "unverified"))
+            wanted = f"{panel.ticks[point.at]}: {point.value.text}"
+            assert any(tip.startswith(f"{series.label}, {wanted}") for tip in tips), wanted
+        low = axes.get_ylim()[0] if panel.kind == "curve" else axes.get_xlim()[0]
+        assert low == 0, "speeds and times begin at zero"
+    assert facts.front is not None
+    drawn = {line.get_gid(): line for line in front_figure(facts.front, LIGHT).axes[0].lines if line.get_gid()}
+    shown = [tuple(map(float, np.asarray(drawn[f"front-{i}"].get_xydata(), float)[0])) for i in range(4)]
+    ratios = {"fast": 1.25, "plain": 1.5, "wrong": 1540.0, "near": 5.25}
+    assert shown == [(pytest.approx(throughput(cell)), pytest.approx(ratio)) for cell, ratio in ratios.items()]
+
+
+def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) -> None:
+    facts, box = facts_of(known[0]), section(known[1], "front")
+    assert facts.front is not None
+    assert [point.cell for point in facts.front.points if point.recommended] == [1]
+    assert {point.cell: point.on_front for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
+    assert "On the front: cell 3 · attention=flash_attention_2, batch_size=2 (3.90 req/s); cell 1 ·" in box.text
+    assert "not drawn: 1 cell (5)" in box.text
+    assert "exact up to 2x" in box.text
+    assert "close up to 10x" in box.text
+    assert [item.text for item in box.of_class("legend")[0].all("li")] == ["exact", "close", "different"]
+
+
+def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
+    facts, box = facts_of(scored[0]), section(scored[1], "front")
+    assert facts.front is not None
+    assert facts.front.measure == "quality"
+    assert [point.cell for point in facts.front.points if point.on_front] == [3], "all are right as often"
+    assert [point.value.value for point in facts.front.points] == [0.75] * 5
+    assert facts.front.absent == ()
+    assert "exact match" in box.text
+
+
+def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> None:
+    figures = list(section(known[1], "requests").all("figure"))
+    groups: list[tuple[Sequence[str], Callable[[int], str]]] = [
+        (["1", "2"], lambda number: str(1 + number % 2)),
+        (["1–1.2", "2.5–4", "≥4"], lambda number: ["1–1.2", "2.5–4", "≥4"][number % 3]),
+    ]
+    for figure, (ticks, tick_of) in zip(figures, groups, strict=True):
+        rows = numbers_of(figure)
+        assert sorted({row[1] for row in rows}) == ticks
+        assert len(rows) == len(ticks) * len(SECONDS)
+        for name, tick, text, bounds, number, note in rows:
+            cell = list(SECONDS)[int(number) - 1]
+            size = GRID[cell]["batch_size"]
+            times = [
+                took * 1e3
+                for batch, took in enumerate(batch_seconds(cell))
+                for place in range(size)
+                if tick_of(batch % BATCHES * size + place) == tick
+            ]
+            assert name.startswith(f"{number} · ")
+            assert value(text) == close_to(float(np.median(times)))
+            assert note == f"{len(times)} requests"
+            low, high = map(value, bounds.split("–"))
+            assert min(times) * 0.995 <= low <= float(np.median(times)) * 1.005
+            assert float(np.median(times)) * 0.995 <= high <= max(times) * 1.005
+
+
+@pytest.mark.parametrize("cells", [1, 2, 9, 10])
+def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: int) -> None:
+    """Cell 0 is exact and the slowest, the last one the fastest and closest after it: these two are on the front."""
+    from panscan.report.draw import front_figure, tips
+
+    header = synthetic.header({str(number): {"batch_size": number} for number in range(cells)})
+    records = [header]
+    for number in range(cells):
+        records += synthetic.batches_of(str(number), [20.0 - number] * 2)
+        records.append(synthetic.verdict(str(number), "close" if number else "exact", 20.0 - number if number else 1.0))
+    front = facts_of(synthetic.write_run(tmp_path, records)).front
+    if cells == 1:
+        assert front is None
+        return
+    assert front is not None
+    assert len(tips(front)) == cells
+    chosen = cells // 2
+    points = tuple(replace(point, recommended=point.cell == chosen) for point in front.points)
+    named = {text.get_text() for text in front_figure(replace(front, points=points), LIGHT).axes[0].texts}
+    wanted = {1, chosen, cells} if cells >= 10 else set(range(1, cells + 1))
+    assert {name for name in named if name.isdigit()} == set(map(str, wanted))
+
+
+def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
+    """As a model with random weights gives: then the distance from the reference is what can be shown."""
+    run = known_run(tmp_path, scores=True)
+    for records in run.requests.values():
+        for record in records:
+            record["scores"] = {"exact_match": 0.0}
+    facts = facts_of(run)
+    assert facts.front is not None
+    assert facts.front.measure == "ratio"
+    assert facts.cells[0].quality is not None

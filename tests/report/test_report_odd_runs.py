@@ -1,0 +1,154 @@
+"""Runs that lack what a report is made of, or have a lot of it: all have a sensible page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from panscan.core import RecordsError
+from panscan.records.store import read_run
+from panscan.report import write_pictures
+
+from . import synthetic
+from .report_known import known_run
+from .report_page import Element, page_of, rows_of, section
+
+
+def cells_of(page: Element) -> list[dict[str, Element]]:
+    return rows_of(next(section(page, "cells").all("table")))
+
+
+def test_a_run_without_a_measured_cell(tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path, [synthetic.header({"c": {}}), synthetic.outcome("c", "failed", "boom")])
+    page = page_of(run)
+    assert "No cell was measured." in section(page, "cells").text
+    assert section(page, "recommendation").text.startswith("No recommendation no cell is finished")
+    assert str(tmp_path) not in section(page, "recommendation").text
+    assert "1 cell failed: boom" in section(page, "not-measured").text
+    assert not list(page.of_class("chart"))
+    with pytest.raises(RecordsError, match="no curve to draw"):
+        write_pictures(run, tmp_path)
+
+
+def test_one_cell_of_one_batch(tmp_path: Path) -> None:
+    """No interval, nothing to compare with, one output token and so no TPOT."""
+    records = [synthetic.header({"c": {"model": "m"}}), synthetic.request("c", "q", 0.0, [0.5])]
+    records += [synthetic.repeat("c", 0, 0.0, 0.5), synthetic.outcome("c", "done")]
+    page = page_of(synthetic.write_run(tmp_path, records))
+    [row] = cells_of(page)
+    shown = {name: cell.text for name, cell in row.items()}
+    assert (shown["req/s"], shown["TPOT ms"], shown["p95 E2E ms"]) == ("2.00", "-", "~500")
+    assert page.by_id("curves") is None
+    assert page.by_id("front") is None
+    assert page.by_id("requests") is None
+    assert page.by_id("floor") is None
+    assert section(page, "truth").text == "Truth This run has no truth: no cell was compared with the reference."
+
+
+def test_cells_whose_requests_all_failed_are_named(tmp_path: Path) -> None:
+    records = synthetic.batches_of("a", [1.0]) + synthetic.batches_of("b", [1.0, 1.0])
+    records[0]["error"] = "out of luck"
+    records[3]["error"] = "once"
+    cells = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
+    page = page_of(synthetic.write_run(tmp_path, [synthetic.header(cells), *records]))
+    assert "1 cell without an answer: every request failed, the first with: out of luck" in page.text
+    assert [row["id"].text for row in cells_of(page)] == ["b"]
+    assert "2 requests failed and are left out." in page.text
+
+
+def test_sixty_cells(tmp_path: Path) -> None:
+    cells = {
+        f"{attention}-{dtype}-{size}": {"attention": attention, "dtype": dtype, "batch_size": size}
+        for attention in ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+        for dtype in ("bf16", "fp16", "fp32")
+        for size in (1, 2, 4, 8)
+    }
+    records = [synthetic.header(cells)]
+    for number, cell in enumerate(cells):
+        records += synthetic.batches_of(cell, [1.0 + number, 1.2 + number])
+        records.append(synthetic.verdict(cell, "exact", 1.0, 0.5 + number / 100))
+    page = page_of(synthetic.write_run(tmp_path, records))
+    assert [row["id"].text for row in cells_of(page)] == list(cells)
+    blocks = section(page, "curves").of_class("compare")
+    assert [next(block.all("h3")).text for block in blocks] == ["Over attention", "Over dtype", "Over batch_size"]
+    assert "The 6 fastest of 15 combinations of the other settings." in blocks[2].text
+    for block in blocks:
+        assert len(list(block.of_class("legend")[0].all("li"))) <= 6
+    assert len(list(section(page, "stages").all("tr"))) == 61
+
+
+def test_presets_that_differ_in_several_settings_are_compared_cell_by_cell(tmp_path: Path) -> None:
+    cells = {f"c{n}": {"batch_size": n, "attention": str(n)} for n in range(40)}
+    header = synthetic.header(cells)
+    header["cells"][7]["preset"] = "balanced"
+    records = [header]
+    for number, cell in enumerate(cells):
+        records += synthetic.batches_of(cell, [1.0 + number])
+    page = page_of(synthetic.write_run(tmp_path, records))
+    assert "Cell by cell The 30 fastest of 40 cells." in section(page, "curves").text
+    assert "8 balanced, batch_s…" in section(page, "curves").text
+
+
+def test_only_random_weights_are_called_random(tmp_path: Path) -> None:
+    note = "These weights are random: times are real, answers are noise."
+    drawn = {"model": "mini", "random_weights": True, "model_shape": "4b"}
+    models: list[tuple[list[dict[str, object]], dict[str, object], bool]] = [
+        ([{"model": "tiny"}, drawn], {}, True),
+        ([{"model": "tiny"}, {"model": "google/gemma-3-4b-it"}], {}, False),
+        ([{"model": "mini"}], {"bundled": {"mini": "0123456789ab"}}, False),
+        ([{"model": "tiny"}, {"model": "mini"}], {"bundled": {"mini": "0123456789ab"}}, False),
+        ([drawn], {"bundled": {}}, True),
+        ([{"model": "mini"}], {}, True),  # of a version whose mini model was random
+        ([{"model": "mini"}], {"bundled": 3}, True),
+    ]
+    for cells, environment, said in models:
+        header = synthetic.header({str(number): settings for number, settings in enumerate(cells)})
+        header["environment"] = environment
+        records = [record for number in range(len(cells)) for record in synthetic.batches_of(str(number), [1.0])]
+        assert (note in page_of(synthetic.write_run(tmp_path, [header, *records])).text) == said
+        assert (note in page_of(synthetic.write_run(tmp_path, [header])).text) == said, "nothing measured yet"
+
+
+def test_crop_settings_are_said_only_of_cells_with_crops(tmp_path: Path) -> None:
+    crops = {"pan_and_scan_min_crop_size": 448}
+    on, off = {"model": "m", "do_pan_and_scan": True, **crops}, {"model": "m", "do_pan_and_scan": False, **crops}
+    records = [*synthetic.batches_of("a", [1.0]), *synthetic.batches_of("b", [1.0])]
+    for other, wanted in (
+        (on, "model=m, min_crop_size=448"),
+        (off, "model=m; min_crop_size=448 where pan and scan is on"),
+    ):
+        run = synthetic.write_run(tmp_path, [synthetic.header({"a": on, "b": other}), *records])
+        assert f"In all cells: {wanted} " in section(page_of(run), "cells").text
+
+
+def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
+    header = synthetic.header({"a": {"novel": {"x": [1]}}, "b": {"novel": float("inf")}, "c": {"novel": None}})
+    header |= {"schema": 1, "environment": {"gpus": "none", "novel": {"deep": [1]}}}
+    records = [
+        header,
+        *synthetic.batches_of("a", [1.0]),
+        *synthetic.batches_of("b", [1.0]),
+        *synthetic.batches_of("c", [2.0]),
+    ]
+    page = page_of(synthetic.write_run(tmp_path, records))
+    assert [row["novel"].text for row in cells_of(page)] == ["{'x': [1]}", "inf", "-"]
+    assert all(row["verdict"].text == "? unverified1" for row in cells_of(page))
+    assert "measured by a panscan that did not compare answers yet" in page.of_class("warnings")[0].text
+    assert "Over novel" in section(page, "curves").text
+    assert "deep" in section(page, "environment").text
+
+
+def test_no_verify_is_said_first(tmp_path: Path) -> None:
+    header = synthetic.header({"c": {}})
+    header["settings"]["verify"] = False
+    page = page_of(synthetic.write_run(tmp_path, [header, *synthetic.batches_of("c", [1.0, 1.0])]))
+    assert page.of_class("warnings")[0].text.startswith("No cell was compared with the reference: --no-verify.")
+    assert "doubtful" in (section(page, "recommendation").attributes["class"] or "")
+
+
+def test_a_torn_record_is_told(tmp_path: Path) -> None:
+    run = known_run(tmp_path)
+    with run.path.open("a") as file:
+        file.write('{"type": "requ')
+    assert "The last line is torn and left out (14 bytes)." in page_of(read_run(tmp_path)).of_class("warnings")[0].text

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from panscan.records.metrics import cell_metrics
+from panscan.records.store import Run
+from panscan.report.terminal import print_curves, print_summary
+
+from .synthetic import batches_of, header, outcome, write_run
+
+BASE = {"model": "tiny", "pan_and_scan_max_num_crops": 4, "attention": "sdpa", "batch_size": 1, "do_pan_and_scan": True}
+
+
+def build(directory: Path, grid: list[dict[str, Any]], latency: Callable[[dict[str, Any]], float]) -> Run:
+    """Cells of 12 batches that take ``latency(settings)`` and a tenth more in turns."""
+    cells = {f"c{number}": BASE | point for number, point in enumerate(grid)}
+    records = [header(cells)]
+    for cell, settings in cells.items():
+        times = [latency(settings) * (1 + 0.1 * (batch % 2)) for batch in range(12)]
+        records += batches_of(cell, times, size=settings["batch_size"])
+    return write_run(directory, records)
+
+
+def shown(draw: Callable[[Run, Console], None], run: Run, width: int = 80) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    draw(run, console)
+    return console.export_text()
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Run:
+    grid = [{"attention": name, "batch_size": size} for name in ("sdpa", "eager") for size in (1, 2, 4)]
+    return build(tmp_path, grid, lambda cell: (1.0 if cell["attention"] == "sdpa" else 2.0) * cell["batch_size"] ** 0.5)
+
+
+def test_the_table_shows_what_varies_once_and_the_numbers(swept: Run) -> None:
+    text = shown(print_summary, swept)
+    constant, table = text.split("\n", 1)
+    assert constant == "model=tiny", "defaults go without saying"
+    assert "tiny" not in table
+    assert "crops" not in table
+    metrics = cell_metrics(swept, "c2")
+    assert metrics is not None
+    low, high = metrics.intervals["request_throughput"]
+    row = next(line.split() for line in table.splitlines() if line.split()[:2] == ["sdpa", "4"])
+    # 4 requests in 2 or 2.2 s: 1.905 a second; half of it to the first token, and two more
+    assert row == [
+        "sdpa",
+        "4",
+        f"1.90±{(high - low) / 2:.2f}",
+        "1,050",
+        "525",
+        "~2,200",
+        "3",
+        "12",
+        "1.00",
+        "unverified",
+    ]
+    assert len([line for line in table.splitlines() if line.startswith(("sdpa", "eager"))]) == 6
+    assert "medians" in text
+    assert "~ has too few samples" in text
+
+
+def test_without_an_uncertain_number_there_is_no_mark_and_no_legend_for_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [header({"c": BASE}), *batches_of("c", [1.0] * 130)])
+    assert "~" not in shown(print_summary, run)
+
+
+def test_cells_that_were_not_measured_are_grouped_by_reason(tmp_path: Path) -> None:
+    sizes = (1, 2, 4, 8)
+    names = ("sdpa", "flash_attention_2")
+    cells = {f"{name}{size}": BASE | {"attention": name, "batch_size": size} for name in names for size in sizes}
+    records = [header(cells), *batches_of("sdpa1", [1.0]), *batches_of("sdpa2", [1.0])]
+    records += [
+        outcome(f"flash_attention_2{size}", "skipped", "flash_attention_2 needs an NVIDIA GPU") for size in sizes
+    ]
+    records += [outcome("sdpa4", "oom", "tried to get [16 GiB]\nof memory")]
+    text = " ".join(shown(print_summary, write_run(tmp_path, records)).split())
+    assert "4 cells skipped: flash_attention_2 needs an NVIDIA GPU (attention=flash_attention_2)" in text
+    assert "1 cell out of memory: tried to get [16 GiB] of memory (attention=sdpa, batch_size=4)" in text
+    assert "1 cell unfinished (attention=sdpa, batch_size=8)" in text
+
+
+def test_requests_that_failed_and_notes_are_told(tmp_path: Path) -> None:
+    records = batches_of("c", [1.0, 1.0, 1.0])
+    records[0]["error"] = "boom"
+    run = write_run(tmp_path, [header({"c": BASE}), *records])
+    run.notes.append("the last line is torn")
+    text = shown(print_summary, run)
+    assert "1 request failed and is left out." in text
+    assert "Note: the last line is torn" in text
+
+
+def test_a_run_without_a_measured_cell(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [header({"c": BASE}), outcome("c", "failed", "boom")])
+    text = shown(print_summary, run)
+    assert "No cell was measured." in text
+    assert "1 cell failed: boom" in text
+    assert shown(print_curves, run) == ""
+
+
+def test_memory_is_the_gpu_s_only_where_every_cell_has_it(tmp_path: Path) -> None:
+    records = [header({"c": BASE, "d": BASE | {"batch_size": 2}})]
+    for cell in ("c", "d"):
+        part = batches_of(cell, [1.0])
+        part[-2]["peak_allocated_bytes"] = 3 * 2**30
+        records += part
+    assert re.search(
+        r"GPU(.|\n)*GiB(.|\n)* 3\.00 +unverified\n", shown(print_summary, write_run(tmp_path / "gpu", records))
+    )
+    records[2]["peak_allocated_bytes"] = None
+    assert re.search(
+        r"RSS(.|\n)*GiB(.|\n)* 1\.00 +unverified\n", shown(print_summary, write_run(tmp_path / "mixed", records))
+    )
+
+
+def test_a_curve_for_each_swept_number_with_its_values(swept: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = shown(print_curves, swept)
+    assert "Over batch_size" in text
+    assert "o attention=sdpa\nx attention=eager" in text  # the fastest first
+    assert re.search(r"req/s +E2E p95 ms", text)
+    # axes: sdpa alone does 1 / 1.05 = 0.952 a second, eager half; sdpa with four 1.90; p95 1.1, ..., 4.4 s
+    for number in ("1.90", "0.476", "4,400", "1,100"):
+        assert re.search(rf"{number}┤", text), number
+    assert re.search(r"1 +2 +4 +1 +2 +4", text)
+    assert "Over attention" not in text
+
+
+def test_more_curves_than_can_be_told_apart_are_the_fastest(tmp_path: Path) -> None:
+    names = [f"attention{number}" for number in range(6)]
+    grid = [{"attention": name, "batch_size": size} for name in names for size in (1, 2)]
+    text = shown(print_curves, build(tmp_path, grid, lambda cell: 1.0 + int(cell["attention"][-1])))
+    assert "Over batch_size, 4 fastest of 6" in text
+    assert [name for name in names if f"={name}" in text] == names[:4]
+
+
+def test_bars_when_no_number_was_swept(tmp_path: Path) -> None:
+    grid = [{"attention": "sdpa"}, {"attention": "eager"}]
+    run = build(tmp_path, grid, lambda cell: 1.0 if cell["attention"] == "sdpa" else 2.0)
+    lines = shown(print_curves, run).splitlines()
+    lengths = [line.count("█") for line in lines if "attention=" in line]
+    assert lengths == [40, 20]
+    assert any(line.rstrip().endswith("0.476") for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    grid = [
+        {"attention": name, "batch_size": size, "pan_and_scan_max_num_crops": crops, "dtype": dtype}
+        for name in ("sdpa", "flash_attention_2_with_a_long_name")
+        for size in (1, 16)
+        for crops in (2, 8)
+        for dtype in ("bf16", "fp32")
+    ]
+    run = build(tmp_path, grid, lambda cell: 1.0 + cell["pan_and_scan_max_num_crops"])
+    run.outcomes["c0"] = outcome("c0", "failed", "why " * 60)
+    for draw in (print_summary, print_curves):
+        lines = shown(draw, run, width).splitlines()
+        assert lines
+        assert max(map(len, lines)) <= width
+    row = re.compile(
+        r" \d+\.\d+±\d+\.\d+ +[\d,]+ +[\d,]+ +~?[\d,]+( +3)?( +12)? +1\.00 +unverified"
+    )  # no number is cut or folded
+    text = shown(print_summary, run, width)
+    assert len(row.findall(text)) == len(grid)
+    numbered = "16: max_num_crops=8, attention=flash_attention_2_with_a_long_name, batch_size=16, dtype=fp32"
+    assert (numbered in " ".join(text.split())) == (width < 120)
+
+
+def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    console = Console(file=stream, width=80)
+    print_summary(swept, console)
+    print_curves(swept, console)
+    stream.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "1.90+-" in text
+    assert "\x1b" not in text
+    assert "?" not in text
+
+
+def test_crop_settings_mean_nothing_without_pan_and_scan(tmp_path: Path) -> None:
+    """Two presets differ in crop settings that one of them does not use: no curve, and no word of them."""
+    grid = [{"do_pan_and_scan": False, "pan_and_scan_max_num_crops": 4}, {"pan_and_scan_max_num_crops": 6}]
+    run = build(tmp_path, grid, lambda cell: 1.0 + cell["do_pan_and_scan"])
+    text = shown(print_curves, run)
+    assert "Over" not in text
+    assert "max_num_crops" not in text
+    assert "do_pan_and_scan=no" in text
