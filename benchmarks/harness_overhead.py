@@ -20,7 +20,7 @@ from PIL import Image
 
 from panscan import GenerateRunner
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.run import header
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Item, Source, build_workload
@@ -70,7 +70,7 @@ def main() -> None:
         source = Source(dataset=str(write_samples(Path(folder) / "samples")), num_samples=8)
         items = build_workload(source, on_problem=print)
         cell = Cell.of(settings)
-        plan = Plan([cell], items, source, repeats=ROUNDS, warmup=0)
+        plan = SweepPlan([cell], items, source, repeats=ROUNDS, warmup=0)
         ratios = []
         with RecordWriter(Path(folder) / "run") as writer:
             writer.write([header(plan, ["harness_overhead"])])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.analysis.cells import Row, measured_rows
+from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.analysis.floors import floor_of
 from panscan.records.metrics import replica_shares
 from panscan.records.store import Run, read_run
@@ -50,7 +50,7 @@ def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def row(run: Run, cell: Row) -> list[str]:
+def row(run: Run, cell: MeasuredCell) -> list[str]:
     """Throughput with its interval, latencies, views, memory and the verdict; ~ marks what has too few samples."""
     metrics, values = cell.metrics, cell.metrics.values
 
@@ -112,7 +112,7 @@ def h200_x2() -> str:
     return table(["replicas", *HEADINGS, "req/s of each"], rows) + "\n\n" + notes
 
 
-def shares(run: Run, cell: Row) -> str:
+def shares(run: Run, cell: MeasuredCell) -> str:
     return ", ".join(number(each.request_throughput, 2) for each in replica_shares(run, cell.cell)) or "-"
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from panscan.analysis.cells import Row, Sweep, distinguishing, measured_rows, sweeps, telling, unmeasured
+from panscan.analysis.cells import MeasuredCell, Sweep, distinguishing, measured_rows, sweeps, telling, unmeasured
 
 from . import synthetic
 
 
-def rows_of(directory: Path, grid: list[dict[str, Any]]) -> list[Row]:
+def rows_of(directory: Path, grid: list[dict[str, Any]]) -> list[MeasuredCell]:
     """A measured cell for each point; each takes a second longer than the one before."""
     cells = {f"c{number}": point for number, point in enumerate(grid)}
     records = [synthetic.header(cells)]

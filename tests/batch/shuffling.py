@@ -8,7 +8,7 @@ from pathlib import Path
 
 from panscan.batch.answers import AnswerFile, Mode
 from panscan.batch.dispatch import answer
-from panscan.batch.items import Item
+from panscan.batch.items import BatchItem
 from panscan.batch.job import Job, difference
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import Answered, Task
@@ -50,16 +50,17 @@ def backwards(request: Request) -> Result:
     return Result(request.id, request.id[::-1], [5, 6], "stop", 3, 2, 12, 20, stamps, cached_tokens=4)
 
 
-def items(count: int, bad: Iterable[int] = ()) -> list[Item]:
+def items(count: int, bad: Iterable[int] = ()) -> list[BatchItem]:
     """Documents; the bad ones cannot be opened."""
     names = [f"{number}.png" for number in range(count)]
     problems = {number: ImageError(f"{number}.png: broken") for number in bad}
     return [
-        Item(name, (name,), (name,), problem=problems.get(number), document=name) for number, name in enumerate(names)
+        BatchItem(name, (name,), (name,), problem=problems.get(number), document=name)
+        for number, name in enumerate(names)
     ]
 
 
-def tasks(wanted: Iterable[Item]) -> Iterator[Task]:
+def tasks(wanted: Iterable[BatchItem]) -> Iterator[Task]:
     return map(Task, wanted)
 
 
@@ -69,7 +70,7 @@ def opened(path: Path, mode: Mode = "resume", job: Job = JOB) -> AnswerFile:
 
 def run_job(
     file: AnswerFile,
-    wanted: Iterable[Item],
+    wanted: Iterable[BatchItem],
     engine: Shuffling | None = None,
     *,
     window: int | None = None,

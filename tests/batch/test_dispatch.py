@@ -16,7 +16,7 @@ from tests.batch.shuffling import JOB, Shuffling, backwards, items, opened, run_
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.dispatch import answer
-from panscan.batch.items import Item
+from panscan.batch.items import BatchItem
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Request, Result, SettingError
 
 
@@ -61,7 +61,7 @@ def test_every_item_is_answered_once_in_order_and_within_the_window(
     pulled = 0
     asked = items(count, bad)
 
-    def source() -> Iterator[Item]:
+    def source() -> Iterator[BatchItem]:
         nonlocal pulled
         for item in asked:
             pulled += 1
@@ -146,7 +146,7 @@ def test_the_users_bound_on_requests_in_flight_reaches_the_engine(file: AnswerFi
 
 
 def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: AnswerFile) -> None:
-    row = Item("7", ("docs/a.pdf",), ("a.pdf",), "Who?")
+    row = BatchItem("7", ("docs/a.pdf",), ("a.pdf",), "Who?")
     wrong = replace(items(1)[0], problem=ImageError("0.png: broken"))
     run_job(file, [row, wrong])
     lines = list(file.records())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import noise
 
-from panscan.batch.items import Item, Work, find_work
+from panscan.batch.items import BatchItem, BatchWork, find_work
 from panscan.bench.workload import Source, build_workload
 from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.images.files import find_pages
@@ -33,7 +33,7 @@ def refuse(problem: InputError) -> None:
     raise problem
 
 
-def find(*sources: str, whole_files: bool = False, limit: int | None = None) -> Work:
+def find(*sources: str, whole_files: bool = False, limit: int | None = None) -> BatchWork:
     return find_work(sources, whole_files=whole_files, limit=limit, on_problem=refuse)
 
 
@@ -112,7 +112,7 @@ def test_a_dataset_is_read_as_bench_reads_it(folder: Path) -> None:
 def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(folder: Path) -> None:
     url = "https://example.org/a.png"
     rows = write_rows(folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
-    assert list(find(rows)) == [Item("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")]
+    assert list(find(rows)) == [BatchItem("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")]
 
 
 def test_what_cannot_be_asked_is_refused(folder: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, rel_entr
 
 from panscan.bench.truth import Noise
-from panscan.bench.verify import Comparison, Tally, compare_logits
+from panscan.bench.verify import DivergenceTally, PositionComparison, compare_logits
 
 CPU = torch.device("cpu")
 LOGITS = st.integers(1, 40).flatmap(
@@ -72,8 +72,8 @@ def test_logits_that_are_no_numbers_are_infinitely_far(broken: float) -> None:
 def test_a_tie_that_tips_costs_an_exact_word_but_is_not_different(margin: float, word: str) -> None:
     """In float32, where the yardstick has no noise of its own."""
     margins = torch.tensor([margin, 3.0], dtype=torch.float64)
-    seen = Comparison(torch.zeros(2).double(), margins, torch.zeros(2).double(), torch.tensor([False, True]))
-    record = Tally([seen]).verdict(Noise([[0.0, 0.0]], None, 0.0), 2, float32=True)
+    seen = PositionComparison(torch.zeros(2).double(), margins, torch.zeros(2).double(), torch.tensor([False, True]))
+    record = DivergenceTally([seen]).verdict(Noise([[0.0, 0.0]], None, 0.0), 2, float32=True)
     assert record["verdict"] == word
     assert not record["equal_tokens"]
 

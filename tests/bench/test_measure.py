@@ -20,7 +20,7 @@ from tests.conftest import noise
 from panscan import GenerateRunner
 from panscan.bench import sweep
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import measure
 from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result, now
@@ -59,21 +59,23 @@ class Lines:
 
 
 @pytest.fixture
-def plan(runner: GenerateRunner, tmp_path: Path) -> Plan:
+def plan(runner: GenerateRunner, tmp_path: Path) -> SweepPlan:
     noise(300, 900).save(tmp_path / "doc.png")
     source = Source(images=(str(tmp_path / "doc.png"),), prompt="What?", num_samples=3)
     settings = Settings(model="tiny", dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
-    return Plan([Cell.of(settings)], build_workload(source, on_problem=print), source, repeats=2, seed=7)
+    return SweepPlan([Cell.of(settings)], build_workload(source, on_problem=print), source, repeats=2, seed=7)
 
 
-def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(runner: GenerateRunner, plan: Plan) -> None:
+def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
+    runner: GenerateRunner, plan: SweepPlan
+) -> None:
     runner.configure(plan.cells[0].settings)
     repeats = [[r for r in measure(plan, plan.cells[0], n, runner, Watcher()) if r["type"] == "repeat"] for n in (0, 1)]
     assert [line["sampling_seed"] for [line] in repeats] == [7, 8]
     assert [(line["device"], line["dtype"]) for [line] in repeats] == [("cpu", "float32")] * 2
 
 
-def test_warm_up_is_not_measured(runner: GenerateRunner, plan: Plan) -> None:
+def test_warm_up_is_not_measured(runner: GenerateRunner, plan: SweepPlan) -> None:
     runner.configure(plan.cells[0].settings)
     watcher = Watcher()
     *requests, line = measure(plan, plan.cells[0], 0, runner, watcher)
@@ -84,7 +86,7 @@ def test_warm_up_is_not_measured(runner: GenerateRunner, plan: Plan) -> None:
 
 
 def test_answers_are_scored_when_the_time_has_been_taken(
-    runner: GenerateRunner, plan: Plan, monkeypatch: pytest.MonkeyPatch
+    runner: GenerateRunner, plan: SweepPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[float] = []
 
@@ -101,7 +103,7 @@ def test_answers_are_scored_when_the_time_has_been_taken(
     assert all(request["tags"] == {"type": ["form"]} and "anls" in request["scores"] for request in requests)
 
 
-def test_a_failing_cell_lets_go_of_what_it_held(plan: Plan) -> None:
+def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
     """What a failed batch had allocated must be free before the next cell starts."""
     held: list[weakref.ref[Any]] = []
     alive_at_next: list[bool] = []

@@ -9,17 +9,17 @@ import pytest
 from tests.conftest import noise
 
 from panscan.bench.grid import build_cells
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
-from panscan.bench.workload import Document, Item, Source, build_workload
+from panscan.bench.workload import DocumentFile, Item, Source, build_workload
 from panscan.cli.options import errors
 from panscan.cli.progress import SweepProgress
 from panscan.core import InputError
 from panscan.model.shapes import BUNDLED, SHAPES
 from panscan.settings import Settings
 
-PAGE = Item("0", (Document("a.png", 1240, 1754, ""),), "What is the total?")
+PAGE = Item("0", (DocumentFile("a.png", 1240, 1754, ""),), "What is the total?")
 
 
 def refuse(problem: InputError) -> None:
@@ -29,7 +29,7 @@ def refuse(problem: InputError) -> None:
 def one(**settings: Any) -> Prediction:
     """The prediction of one cell for a page."""
     axes = {"device": ["cpu"], "dtype": ["fp32"], **{name: [value] for name, value in settings.items()}}
-    [found] = predict(Plan(build_cells(axes), [PAGE], Source(prompt="x", no_images=True)))
+    [found] = predict(SweepPlan(build_cells(axes), [PAGE], Source(prompt="x", no_images=True)))
     return found
 
 
@@ -39,7 +39,7 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
     source = Source(images=(str(tmp_path),), prompt="What is the total?")
     axes = {"model": ["tiny"], "do_pan_and_scan": ["true", "false"], "batch_size": ["2"], "equal_views": ["true"],
             "pan_and_scan_max_num_crops": ["2", "4"], "max_new_tokens": ["1"], "device": ["cpu"]}  # fmt: skip
-    plan = Plan(build_cells(axes), build_workload(source, on_problem=refuse), source, warmup=0)
+    plan = SweepPlan(build_cells(axes), build_workload(source, on_problem=refuse), source, warmup=0)
     with SweepProgress(plan, set(), errors()) as progress:
         measured = start(plan, tmp_path / "run", [], progress)
     predictions = predict(plan)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Plan
-from panscan.bench.replica_sync import Failed, InStep, Message, Ready, Told, Warned, Wrote, merged
+from panscan.bench.plan import SweepPlan
+from panscan.bench.replica_sync import Failed, Message, Ready, ReplicaSync, Told, Warned, Wrote, merged
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
 from panscan.settings import Settings
@@ -27,9 +27,9 @@ Faults = Mapping[tuple[str, int | None], str]
 Script = Generator[Message, bool, None]
 
 
-def plan() -> Plan:
+def plan() -> SweepPlan:
     cells = [Cell(name, Settings()) for group in GROUPS for name in group]
-    return Plan(cells, [], Source(no_images=True, prompt="x"), repeats=REPEATS)
+    return SweepPlan(cells, [], Source(no_images=True, prompt="x"), repeats=REPEATS)
 
 
 def replica(number: int, faults: Faults) -> Script:
@@ -97,7 +97,7 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> Desk:
         assert not go or (visit.cell, visit.repeat) == desk.started[-1]
         saying[number] = send(scripts[number], go)
 
-    step = InStep(plan(), set(), [""] * len(faults), desk, desk, answer)
+    step = ReplicaSync(plan(), set(), [""] * len(faults), desk, desk, answer)
     while speakers := [number for number, message in saying.items() if message is not None]:
         number = data.draw(st.sampled_from(speakers))
         message = saying[number]
@@ -160,7 +160,7 @@ def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[
 
 def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
     desk = Desk()
-    step = InStep(plan(), {("a0", 0), ("a0", 1)}, ["", ""], desk, desk, lambda number, go: None)
+    step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], desk, desk, lambda number, go: None)
     for number in (0, 1):
         step.take(number, Wrote([{"type": "load", "cells": ["a0"]}]))
     step.take(0, Wrote([{"type": "verdict", "cell": "a0"}]))
@@ -170,7 +170,7 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
     desk = Desk()
-    step = InStep(plan(), {("a0", 0)}, ["", ""], desk, desk, lambda number, go: None)
+    step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], desk, desk, lambda number, go: None)
     last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
     step.take(0, Wrote(last[0]))
     step.take(0, Wrote([outcome("a0", "failed", "while answers were compared")]))
@@ -181,7 +181,7 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
 
 def test_what_else_a_replica_says() -> None:
     desk = Desk()
-    step = InStep(plan(), set(), ["", ""], desk, desk, lambda number, go: None)
+    step = ReplicaSync(plan(), set(), ["", ""], desk, desk, lambda number, go: None)
     step.take(0, Told("batch_done"))
     assert desk.batches == 1
     with pytest.warns(PanscanWarning, match="overflow"):

@@ -24,7 +24,7 @@ from tests.conftest import noise
 
 from panscan.bench import replicas
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import gpu_slots
 from panscan.bench.run import plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
@@ -70,10 +70,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> Plan:
+def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> SweepPlan:
     source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
     axes = {"model": ["tiny"], "batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
-    return Plan(build_cells(axes), build_workload(source, on_problem=print), source, **fields)
+    return SweepPlan(build_cells(axes), build_workload(source, on_problem=print), source, **fields)
 
 
 def workers(parent: int | None = None) -> list[psutil.Process]:

@@ -14,7 +14,7 @@ from tests.conftest import noise
 
 import panscan
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.run import follow, new_directory, plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
@@ -61,9 +61,9 @@ def refuse(problem: InputError) -> None:
     raise problem
 
 
-def plan(axes: dict[str, list[Any]], **fields: Any) -> Plan:
+def plan(axes: dict[str, list[Any]], **fields: Any) -> SweepPlan:
     source = Source(images=("a.png", "b.png"), prompt="What?", system="Be brief.", num_samples=3, seed=5)
-    return Plan(build_cells(axes), build_workload(source, on_problem=refuse), source, **fields)
+    return SweepPlan(build_cells(axes), build_workload(source, on_problem=refuse), source, **fields)
 
 
 def edited(run: Run, edit: Any) -> Run:

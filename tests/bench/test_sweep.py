@@ -167,13 +167,13 @@ def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path)
 
 def test_order_is_random_but_seeded() -> None:
     from panscan.bench.grid import build_cells
-    from panscan.bench.plan import Plan
+    from panscan.bench.plan import SweepPlan
     from panscan.bench.workload import Source
 
     cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
 
     def order(seed: int, *, verify: bool = False) -> list[list[tuple[str, int | None]]]:
-        plan = Plan(cells, [], Source(no_images=True, prompt="x"), repeats=2, seed=seed, verify=verify)
+        plan = SweepPlan(cells, [], Source(no_images=True, prompt="x"), repeats=2, seed=seed, verify=verify)
         return [[(cell.id, repeat) for cell, repeat in visits] for visits in plan.order()]
 
     assert order(1) == order(1)
@@ -192,11 +192,11 @@ def test_order_is_random_but_seeded() -> None:
 
 def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
     from panscan.bench.grid import build_cells
-    from panscan.bench.plan import Plan
+    from panscan.bench.plan import SweepPlan
     from panscan.bench.workload import Source
 
     cells = build_cells({"quantization": ["torchao-int8", "none"], "dtype": ["fp32", "bf16"]})
-    plan = Plan(cells, [], Source(no_images=True, prompt="x"))
+    plan = SweepPlan(cells, [], Source(no_images=True, prompt="x"))
     kinds = [visits[0][0].settings.quantization for visits in plan.order()]
     assert kinds == [None, None, "torchao-int8", "torchao-int8"]
 

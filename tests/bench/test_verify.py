@@ -16,7 +16,7 @@ from tests.bench.test_measure import Lines, Watcher
 from tests.conftest import needs_images_in_chunks, noise
 
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
 from panscan.bench.truth import FORMAT, find_references
 from panscan.bench.verify import Verifier
@@ -259,7 +259,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     verifier = bench.verifier(tmp_path, source=source)
     verifier.items = items
     lines = Lines()
-    run_sweep(Plan([cell], items, source), lines, set(), Watcher(), verifier)
+    run_sweep(SweepPlan([cell], items, source), lines, set(), Watcher(), verifier)
     assert [record["outcome"] for record in lines.records] == ["skipped"]
 
 

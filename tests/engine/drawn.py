@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from panscan.engine.scheduling.sequence import Layout, Sequence, Span
+from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
 
 SOFT = 9
 IMAGES = {
@@ -23,7 +23,7 @@ PIECES = st.builds(  # prompts that often begin alike
 )
 
 
-def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], Layout]:
+def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], PromptLayout]:
     """The ids and the layout of text and views in this order."""
     ids: list[int] = []
     spans = []
@@ -33,7 +33,7 @@ def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], Layout
             ids += [SOFT] * IMAGES[piece]
         else:
             ids += piece
-    return ids, Layout(spans)
+    return ids, PromptLayout(spans)
 
 
 def sequence(
@@ -43,7 +43,7 @@ def sequence(
     return Sequence(number, ids, len(ids), layout, len(ids) + outputs, reuse)
 
 
-def seen_until(layout: Layout, position: int) -> int:
+def seen_until(layout: PromptLayout, position: int) -> int:
     """End of the keys that a row sees: its image block's end, or itself."""
     return next((span.end for span in layout.spans if span.start <= position < span.end), position + 1)
 

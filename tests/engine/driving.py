@@ -12,9 +12,9 @@ from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
 from panscan.core import Stamps, TokenEvent, now
-from panscan.engine.job import Job
 from panscan.engine.loop import Loop
 from panscan.engine.options import EngineOptions
+from panscan.engine.request_state import RequestState
 
 TOKENS = 10
 BOI = "<start_of_image>"
@@ -106,7 +106,7 @@ class Reference:
 class Driven:
     """A job, and all that it was told."""
 
-    job: Job
+    job: RequestState
     events: list[TokenEvent] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
@@ -127,7 +127,7 @@ class Driver:
         results: list[Result] = []
         seed = request.sampling.seed or 0
         stamps = Stamps(accepted=now())
-        job = Job(self._number, request, stamps, events.append, results.append, seed, **fields)
+        job = RequestState(self._number, request, stamps, events.append, results.append, seed, **fields)
         self._number += 1
         self.loop.preparer.prepare(job)
         self.loop.add(job)

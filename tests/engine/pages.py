@@ -13,7 +13,7 @@ import torch
 from panscan.engine.attention import SegmentsBackend
 from panscan.engine.executor import Executor, Pass
 from panscan.engine.kv_memory import KVCache
-from panscan.engine.scheduling.sequence import Chunk, Layout, Sequence, Step
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Step
 from panscan.model.decoder import Decoder
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape, VisionShape
@@ -64,7 +64,7 @@ def ask(name: str, draw: random.Random, *, number: int = 0, longest: int = 25, o
         generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
         pixels[f"{number} {view}".encode()] = torch.rand(3, 48, 48, generator=generator) * 2 - 1
         ids += [SOFT] * shape.image_tokens + [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
-    sequence = Sequence(number, ids, len(ids), Layout.of(ids, SOFT, list(pixels)), len(ids) + outputs)
+    sequence = Sequence(number, ids, len(ids), PromptLayout.of(ids, SOFT, list(pixels)), len(ids) + outputs)
     return Asked(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], pixels)
 
 

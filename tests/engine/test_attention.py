@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.engine.attention import _TEXT_ROWS, SegmentsBackend
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence, Span, Step
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence, Span, Step
 
 BLOCKS = 900
 
@@ -24,7 +24,7 @@ def sequences(draw: random.Random, block_size: int, window: int) -> list[Chunk]:
         for _ in range(draw.randint(0, 3)):
             spans.append(Span(at, at + draw.randint(1, 20), b""))
             at = spans[-1].end + draw.randint(1, 9)
-        layout, length = Layout(spans), at + draw.randint(1, 40)
+        layout, length = PromptLayout(spans), at + draw.randint(1, 40)
         start = layout.cut_back(draw.randrange(length))
         end = layout.cut(start, draw.choice([start + 1, draw.randint(start + 1, length)]))
         held = -(-end // block_size)
@@ -63,7 +63,7 @@ def test_the_large_heads_of_the_published_models(size: int, local: bool) -> None
 def test_long_text_behind_a_prefix_is_exact_where_it_is_cut(local: bool) -> None:
     length = 2 * _TEXT_ROWS + 40
     tables = random.Random(0).sample(range(BLOCKS), -(-length // 4)), random.Random(1).sample(range(BLOCKS), 150)
-    chunk = Chunk(Sequence(0, [0] * length, length, Layout(), length, tables=tables), 30, length)
+    chunk = Chunk(Sequence(0, [0] * length, length, PromptLayout(), length, tables=tables), 30, length)
     check([chunk], random.Random(0), 4, 100, local, (1, 2), 8, torch.float32)
 
 
@@ -103,7 +103,7 @@ def check(
 
 
 def test_keys_and_values_are_written_where_the_tables_say() -> None:
-    chunk = Chunk(Sequence(0, [0] * 6, 6, Layout(), 6, tables=([4, 1], [2, 0])), 3, 6)
+    chunk = Chunk(Sequence(0, [0] * 6, 6, PromptLayout(), 6, tables=([4, 1], [2, 0])), 3, 6)
     rows = AttentionRows.of(Step([chunk]), 4, 3)
     assert rows.slots(local=False) == [19, 4, 5]
     assert rows.slots(local=True) == [11, 0, 1]

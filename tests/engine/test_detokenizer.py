@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from panscan.engine.detokenizer import Text
+from panscan.engine.detokenizer import Detokenizer
 from panscan.model.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
 from panscan.runners.generate import GenerateRunner
 
@@ -28,9 +28,9 @@ def of_bytes(content: bytes) -> list[int]:
     return ids
 
 
-def pushed(ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[Text, list[str], int]:
+def pushed(ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[Detokenizer, list[str], int]:
     """An answer read up to its stop text, its pieces, and how many tokens that took."""
-    text = Text(TOKENIZER, stop)
+    text = Detokenizer(TOKENIZER, stop)
     pieces = []
     for token in ids:
         pieces.append(text.push(token))
@@ -69,7 +69,7 @@ def test_pieces_put_together_are_the_decoded_text(ids: list[int]) -> None:
 @given(answers, answers)
 def test_what_is_shown_stays_whatever_follows(ids: list[int], more: list[int]) -> None:
     """Also right at the edge: a token without bytes is shown at once."""
-    text = Text(TOKENIZER)
+    text = Detokenizer(TOKENIZER)
     for token in ids:
         text.push(token)
     assert decoded(ids + more).startswith(text.text)
@@ -102,7 +102,7 @@ def test_an_answer_ends_before_its_first_stop_text(ids: list[int], stop: list[st
 @settings(max_examples=200, deadline=None)
 @given(answers, answers, st.lists(short, min_size=1, max_size=3))
 def test_no_shown_text_is_taken_back_for_a_stop_text(ids: list[int], more: list[int], stop: list[str]) -> None:
-    text = Text(TOKENIZER, stop)
+    text = Detokenizer(TOKENIZER, stop)
     for token in ids:
         text.push(token)
     shown = text.text
@@ -115,7 +115,7 @@ def test_no_shown_text_is_taken_back_for_a_stop_text(ids: list[int], more: list[
 
 def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
     ids = TOKENIZER.convert_tokens_to_ids(list("xabyabc"))
-    text = Text(TOKENIZER, ["abc"])
+    text = Detokenizer(TOKENIZER, ["abc"])
     assert [text.push(token) for token in ids] == ["x", "", "", "aby", "", "", ""]
     assert (text.stopped, text.text, text.push(ids[0]), text.finish()) == (True, "xaby", "", "")
 

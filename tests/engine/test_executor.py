@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.pages import MODELS, SOFT, Asked, Pages, ask, decoder_of, model_of, teacher
 
-from panscan.engine.scheduling.sequence import Chunk, Layout, Sequence, Step
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Step
 
 NAMES = pytest.mark.parametrize("name", list(MODELS))
 
@@ -71,7 +71,7 @@ def test_a_long_text_is_taken_in_parts(name: str) -> None:
     draw = random.Random(0)
     long, short = ask(name, draw, longest=5), ask(name, draw, number=1, longest=3)
     ids = [draw.randrange(20, 1000) for _ in range(600)]
-    long.sequence, long.pixels = Sequence(0, ids, len(ids), Layout(), len(ids) + 3), {}
+    long.sequence, long.pixels = Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), {}
     pages = Pages(name, 16, draw)
     logits = led(name, [short], pages, draw, 1000) | led(name, [long], pages, draw, 1000)
     check(name, [long, short], logits)
@@ -85,7 +85,7 @@ def test_rows_of_one_pass_do_not_see_each_other() -> None:
     views = dict(zip([b"a", b"b"], decoder_of(name).encode(torch.rand(2, 3, 48, 48)), strict=True))
     pages = Pages(name, 4, draw)
     rows = [
-        Sequence(number, list(ids), len(ids), Layout.of(ids, SOFT, keys), 99)
+        Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99)
         for number, keys in enumerate([(b"a", b"b"), (b"a", b"b"), (b"b", b"a")])
     ]
     done = pages.run([Chunk(row, 0, len(ids)) for row in rows], views)
@@ -98,7 +98,7 @@ def test_rows_of_one_pass_do_not_see_each_other() -> None:
 def test_places_outside_of_a_chunk_are_left_out() -> None:
     name = "text only"
     pages = Pages(name, 4, random.Random(0))
-    one, two = (Sequence(number, [20, 21, 22, 23, 24], 5, Layout(), 9) for number in range(2))
+    one, two = (Sequence(number, [20, 21, 22, 23, 24], 5, PromptLayout(), 9) for number in range(2))
     whole = pages.run([Chunk(one, 0, 5)], {}).hidden[one]
     for start, end in [(0, 2), (2, 5)]:
         for free, table in zip(pages.free, two.tables, strict=True):

@@ -17,7 +17,7 @@ from tests.engine.test_conformance import MINI_OPTIONS, OPTIONS, Arrival, arriva
 from panscan import GenerateRunner
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.model.observation import Script
+from panscan.model.observation import ForcedTokens
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
 
@@ -98,7 +98,7 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRu
             assert graphs is not None
             graphs.capture = captured
             assert len(list(graphs.prepare())) > 5
-            observed = [engine.observe([each], [Script(None, [], 4)])[0] for each in requests()[2:6]]
+            observed = [engine.observe([each], [ForcedTokens(None, [], 4)])[0] for each in requests()[2:6]]
             seen.append(torch.stack([each.answer for each in observed]))
     assert torch.equal(*seen)
 

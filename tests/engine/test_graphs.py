@@ -14,7 +14,7 @@ from tests.engine.test_executor import check, led
 from tests.triton_here import interpreted
 
 from panscan.engine.executor import Executor, Graphs, decode_sizes, graph_sizes
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence
 from panscan.engine.triton_attention import TritonBackend
 
 NAMES = ["window inside image blocks", "global layers only", "local layers only"]
@@ -75,9 +75,9 @@ def test_tiles_of_a_pass_do_not_outlive_it() -> None:
     """Many short chunks, then a single one whose rows are where theirs were."""
     name, draw = "text only", random.Random(0)
     pages, graphs = graphed(name, 16, draw, decode_rows=1, chunk_rows=32)
-    short = [Sequence(number, [20 + number] * 7, 7, Layout(), 9) for number in range(4)]
+    short = [Sequence(number, [20 + number] * 7, 7, PromptLayout(), 9) for number in range(4)]
     pages.run([Chunk(each, 0, 7) for each in short], {})
     whole = ask(name, draw, longest=30)
-    whole.sequence = Sequence(9, list(range(30, 58)), 28, Layout(), 31)
+    whole.sequence = Sequence(9, list(range(30, 58)), 28, PromptLayout(), 31)
     check(name, [whole], led(name, [whole], pages, draw, 1000))
     assert graphs.ran >= 2

@@ -11,7 +11,7 @@ from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
 from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence, Step
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence, Step
 from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
 
 
@@ -44,7 +44,7 @@ def test_slots_beyond_32_bits() -> None:
     """Keys and values whose place in the cache no int32 holds; of the cache's 4 GB only few pages come to be."""
     size, block = 256, (1 << 31) // 256 // 16
     chunks = [
-        Chunk(Sequence(number, [0] * end, end, Layout(), end, tables=([block + number], [])), start, end)
+        Chunk(Sequence(number, [0] * end, end, PromptLayout(), end, tables=([block + number], [])), start, end)
         for number, (start, end) in enumerate([(0, 1), (0, 3)])
     ]
     plan = TritonBackend(size, torch.float16).plan(AttentionRows.of(Step(chunks), 16, 1), local=False, device=DEVICE)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.engine.scheduling.sequence import Layout, Span
+from panscan.engine.scheduling.sequence import PromptLayout, Span
 
 SOFT = 9
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Layout, list[int | None]]:
+def layouts(draw: st.DrawFn) -> tuple[PromptLayout, list[int | None]]:
     """A layout, and for each position the index of its image block or None for text."""
     owners: list[int | None] = []
     spans: list[Span] = []
@@ -20,7 +20,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, list[int | None]]:
         if image:
             spans.append(Span(len(owners), len(owners) + length, bytes([len(spans)])))
         owners += [len(spans) - 1 if image else None] * length
-    return Layout(spans), owners
+    return PromptLayout(spans), owners
 
 
 def cuts(owners: list[int | None], position: int) -> bool:
@@ -29,7 +29,7 @@ def cuts(owners: list[int | None], position: int) -> bool:
 
 
 @given(layouts())
-def test_cut_back_is_the_last_boundary_that_cuts_no_image_block(drawn: tuple[Layout, list[int | None]]) -> None:
+def test_cut_back_is_the_last_boundary_that_cuts_no_image_block(drawn: tuple[PromptLayout, list[int | None]]) -> None:
     layout, owners = drawn
     for position in range(len(owners) + 1):
         expected = max(at for at in range(position + 1) if not cuts(owners, at))
@@ -38,7 +38,7 @@ def test_cut_back_is_the_last_boundary_that_cuts_no_image_block(drawn: tuple[Lay
 
 @given(layouts())
 def test_a_chunk_ends_before_an_image_block_it_cannot_hold_unless_it_would_be_empty(
-    drawn: tuple[Layout, list[int | None]],
+    drawn: tuple[PromptLayout, list[int | None]],
 ) -> None:
     layout, owners = drawn
     boundaries = [at for at in range(len(owners) + 1) if not cuts(owners, at)]
@@ -52,7 +52,7 @@ def test_a_chunk_ends_before_an_image_block_it_cannot_hold_unless_it_would_be_em
 
 @given(layouts())
 def test_segments_cover_a_chunk_once_in_order_and_keep_image_blocks_whole(
-    drawn: tuple[Layout, list[int | None]],
+    drawn: tuple[PromptLayout, list[int | None]],
 ) -> None:
     layout, owners = drawn
     boundaries = [at for at in range(len(owners) + 1) if not cuts(owners, at)]
@@ -69,13 +69,13 @@ def test_segments_cover_a_chunk_once_in_order_and_keep_image_blocks_whole(
 
 
 @given(layouts(), st.integers(0, 40), st.integers(0, 40))
-def test_spans_within_a_range_begin_in_it(drawn: tuple[Layout, list[int | None]], start: int, end: int) -> None:
+def test_spans_within_a_range_begin_in_it(drawn: tuple[PromptLayout, list[int | None]], start: int, end: int) -> None:
     layout, _ = drawn
     assert layout.within(start, end) == tuple(span for span in layout.spans if start <= span.start < end)
 
 
 @given(layouts())
-def test_the_longest_block_counts(drawn: tuple[Layout, list[int | None]]) -> None:
+def test_the_longest_block_counts(drawn: tuple[PromptLayout, list[int | None]]) -> None:
     layout, owners = drawn
     assert layout.longest == max((owners.count(index) for index in range(len(layout.spans))), default=0)
 
@@ -85,15 +85,15 @@ def test_a_layout_of_ids_has_one_block_for_each_run_of_soft_tokens(runs: list[tu
     ids = [token for token, length in runs for _ in range(length)]
     starts = [at for at, token in enumerate(ids) if token == SOFT and (at == 0 or ids[at - 1] != SOFT)]
     keys = [bytes([index]) for index in range(len(starts))]
-    spans = Layout.of(ids, SOFT, keys).spans
+    spans = PromptLayout.of(ids, SOFT, keys).spans
     assert [span.start for span in spans] == starts
     assert [span.key for span in spans] == keys
     covered = {at for span in spans for at in range(span.start, span.end)}
     assert covered == {at for at, token in enumerate(ids) if token == SOFT}
     for wrong in ([*keys, b"more"], keys[1:] if keys else [b"more"]):
         with pytest.raises(ValueError, match="views"):
-            Layout.of(ids, SOFT, wrong)
+            PromptLayout.of(ids, SOFT, wrong)
 
 
 def test_a_model_without_images_has_no_blocks() -> None:
-    assert Layout.of([1, 2, 3], None, []).spans == ()
+    assert PromptLayout.of([1, 2, 3], None, []).spans == ()

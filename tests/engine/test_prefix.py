@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, content, sequence
 
 from panscan.engine.scheduling.kv_blocks import block_hash, extend_hashes
-from panscan.engine.scheduling.sequence import Layout, Sequence, Span
+from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
 
 PARTS = st.tuples(
     st.binary(max_size=3),
@@ -53,7 +53,7 @@ def test_names_do_not_depend_on_when_they_were_made(pieces: list, block_size: in
 
 def test_images_of_equal_tokens_that_begin_elsewhere_have_other_names() -> None:
     ids, key, other = [9] * 6, b"key", b"other"
-    layouts = (Layout([Span(0, at, key), Span(at, 6, other)]) for at in (2, 3))
+    layouts = (PromptLayout([Span(0, at, key), Span(at, 6, other)]) for at in (2, 3))
     first, second = (Sequence(0, ids, 6, layout, 7) for layout in layouts)
     for each in (first, second):
         extend_hashes(each, 6)
@@ -63,7 +63,7 @@ def test_images_of_equal_tokens_that_begin_elsewhere_have_other_names() -> None:
 def test_image_blocks_of_other_lengths_share_no_name_not_even_of_where_they_are_alike() -> None:
     """What a token of an image block is depends on the whole block."""
     ids = [1] + [9] * 8 + [1]
-    first, second = (Sequence(0, ids, 10, Layout([Span(1, end, b"key")]), 11) for end in (7, 9))
+    first, second = (Sequence(0, ids, 10, PromptLayout([Span(1, end, b"key")]), 11) for end in (7, 9))
     for each in (first, second):
         extend_hashes(each, 2)
     assert len(first.hashes) == 5 and not set(first.hashes) & set(second.hashes)

@@ -23,13 +23,13 @@ from transformers.generation import (
 )
 
 from panscan import GenerateRunner, Sampling
-from panscan.engine.sampling import Chosen, Row, Sampler, draw, filter_scores
+from panscan.engine.sampling import Chosen, Sampler, SamplingRow, draw, filter_scores
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
 
 
-def by_transformers(logits: torch.Tensor, row: Row) -> torch.Tensor:
+def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """One row's scores, by Transformers' own classes."""
     chain, how = LogitsProcessorList(), row.sampling
     if how.repetition_penalty is not None:
@@ -48,7 +48,7 @@ def by_transformers(logits: torch.Tensor, row: Row) -> torch.Tensor:
     return scores
 
 
-def scores_of(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def scores_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """The scores of the sampler, greedy rows and others."""
     scores = Sampler(SUPPRESSED, "cpu").scores(logits, rows)
     sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
@@ -79,7 +79,7 @@ sampled = st.builds(
     logprobs=st.none() | st.integers(0, 4),
 )
 row = st.builds(
-    Row,
+    SamplingRow,
     greedy | sampled,
     st.integers(-(2**70), 2**70),
     st.integers(0, 5000),
@@ -88,13 +88,13 @@ row = st.builds(
 batches = st.lists(st.tuples(logits_of_a_row, row), min_size=1, max_size=6)
 
 
-def split(batch: Sequence[tuple[list[float], Row]]) -> tuple[torch.Tensor, list[Row]]:
+def split(batch: Sequence[tuple[list[float], SamplingRow]]) -> tuple[torch.Tensor, list[SamplingRow]]:
     return torch.tensor([values for values, _ in batch]), [each for _, each in batch]
 
 
 @settings(max_examples=300, deadline=None)
 @given(batches)
-def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float], Row]]) -> None:
+def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float], SamplingRow]]) -> None:
     logits, rows = split(batch)
     before = logits.clone()
     scores = scores_of(logits, rows)
@@ -150,7 +150,7 @@ def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> No
     ids = output.sequences[0].tolist()
     assert suppressed
     for step, (logits, expected) in enumerate(zip(output.logits, output.scores, strict=True)):
-        each = Row(how, 0, step, ids[: len(prompt) + step])
+        each = SamplingRow(how, 0, step, ids[: len(prompt) + step])
         scores = Sampler(suppressed, "cpu").scores(logits.float(), [each])
         scores = scores if how.greedy else filter_scores(scores, [how])
         torch.testing.assert_close(scores, expected, rtol=0, atol=0)
@@ -161,13 +161,13 @@ def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> No
 def test_of_equal_scores_greedy_takes_the_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [9.0, 9.0, 1.0, 9.0]])
     sampler = Sampler([1], "cpu")
-    assert [found.token for found in sampler.choose(logits, [Row(Sampling(), 0, 0)] * 2)] == [2, 0]
+    assert [found.token for found in sampler.choose(logits, [SamplingRow(Sampling(), 0, 0)] * 2)] == [2, 0]
     assert sampler.choose(torch.empty(0, 4), []) == []
 
 
 def tokens(logits: torch.Tensor, how: Sampling, places: Sequence[tuple[int, int]], suppressed: Any = ()) -> list[int]:
     """One token per (seed, position), all from the same logits ``[vocabulary]``."""
-    rows = [Row(how, seed, position, [1, 2]) for seed, position in places]
+    rows = [SamplingRow(how, seed, position, [1, 2]) for seed, position in places]
     return [found.token for found in Sampler(suppressed, "cpu").choose(logits.expand(len(rows), -1), rows)]
 
 
@@ -192,7 +192,7 @@ def test_tokens_follow_the_distribution(how: Sampling, walk: str) -> None:
         "positions": [(7, position) for position in range(count)],
         "both": [(-seed, position) for seed in range(120) for position in range(count // 120)],
     }[walk]
-    row = Row(how, 0, 0, [1, 2])
+    row = SamplingRow(how, 0, 0, [1, 2])
     scores = filter_scores(Sampler([11], "cpu").scores(logits[None], [row]), [how])
     expected = scores.double().softmax(-1)[0].numpy()
     counts = np.bincount(tokens(logits, how, places, [11]), minlength=12)
@@ -243,7 +243,7 @@ def test_a_larger_draw_gives_no_lower_id() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(batches, st.data())
-def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Row]], data: st.DataObject) -> None:
+def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SamplingRow]], data: st.DataObject) -> None:
     sampler = Sampler(SUPPRESSED, "cpu")
     logits, rows = split(batch)
     alone = [sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
@@ -255,7 +255,7 @@ def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Row]]
 def test_many_rows_are_filtered_in_parts() -> None:
     how = Sampling(temperature=1.0, top_p=0.9, logprobs=2)
     logits = torch.randn(101, 50, generator=torch.Generator().manual_seed(0))
-    rows = [Row(how if index % 5 else Sampling(), index, index) for index in range(101)]
+    rows = [SamplingRow(how if index % 5 else Sampling(), index, index) for index in range(101)]
     sampler = Sampler([], "cpu")
     assert sampler.choose(logits, rows) == [
         sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)
@@ -264,7 +264,7 @@ def test_many_rows_are_filtered_in_parts() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(logits_of_a_row, row, st.integers(0, 20))
-def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: Row, count: int) -> None:
+def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: SamplingRow, count: int) -> None:
     each = replace(each, sampling=replace(each.sampling, logprobs=count))
     logits = torch.tensor([values])
     [found] = Sampler(SUPPRESSED, "cpu").choose(logits, [each])
@@ -276,7 +276,11 @@ def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: Row, co
 
 
 def test_logprobs_come_only_where_asked_for() -> None:
-    rows = [Row(Sampling(), 0, 0), Row(Sampling(logprobs=0), 0, 0), Row(Sampling(logprobs=20), 0, 0)]
+    rows = [
+        SamplingRow(Sampling(), 0, 0),
+        SamplingRow(Sampling(logprobs=0), 0, 0),
+        SamplingRow(Sampling(logprobs=20), 0, 0),
+    ]
     plain, own, all_three = Sampler([], "cpu").choose(torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
     assert plain == Chosen(2, None)
     assert own.logprobs is not None
@@ -300,7 +304,7 @@ def test_logits_that_are_no_numbers_give_an_id_of_the_vocabulary(count: int) -> 
 
 def test_a_penalty_needs_what_was_seen() -> None:
     with pytest.raises(ValueError, match="ids seen so far"):
-        Sampler([], "cpu").choose(torch.zeros(1, 4), [Row(Sampling(repetition_penalty=1.2), 0, 0)])
+        Sampler([], "cpu").choose(torch.zeros(1, 4), [SamplingRow(Sampling(repetition_penalty=1.2), 0, 0)])
 
 
 @pytest.mark.gpu
@@ -308,7 +312,7 @@ def test_a_gpu_chooses_the_same_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(150, 262_208, generator=generator) * 4
     kinds = [*CASES, Sampling(logprobs=5), Sampling(temperature=1.0, logprobs=20)]
-    rows = [Row(kinds[index % len(kinds)], index, index, list(range(0, 9000, 7))) for index in range(150)]
+    rows = [SamplingRow(kinds[index % len(kinds)], index, index, list(range(0, 9000, 7))) for index in range(150)]
     expected = Sampler([0, 262_144], "cpu").choose(logits, rows)
     found = Sampler([0, 262_144], "cuda").choose(logits.cuda(), rows)
     assert [each.token for each in found] == [each.token for each in expected]

@@ -13,17 +13,17 @@ from panscan import GenerateRunner, Request
 from panscan.core import UnsupportedError
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.engine.startup import Started
+from panscan.engine.startup import Startup
 
 
 @pytest.fixture
 def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU is all that is missing; without one nothing is recorded, and the same passes run launch by launch."""
 
-    def slow_reason(started: Started, _: object) -> str | None:
+    def slow_reason(started: Startup, _: object) -> str | None:
         return None if started.options.attention_backend == "triton" else "not asked for"
 
-    monkeypatch.setattr(Started, "_slow_reason", slow_reason)
+    monkeypatch.setattr(Startup, "_slow_reason", slow_reason)
     yield
 
 
@@ -70,10 +70,10 @@ def test_a_start_that_fails_leaves_the_model_as_it_was(tiny: GenerateRunner) -> 
 
 
 def test_an_interrupted_start_leaves_no_thread(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Started) -> None:
+    def interrupted(_: Startup) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Started, "_start", interrupted)
+    monkeypatch.setattr(Startup, "_start", interrupted)
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05))

@@ -22,8 +22,8 @@ from tests.engine.test_attention import BLOCKS, interval, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
-from panscan.engine.attention import Plan, SegmentsBackend
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, Layout, Sequence, Span, Step
+from panscan.engine.attention import AttentionPlan, SegmentsBackend
+from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence, Span, Step
 from panscan.engine.triton_attention import HEAD_SIZES, DecodeRows, TritonBackend, TritonPlan, unsupported_reason
 
 SCALING = 0.3
@@ -53,7 +53,7 @@ class Pass:
     def triton(self) -> TritonPlan:
         return TritonBackend(self.query.shape[-1], self.query.dtype).plan(self.rows, local=self.local, device=DEVICE)
 
-    def attend(self, plan: Plan) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def attend(self, plan: AttentionPlan) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The output, and the caches afterwards. Between NaN, so that the block -1 is NaN too."""
         caches = []
         for cache in self.caches:
@@ -175,7 +175,9 @@ def test_the_large_heads_of_the_published_models(dtype: torch.dtype, size: int, 
 def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int) -> None:
     """An image block larger than a tile and than the window, in the middle of a prompt; two rows in a last tile."""
     chunks = []
-    for number, (layout, start, end) in enumerate([(Layout([Span(100, 240, b"")]), 30, 260), (Layout(), 100, 166)]):
+    for number, (layout, start, end) in enumerate(
+        [(PromptLayout([Span(100, 240, b"")]), 30, 260), (PromptLayout(), 100, 166)]
+    ):
         blocks = random.Random(number).sample(range(450 * number, 450 * number + 450), 34)
         chunks.append(
             Chunk(Sequence(number, [0] * end, end, layout, end, tables=(blocks[:17], blocks[17:])), start, end)

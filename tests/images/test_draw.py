@@ -9,7 +9,7 @@ from PIL import Image, ImageChops, ImageColor
 
 from panscan.core import ImageError, PanAndScan, SettingError
 from panscan.images.draw import COLOURS, draw_views
-from panscan.images.draw_layout import LEAST_SIDE, MARGIN, Layout, lay_out, view_label
+from panscan.images.draw_layout import LEAST_SIDE, MARGIN, PictureLayout, lay_out, view_label
 from panscan.images.ink import Box, printable, shorten, text_width, wrap
 from panscan.images.views import ViewPlan, plan_views
 
@@ -34,7 +34,7 @@ def plan_or_skip(width: int, height: int, settings: PanAndScan) -> ViewPlan:
         raise
 
 
-def layout_of(plan: ViewPlan, max_side: int, caption: str | None = None, *, estimated: bool = True) -> Layout:
+def layout_of(plan: ViewPlan, max_side: int, caption: str | None = None, *, estimated: bool = True) -> PictureLayout:
     return lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
 
 

@@ -14,13 +14,13 @@ from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request
 from panscan.bench.grid import build_cells
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
-from panscan.model.observation import Script, image_places
+from panscan.model.observation import ForcedTokens, image_places
 from panscan.runners.base import open_runner, ready_runner
 from panscan.runners.engine import EngineRunner
 from panscan.runners.loading import unsupported_reason
@@ -57,7 +57,9 @@ def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: 
         for each in batch()
     ]
     scripts = [
-        Script([5 + place, 9, 30, 7, 11, 200], image_places(prompt.ids, loaded.reader.prompts.soft_id), STEPS - place)
+        ForcedTokens(
+            [5 + place, 9, 30, 7, 11, 200], image_places(prompt.ids, loaded.reader.prompts.soft_id), STEPS - place
+        )
         for place, prompt in enumerate(prompts)
     ]
     engine = EngineRunner(loaded, settings_from({**SMALL, "prefill_chunk_size": chunk}))
@@ -68,7 +70,7 @@ def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: 
             observe(loaded, tiny.settings, [each], [script])[0] for each, script in zip(batch(), scripts, strict=True)
         ]
         seen = engine.observe(batch(), scripts)
-        again = engine.observe(batch(), [Script(None, [], STEPS)] * 3)
+        again = engine.observe(batch(), [ForcedTokens(None, [], STEPS)] * 3)
     finally:
         tiny.configure(before)
         engine.drop()
@@ -103,7 +105,7 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
     ]
     source = Source(images=(str(tmp_path / "*.png"),), prompt="What is it?")
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
-    plan = Plan(cells, items, source, include_content=True)
+    plan = SweepPlan(cells, items, source, include_content=True)
     lines = Lines()
     run_sweep(plan, lines, set(), Watcher(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None))
     verdicts = {line["cell"]: line for line in lines.records if line["type"] == "verdict"}
@@ -160,7 +162,7 @@ def test_observations_of_the_trained_model_are_those_of_eager_attention(
     reader = trained.loaded.reader
     ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
     answer = reader.tokenizer(page.asks[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
-    script = Script(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
+    script = ForcedTokens(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
     engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
     trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))
     [due] = observe(trained.loaded, trained.settings, [asked], [script])

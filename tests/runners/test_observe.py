@@ -10,7 +10,7 @@ from tests.conftest import needs_images_in_chunks, noise
 
 from panscan.core import PanAndScan, Request, Sampling
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.observation import IMAGE_POSITIONS, Observation, Script, image_places
+from panscan.model.observation import IMAGE_POSITIONS, ForcedTokens, Observation, image_places
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.observe import observe
 
@@ -37,7 +37,7 @@ def teacher(runner: GenerateRunner, request: Request, tokens: list[int]) -> torc
     return logits
 
 
-def observed(runner: GenerateRunner, scripts: list[Script] | None) -> list[Observation]:
+def observed(runner: GenerateRunner, scripts: list[ForcedTokens] | None) -> list[Observation]:
     return observe(runner.loaded, runner.settings, BATCH, scripts, steps=STEPS)
 
 
@@ -60,7 +60,7 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
     ids = prompts(runner)
     places = [image_places(each, runner.loaded.reader.prompts.soft_id) for each in ids]
     forced = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
-    scripts = [Script(tokens, place, STEPS) for tokens, place in zip(forced, places, strict=True)]
+    scripts = [ForcedTokens(tokens, place, STEPS) for tokens, place in zip(forced, places, strict=True)]
     for row, seen in enumerate(runner.observe(BATCH, scripts)):
         full = teacher(runner, BATCH[row], forced[row])
         assert seen.tokens == forced[row]
@@ -76,7 +76,7 @@ def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> Non
     from dataclasses import replace
 
     whole = observed(runner, None)
-    scripts = [Script(seen.tokens, seen.places, STEPS) for seen in whole]
+    scripts = [ForcedTokens(seen.tokens, seen.places, STEPS) for seen in whole]
     runner.configure(replace(runner.settings, prefill_chunk_size=70))
     for before, seen in zip(whole, runner.observe(BATCH, scripts), strict=True):
         if before.image is not None:

@@ -23,12 +23,12 @@ from tests.conftest import noise
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.analysis.cells import distinguishing, meant
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.verify import Tally, Verifier, compare_logits
+from panscan.bench.verify import DivergenceTally, Verifier, compare_logits
 from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
 from panscan.model.checkpoint import load_outline
 from panscan.model.inputs import plan_request, read_images
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
 from panscan.model.reference import head_logits, weights_digest
 from panscan.runners.base import calls, ready_runner
@@ -239,7 +239,7 @@ def test_another_prompt_or_an_end_of_its_own_is_an_error(tiny: GenerateRunner) -
 def test_places_and_answers_are_read_one_position_on() -> None:
     """A prompt of three and an answer of two: vLLM's row i is the distribution that token i was drawn from."""
     rows = [None, *({10 + at: Logprob(-float(at), 1)} for at in range(1, 5))]
-    found = observation_of(Script([1, 2, 3], [0], 2), [1, 2], 3, rows, 20)
+    found = observation_of(ForcedTokens([1, 2, 3], [0], 2), [1, 2], 3, rows, 20)
     assert found.tokens == [1, 2] and found.likeliest == LIKELIEST and found.image is not None
     assert [int(row.isfinite().nonzero()) for row in found.answer] == [13, 14]
     assert [int(row.isfinite().nonzero()) for row in found.image] == [11]
@@ -248,7 +248,7 @@ def test_places_and_answers_are_read_one_position_on() -> None:
 
 def test_what_is_not_a_number_never_passes_for_unknown() -> None:
     rows = [None, {3: Logprob(math.nan, 1)}]
-    seen = observation_of(Script([3], [], 1), [3], 1, rows, 20).answer
+    seen = observation_of(ForcedTokens([3], [], 1), [3], 1, rows, 20).answer
     found = compare_logits(torch.randn(1, 20), seen, [], CPU, partial=True)
     assert math.isinf(found.kl[0])
     nothing = torch.full((1, 20), math.nan)
@@ -320,7 +320,7 @@ class Vllm:
     def pixels(self, settings: Settings) -> str:
         return "cpu"
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         return [_some(each) for each in self.runner.observe(batch, scripts)]
 
 
@@ -349,7 +349,7 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
 def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:
     hidden = torch.randn(3, 128)
     logits = head_logits(tiny.loaded.model, hidden)
-    tally = Tally()
+    tally = DivergenceTally()
     tally.add(tiny.loaded, hidden, likeliest(logits, LIKELIEST), hidden, likeliest(logits, LIKELIEST), partial=True)
     assert (tally.joined("answer").kl < 1e-5).all() and (tally.joined("image").kl < 1e-5).all()
 
@@ -431,9 +431,9 @@ def test_other_views_start_another_llm(vllm_runner: VllmRunner, tiny: GenerateRu
 def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:
     request = tiny.request("What?", [noise(300, 900)])
     ids = plan_request(read_images(request), tiny.loaded.reader)[1].ids
-    [found] = vllm_runner.observe([request], [Script([600, 601, 602], [3, 40], 2)])
+    [found] = vllm_runner.observe([request], [ForcedTokens([600, 601, 602], [3, 40], 2)])
     assert found.tokens == [600, 601] and found.image is not None
     assert [int(row.isfinite().nonzero()) for row in found.answer] == [600, 601]
     assert [int(row.isfinite().nonzero()) for row in found.image] == [ids[4], ids[41]]
     with pytest.raises(UnsupportedError, match="own tokens"):
-        vllm_runner.observe([request], [Script(None, [], 2)])
+        vllm_runner.observe([request], [ForcedTokens(None, [], 2)])

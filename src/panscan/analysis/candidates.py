@@ -6,20 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import Row, cell_title, distinguishing, meant, measured_rows, memory_metric, number_text
+from panscan.analysis.cells import (
+    MeasuredCell,
+    cell_title,
+    distinguishing,
+    meant,
+    measured_rows,
+    memory_metric,
+    number_text,
+)
 from panscan.analysis.significance import p_text, quality_difference
 from panscan.records.intervals import Interval
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.store import Run, outcome_of
 
-__all__ = ["Candidate", "Choice", "candidates_of", "cell_name", "costs_of", "reason_of", "verdict_text"]
+__all__ = ["Candidate", "Selection", "candidates_of", "cell_name", "costs_of", "reason_of", "verdict_text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A finished cell. ``views`` is the mean of a request, ``crops`` the settings that it follows from."""
 
-    row: Row
+    row: MeasuredCell
     name: str
     crops: tuple[tuple[str, Any], ...]
     views: float
@@ -85,7 +93,7 @@ def _crops(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Selection:
     """What was chosen, and from what: ``left`` are the cells that qualify, ``measured`` all finished ones.
 
     ``why`` says by what a cell qualifies whose answers or views are not those of the others.
@@ -102,7 +110,7 @@ class Choice:
     why: str | None = None
 
 
-def reason_of(choice: Choice) -> str:
+def reason_of(choice: Selection) -> str:
     """One sentence."""
     chosen, left = choice.chosen, choice.left
     fastest = max(left, key=lambda each: each.throughput)
@@ -134,7 +142,7 @@ def verdict_text(candidate: Candidate) -> str:
     }[verdict.word]
 
 
-def costs_of(choice: Choice) -> tuple[str, ...]:
+def costs_of(choice: Selection) -> tuple[str, ...]:
     """What the choice costs, and what is not certain about it."""
     return (
         *_about_speed(choice),
@@ -146,7 +154,7 @@ def costs_of(choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _about_speed(choice: Choice) -> list[str]:
+def _about_speed(choice: Selection) -> list[str]:
     chosen, second = choice.chosen, choice.runner_up
     found = []
     if "request_throughput" not in chosen.row.metrics.intervals:
@@ -156,7 +164,7 @@ def _about_speed(choice: Choice) -> list[str]:
     return found
 
 
-def _about_p95(choice: Choice) -> list[str]:
+def _about_p95(choice: Selection) -> list[str]:
     chosen, found = choice.chosen, []
     timed = [each for each in choice.left if each.p95_ms is not None]
     quickest = min(timed, key=lambda each: (each.p95_ms or 0.0, each.cell), default=chosen)
@@ -176,7 +184,7 @@ def _about_p95(choice: Choice) -> list[str]:
     return found
 
 
-def _about_memory(choice: Choice) -> list[str]:
+def _about_memory(choice: Selection) -> list[str]:
     name, whose = memory_metric([each.row for each in choice.left])
     known = [(value, each) for each in choice.left if (value := each.row.metrics.values[name]) is not None]
     own = choice.chosen.row.metrics.values[name]
@@ -189,7 +197,7 @@ def _about_memory(choice: Choice) -> list[str]:
     return [f"{more} GiB more peak memory ({whose}) than {leanest.name}: {own / 2**30:.1f} against {least / 2**30:.1f}"]
 
 
-def _about_answers(choice: Choice) -> list[str]:
+def _about_answers(choice: Selection) -> list[str]:
     chosen, found = choice.chosen, []
     if chosen.verdict == "close":
         found.append(f"{verdict_text(chosen)}, not exact")
@@ -208,7 +216,7 @@ def _about_answers(choice: Choice) -> list[str]:
     return found
 
 
-def _about_views(choice: Choice) -> list[str]:
+def _about_views(choice: Selection) -> list[str]:
     """The finished cell with the most views, if the chosen one has fewer."""
     chosen = choice.chosen
     most = max(choice.measured, key=lambda each: (each.views, each.throughput))
@@ -220,7 +228,7 @@ def _about_views(choice: Choice) -> list[str]:
     return [f"{text}: {_matches(choice.run, chosen, most)}"]
 
 
-def _about_passed_over(choice: Choice) -> list[str]:
+def _about_passed_over(choice: Selection) -> list[str]:
     """The fastest finished cell that does not qualify, if it is faster."""
     others = [each for each in choice.measured if each not in choice.left]
     fastest = max(others, key=lambda each: each.throughput, default=choice.chosen)

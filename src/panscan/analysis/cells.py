@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
-    "Row",
+    "MeasuredCell",
     "Sweep",
     "Unmeasured",
     "cell_title",
@@ -47,7 +47,7 @@ _CROPS = "pan_and_scan_"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MeasuredCell:
     cell: str
     settings: Mapping[str, Any]
     metrics: CellMetrics
@@ -55,7 +55,7 @@ class Row:
     preset: str | None = None
 
 
-def measured_rows(run: Run) -> list[Row]:
+def measured_rows(run: Run) -> list[MeasuredCell]:
     """The measured cells of a run. Crop settings of a cell without pan and scan are None: they mean nothing there.
 
     Raises:
@@ -63,7 +63,7 @@ def measured_rows(run: Run) -> list[Row]:
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
     return [
-        Row(cell, meant(settings), metrics, verdict_of(run, cell), run.presets.get(cell))
+        MeasuredCell(cell, meant(settings), metrics, verdict_of(run, cell), run.presets.get(cell))
         for cell, settings, metrics in measured
         if metrics is not None
     ]
@@ -118,7 +118,7 @@ def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def memory_metric(rows: Sequence[Row]) -> tuple[str, str]:
+def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
     """(metric, whose): the GPU's peak, or the process's (RSS) where a cell ran without a GPU."""
     if all(row.metrics.values["peak_allocated_bytes"] is not None for row in rows):
         return "peak_allocated_bytes", "GPU"
@@ -193,28 +193,28 @@ class Sweep:
     name: str
     numeric: bool
     values: tuple[Any, ...]
-    series: Mapping[str, Sequence[Row]]
+    series: Mapping[str, Sequence[MeasuredCell]]
 
-    def at(self, row: Row) -> int:
+    def at(self, row: MeasuredCell) -> int:
         """Where a row of the series stands among the values. Charts draw them at equal distances: sweeps double more
         often than they add."""
         return self.values.index(row.settings.get(self.name))
 
 
-def speed(row: Row) -> float:
+def speed(row: MeasuredCell) -> float:
     """Requests per second, 0 where they could not be had."""
     return row.metrics.values["request_throughput"] or 0.0
 
 
-def sweeps(rows: Sequence[Row]) -> list[Sweep]:
+def sweeps(rows: Sequence[MeasuredCell]) -> list[Sweep]:
     """The settings that were swept: some cells differ in that setting alone."""
     varying = distinguishing([row.settings for row in rows])
     found = [_sweep(rows, name, varying) for name in varying]
     return [sweep for sweep in found if any(len(points) > 1 for points in sweep.series.values())]
 
 
-def _sweep(rows: Sequence[Row], name: str, varying: Sequence[str]) -> Sweep:
-    series: dict[str, list[Row]] = defaultdict(list)
+def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> Sweep:
+    series: dict[str, list[MeasuredCell]] = defaultdict(list)
     for row in rows:
         series[label({other: row.settings.get(other) for other in varying if other != name})].append(row)
     alone = [points[0] for points in series.values() if len(points) == 1]
@@ -243,20 +243,20 @@ _OWN = {"runner", *ENGINE_AXES, *VLLM_AXES, *VLLM_LIMITS}
 """Settings that only say how a runner goes about the same requests."""
 
 
-def speedup_lines(rows: Sequence[Row]) -> list[str]:
+def speedup_lines(rows: Sequence[MeasuredCell]) -> list[str]:
     """One line for each other runner and each group of cells that ask the same: the engine's fastest cell to its.
 
     Nothing without cells of the engine and of another runner.
     """
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[MeasuredCell]] = {}
     for row in rows:
         same = {name: value for name, value in row.settings.items() if name not in _OWN}
         groups.setdefault(repr(sorted(same.items())), []).append(row)
     return [line for group in groups.values() for line in _lines(group)]
 
 
-def _lines(group: Sequence[Row]) -> Iterator[str]:
-    fastest: dict[str, Row] = {}
+def _lines(group: Sequence[MeasuredCell]) -> Iterator[str]:
+    fastest: dict[str, MeasuredCell] = {}
     for row in sorted(group, key=_throughput):
         fastest[row.settings.get("runner", "generate")] = row
     engine = fastest.pop("engine", None)
@@ -274,7 +274,7 @@ def _lines(group: Sequence[Row]) -> Iterator[str]:
         yield f"engine to {runner}{batch}: {ours / theirs:.2f}x the requests per second; {words}{doubt}."
 
 
-def _throughput(row: Row) -> float:
+def _throughput(row: MeasuredCell) -> float:
     return row.metrics.values["request_throughput"] or 0.0
 
 

@@ -16,7 +16,7 @@ from panscan.records.store import Record, Run, outcome_of
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import axes
 
-__all__ = ["CellPair", "Comparison", "PairedRequests", "RequestPair", "Work", "compare_runs", "pair_requests"]
+__all__ = ["CellPair", "ClusterWork", "Comparison", "PairedRequests", "RequestPair", "compare_runs", "pair_requests"]
 
 _Key = tuple[int, int, str, tuple[str, ...], str]
 """Repeat, replica, request id, hashes of its images, hash of its prompt."""
@@ -32,7 +32,7 @@ class RequestPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ClusterWork:
     """What one side's batches of a cluster did in their repeat's window: answered requests, output tokens, seconds."""
 
     requests: float
@@ -52,7 +52,7 @@ class PairedRequests:
     """
 
     pairs: tuple[RequestPair, ...]
-    work: tuple[tuple[Work, Work], ...]
+    work: tuple[tuple[ClusterWork, ClusterWork], ...]
     alone: tuple[int, int]
     failed: tuple[int, int]
 
@@ -120,7 +120,7 @@ def _components(links: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, Ha
 
 def _work(
     run: Run, cell: str, side: str, clusters: dict[Hashable, Hashable], numbers: dict[Hashable, int]
-) -> Sequence[Work]:
+) -> Sequence[ClusterWork]:
     groups: list[list[Batch]] = [[] for _ in numbers]
     for key in sorted(key for key in run.repeats if key[0] == cell):
         for batch in batches_of(run.repeats[key], run.requests[key]):
@@ -128,7 +128,7 @@ def _work(
             if cluster is not None:
                 groups[numbers[cluster]].append(batch)
     return [
-        Work(
+        ClusterWork(
             sum(batch.requests_inside for batch in group),
             sum(batch.tokens_inside for batch in group),
             sum(batch.seconds_inside for batch in group),

@@ -81,7 +81,7 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     for record in done:
         batch = record.get("replica", 0), record["repeat"], record["batch"]
         groups[(*batch, record["request"]) if alone else batch].append(record)
-    work = _Work(machine, max(record["prompt_tokens"] + record["output_tokens"] for record in done))
+    work = _CellWork(machine, max(record["prompt_tokens"] + record["output_tokens"] for record in done))
     times = {batch: work.seconds(records) for batch, records in groups.items()}
     vision, prefill, decode = (
         sum(len(groups[batch]) * times[batch][stage] for batch in groups) / len(done) * 1e3 for stage in range(3)
@@ -149,7 +149,7 @@ def _machine(run: Run, cell: str) -> _Machine | None:
     return _Machine(shape, _BYTES[load["dtype"]], load["weight_bytes"], load["flops_per_s"], load["bytes_per_s"])
 
 
-class _Work:
+class _CellWork:
     """Times of batches. What a token at each context costs is tabled once, up to ``longest`` tokens."""
 
     def __init__(self, machine: _Machine, longest: int) -> None:

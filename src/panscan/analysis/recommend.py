@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from panscan.analysis.candidates import Candidate, Choice, candidates_of, cell_name, costs_of, reason_of
+from panscan.analysis.candidates import Candidate, Selection, candidates_of, cell_name, costs_of, reason_of
 from panscan.analysis.cells import label, number_text
 from panscan.analysis.significance import LEAST_QUESTIONS, WORST_LOSS, harmless, quality_difference
 from panscan.core import RecordsError, SettingError
@@ -86,7 +86,7 @@ def recommend(
     chosen = best(left)
     others = [each for each in left if each is not chosen]
     second = best(others) if others else None
-    choice = Choice(run, chosen, second, left, measured, rejected, max_p95_ms, min_quality, why.get(chosen.cell))
+    choice = Selection(run, chosen, second, left, measured, rejected, max_p95_ms, min_quality, why.get(chosen.cell))
     return Recommendation(chosen.cell, reason_of(choice), second.cell if second else None, costs_of(choice), rejected)
 
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
 
-from panscan.batch.jsonl import Lines, Record, encode, unwritable
-from panscan.batch.outbox import Held
+from panscan.batch.jsonl import JsonLines, Record, encode, unwritable
+from panscan.batch.outbox import Outbox
 from panscan.core import RecordsError
 from panscan.records.store import write_atomically
 
@@ -56,8 +56,8 @@ class AnswerFile:
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path = _sidecars(self.path)
         self.begun_with = header
-        self._lines: Lines | None = None
-        self._held: Held | None = None
+        self._lines: JsonLines | None = None
+        self._held: Outbox | None = None
         self._made: list[Path] = []
         self._lock = FileLock(self._lock_path, timeout=0, thread_local=False)
         try:
@@ -176,10 +176,10 @@ class AnswerFile:
         self.begun_with = self._header()
         if (reason := check(self.begun_with, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")
-        self._lines = Lines(self.path)
-        self._held = Held(self._held_path)
+        self._lines = JsonLines(self.path)
+        self._held = Outbox(self._held_path)
 
-    def _begun(self) -> tuple[Lines, Held]:
+    def _begun(self) -> tuple[JsonLines, Outbox]:
         if self._lines is None or self._held is None:
             # In this order: answers never stand beside the header of others.
             try:
@@ -188,8 +188,8 @@ class AnswerFile:
             except OSError as error:
                 raise unwritable(self.path, error) from error
             write_atomically(self.header_path, json.dumps(self.begun_with, indent=2).encode() + b"\n")
-            self._held = Held(self._held_path)
-            self._lines = Lines(self.path)
+            self._held = Outbox(self._held_path)
+            self._lines = JsonLines(self.path)
         return self._lines, self._held
 
     def _header(self) -> Mapping[str, Any]:
@@ -262,7 +262,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _replaced(lines: Lines, held: Held, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
+def _replaced(lines: JsonLines, held: Outbox, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
     """The lines, answers that were asked again in the places of failed ones."""
     left = dict(replacing)
     there = set()

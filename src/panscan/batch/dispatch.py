@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, Protocol
 
-from panscan.batch.items import Item
+from panscan.batch.items import BatchItem
 from panscan.batch.job import Job
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import Task
 from panscan.core import EngineError, Request, Result, SettingError, Stamps, now
 
-__all__ = ["Engine", "Output", "answer"]
+__all__ = ["Output", "SupportsStreamResults", "answer"]
 
 _SAME_ERRORS = 3  # of the first requests, until their setting and not they are at fault
 
 
-class Engine(Protocol):
+class SupportsStreamResults(Protocol):
     """What answers. :class:`panscan.engine.engine.Engine` does."""
 
     def stream_results(
@@ -45,7 +45,7 @@ class Output(Protocol):
 
 
 def answer(
-    engine: Engine | None,
+    engine: SupportsStreamResults | None,
     job: Job,
     tasks: Iterable[Task],
     output: Output,
@@ -70,7 +70,7 @@ def answer(
         EngineError: the engine broke or was closed. What it had not answered is not written, so that it can be asked.
         SettingError: the first requests all failed with it, and nothing else is known of the settings.
     """
-    lines = _Lines(output, window)
+    lines = _OrderedWriter(output, window)
     asking = _Asking(job, iter(tasks), lines, on_answer, proven=proven)
     if engine is None:
         deque(asking.requests(), maxlen=0)
@@ -88,7 +88,13 @@ class _Asking:
     """Tasks on their way through streams of an engine, one stream after the other."""
 
     def __init__(
-        self, job: Job, queue: Iterator[Task], lines: _Lines, on_answer: Callable[[Record], None], *, proven: bool
+        self,
+        job: Job,
+        queue: Iterator[Task],
+        lines: _OrderedWriter,
+        on_answer: Callable[[Record], None],
+        *,
+        proven: bool,
     ) -> None:
         self._job, self._queue, self._lines, self._on_answer = job, queue, lines, on_answer
         self._flying: dict[int, tuple[int, Task]] = {}  # by the request's index in its stream
@@ -150,7 +156,7 @@ class _Asking:
         self._lines.add(number, task, record)
 
 
-class _Lines:
+class _OrderedWriter:
     """Answers on their way to the file. One that takes a failed one's place has its place, and waits for no turn."""
 
     def __init__(self, output: Output, window: int | None) -> None:
@@ -196,7 +202,7 @@ class _Lines:
             self._turn += 1
 
 
-def _record(item: Item, result: Result) -> Record:
+def _record(item: BatchItem, result: Result) -> Record:
     """An answer's line. What depends on the run, and not only on what was asked, comes last."""
     failed = result.error is not None
     stamps = result.stamps
@@ -217,5 +223,5 @@ def _record(item: Item, result: Result) -> Record:
     }
 
 
-def _not_asked(item: Item) -> Result:
+def _not_asked(item: BatchItem) -> Result:
     return Result(item.id, "", [], "error", 0, 0, 0, 0, Stamps(now()), error=item.problem)

@@ -13,11 +13,11 @@ from panscan.core import DatasetError, ImageError, SettingError
 from panscan.images.files import Page, expand_images, find_files
 from panscan.quality.datasets import dataset_rows
 
-__all__ = ["Item", "Work", "find_work"]
+__all__ = ["BatchItem", "BatchWork", "find_work"]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class BatchItem:
     """One line of answers to be.
 
     Args:
@@ -37,7 +37,7 @@ class Item:
     document: str | None = None
 
 
-class Work:
+class BatchWork:
     """The items of a job in input order, once over. Files are opened to count their pages as the iteration gets there.
 
     Args:
@@ -49,7 +49,13 @@ class Work:
     """
 
     def __init__(
-        self, groups: Iterator[list[Item]], count: int, limit: int | None, files: Sequence[str], *, has_questions: bool
+        self,
+        groups: Iterator[list[BatchItem]],
+        count: int,
+        limit: int | None,
+        files: Sequence[str],
+        *,
+        has_questions: bool,
     ) -> None:
         self._groups, self._left, self._limit = groups, count, limit
         self._opened = 0
@@ -62,10 +68,10 @@ class Work:
         known = self._opened + self._left
         return known if self._limit is None else min(known, self._limit)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[BatchItem]:
         return islice(self._all(), self._limit)
 
-    def _all(self) -> Iterator[Item]:
+    def _all(self) -> Iterator[BatchItem]:
         for group in self._groups:
             self._left -= 1
             self._opened += len(group)
@@ -74,7 +80,7 @@ class Work:
 
 def find_work(
     sources: Sequence[str], *, whole_files: bool, limit: int | None, on_problem: Callable[[ImageError], None]
-) -> Work:
+) -> BatchWork:
     """The work that a user's sources stand for.
 
     Args:
@@ -94,10 +100,12 @@ def find_work(
             raise SettingError("--whole-files does not go with a dataset: each row is one request already")
         items = _dataset(Path(sources[0]))
         files = [sources[0], *(image for item in items for image in item.images)]
-        return Work(([item] for item in items), len(items), limit, files, has_questions=True)
+        return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
     found = [file for source in sources for file in _files(source, on_problem)]
     files = find_files(found, on_problem=on_problem)  # each once
-    return Work((_document(file, whole=whole_files) for file in files), len(files), limit, files, has_questions=False)
+    return BatchWork(
+        (_document(file, whole=whole_files) for file in files), len(files), limit, files, has_questions=False
+    )
 
 
 def _is_dataset(source: str) -> bool:
@@ -120,18 +128,18 @@ def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     return files
 
 
-def _document(file: str, *, whole: bool) -> list[Item]:
+def _document(file: str, *, whole: bool) -> list[BatchItem]:
     try:
         names = [page.name for page in expand_images([file]) if isinstance(page, Page)]
     except ImageError as error:
-        return [Item(file, (file,), (file,), problem=error, document=file)]
+        return [BatchItem(file, (file,), (file,), problem=error, document=file)]
     if whole:
-        return [Item(file, tuple(names), tuple(names), document=file)]
-    return [Item(name, (name,), (name,), document=file) for name in names]
+        return [BatchItem(file, tuple(names), tuple(names), document=file)]
+    return [BatchItem(name, (name,), (name,), document=file) for name in names]
 
 
-def _dataset(path: Path) -> list[Item]:
-    items: dict[str, Item] = {}
+def _dataset(path: Path) -> list[BatchItem]:
+    items: dict[str, BatchItem] = {}
     for number, row in enumerate(dataset_rows(path, str(path))):
         item_id = str(row.get("id", f"{number:05d}"))
         if item_id in items:
@@ -140,7 +148,7 @@ def _dataset(path: Path) -> list[Item]:
             raise DatasetError(f"{path}: the question with the id {item_id!r} is empty")
         named = (row["image"],) if isinstance(row["image"], str) else tuple(row["image"])
         images = tuple(name if "://" in name else str(path.parent / name) for name in named)
-        items[item_id] = Item(item_id, images, named, row["question"])
+        items[item_id] = BatchItem(item_id, images, named, row["question"])
     if not items:
         raise DatasetError(f"{path}: the file has no question")
     return list(items.values())

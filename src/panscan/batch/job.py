@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from panscan import __version__
-from panscan.batch.items import Item
+from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import Request
 from panscan.model.bundled import fingerprints
@@ -37,9 +37,9 @@ class Job:
     whole_files: bool = False
 
     def __post_init__(self) -> None:
-        self.request(Item("", (), (), question=self.prompt or ""))
+        self.request(BatchItem("", (), (), question=self.prompt or ""))
 
-    def request(self, item: Item) -> Request:
+    def request(self, item: BatchItem) -> Request:
         """An item as a request."""
         return Request(
             prompt=self.prompt if item.question is None else item.question,

@@ -11,14 +11,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 from panscan.core import RecordsError, now
 
-__all__ = ["Line", "Lines", "Record", "encode", "unwritable"]
+__all__ = ["JsonLine", "JsonLines", "Record", "encode", "unwritable"]
 
 Record = dict[str, Any]
 
 _SYNC_S = 1.0  # a failing machine, unlike a killed process, may lose what is younger than this
 
 
-class Line(NamedTuple):
+class JsonLine(NamedTuple):
     """One line of a file: where it begins (bytes), its bytes with the line's end, and what it says."""
 
     at: int
@@ -26,7 +26,7 @@ class Line(NamedTuple):
     record: Record
 
 
-class Lines:
+class JsonLines:
     """Answers in a file, one JSON line each. Half a last line is cut off.
 
     Args:
@@ -44,7 +44,7 @@ class Lines:
         except OSError as error:
             raise unwritable(path, error) from error
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[JsonLine]:
         """The lines, one at a time.
 
         Raises:
@@ -56,7 +56,7 @@ class Lines:
                 record = _parse(raw)
                 if record is None:
                     raise RecordsError(f"{self.path}, line {number}: not an answer of panscan batch")
-                yield Line(at, raw, record)
+                yield JsonLine(at, raw, record)
                 at += len(raw)
 
     def read(self, at: int) -> Record:

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from panscan.batch.jsonl import Lines, Record, encode
+from panscan.batch.jsonl import JsonLines, Record, encode
 
-__all__ = ["Held"]
+__all__ = ["Outbox"]
 
 _REPLACES = "replaces"  # the one key more that a line has here
 _DEAD = 1000  # lines of answers that have left the file, before it is written anew
 
 
-class Held:
+class Outbox:
     """Answers by id, each with the id of the failed one whose place it takes, if it takes one. The last one counts.
 
     Args:
@@ -26,11 +26,11 @@ class Held:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: Lines | None = None
+        self._lines: JsonLines | None = None
         self._places: dict[str, tuple[int, str | None]] = {}  # id -> where its line begins, what it replaces
         self._count = 0
         if path.exists():
-            self._lines = Lines(path)
+            self._lines = JsonLines(path)
             for line in self._lines:
                 self._places[line.record["id"]] = line.at, line.record.get(_REPLACES)
                 self._count += 1
@@ -50,7 +50,7 @@ class Held:
             RecordsError: the disk does not take it.
         """
         if self._lines is None:
-            self._lines = Lines(self._path)
+            self._lines = JsonLines(self._path)
         line = record if replaces is None else {**record, _REPLACES: replaces}
         self._places[record["id"]] = self._lines.append(line), replaces
         self._count += 1
@@ -91,7 +91,7 @@ class Held:
             if not self._places:
                 self._path.unlink(missing_ok=True)
 
-    def _rewrite(self, lines: Lines) -> None:
+    def _rewrite(self, lines: JsonLines) -> None:
         kept = [
             ({**self.get(id), _REPLACES: replaces} if replaces is not None else self.get(id))
             for id, (_, replaces) in self._places.items()

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.items import Item
+from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError
 
-__all__ = ["Answered", "Tally", "Task", "tally"]
+__all__ = ["AnswerCounts", "Answered", "Task", "tally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Task:
         held: it has been answered, and only waits for its turn to be written.
     """
 
-    item: Item
+    item: BatchItem
     replaces: str | None = None
     held: bool = False
 
@@ -69,7 +69,7 @@ class Answered:
         self.skipped = 0
         self.any_succeeded = len(self._failed) < len(self._asked)
 
-    def left(self, items: Iterable[Item]) -> Iterator[Task]:
+    def left(self, items: Iterable[BatchItem]) -> Iterator[Task]:
         """What is left of the items, in their order.
 
         Raises:
@@ -91,7 +91,7 @@ class Answered:
                 f"{self._file.path} answers none of these documents ({named}): type them as before, or give another -o"
             )
 
-    def _task(self, item: Item) -> Task | None:
+    def _task(self, item: BatchItem) -> Task | None:
         if item.id not in self._asked:
             return Task(item, replaces=self._whole_file(item))
         failed = item.id in self._failed
@@ -106,7 +106,7 @@ class Answered:
         self.skipped += 1
         return Task(item, held=True) if item.id in self._held else None
 
-    def _whole_file(self, item: Item) -> str | None:
+    def _whole_file(self, item: BatchItem) -> str | None:
         """The failed answer of the file of which ``item`` is a page, now that it can be read."""
         if item.document not in self._failed:
             return None
@@ -130,7 +130,7 @@ def _asked(named: Iterable[str], question: str | None) -> int:
 
 
 @dataclass(slots=True)
-class Tally:
+class AnswerCounts:
     """What a file of answers comes to; ``reasons`` are (id, error) of the first failed documents."""
 
     answered: int
@@ -138,9 +138,9 @@ class Tally:
     reasons: list[tuple[str, str]]
 
 
-def tally(records: Iterable[Record], reasons: int) -> Tally:
+def tally(records: Iterable[Record], reasons: int) -> AnswerCounts:
     """Count answers, and keep up to ``reasons`` of the failures."""
-    found = Tally(0, 0, [])
+    found = AnswerCounts(0, 0, [])
     for record in records:
         if record.get("error") is None:
             found.answered += 1

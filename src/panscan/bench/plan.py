@@ -16,7 +16,7 @@ from panscan.quality.datasets import DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
-__all__ = ["Observer", "Plan", "Visit", "Writer"]
+__all__ = ["Observer", "SweepPlan", "Visit", "Writer"]
 
 _COMPARED = 16  # requests of a verdict's sample
 
@@ -41,7 +41,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What a sweep does; the same plan gives the same cells, requests and order.
 
     Args:

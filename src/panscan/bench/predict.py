@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.workload import plans_of
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import BUNDLED, SHAPES, Shape
@@ -34,12 +34,12 @@ class Prediction:
     skipped: str | None
 
 
-def predict(plan: Plan) -> list[Prediction]:
+def predict(plan: SweepPlan) -> list[Prediction]:
     """Predict every cell of a plan. Measures this machine's product and copy rates once (a fraction of a second)."""
     return [_predict_cell(plan, cell.id, cell.settings, plan.skipped.get(cell.id)) for cell in plan.cells]
 
 
-def _predict_cell(plan: Plan, cell: str, settings: Settings, skipped: str | None) -> Prediction:
+def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str | None) -> Prediction:
     if skipped is not None:
         return Prediction(cell, settings, 0, 0, 0, 0, None, skipped)
     shape = shape_of(settings)

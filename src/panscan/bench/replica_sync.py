@@ -20,9 +20,9 @@ from panscan.core import PanscanError, PanscanWarning
 from panscan.records.schema import Record
 
 if TYPE_CHECKING:
-    from panscan.bench.plan import Observer, Plan, Writer
+    from panscan.bench.plan import Observer, SweepPlan, Writer
 
-__all__ = ["Failed", "Finished", "InStep", "Message", "Ready", "Start", "Told", "Warned", "Wrote", "merged"]
+__all__ = ["Failed", "Finished", "Message", "Ready", "ReplicaSync", "Start", "Told", "Warned", "Wrote", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Start:
     """The first thing that a replica is told: its number, the sweep, the visits that are done, the run directory."""
 
     replica: int
-    plan: Plan
+    plan: SweepPlan
     done: set[tuple[str, int | None]]
     directory: Path
 
@@ -80,7 +80,7 @@ class Finished:
 Message = Ready | Wrote | Told | Warned | Failed | Finished
 
 
-class InStep:
+class ReplicaSync:
     """Takes the replicas' messages in the order in which they come, one at a time.
 
     Args:
@@ -94,7 +94,7 @@ class InStep:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SweepPlan,
         done: set[tuple[str, int | None]],
         devices: Sequence[str],
         writer: Writer,

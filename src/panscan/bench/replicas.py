@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from panscan.bench.plan import Observer, Plan, Writer
-from panscan.bench.replica_sync import Finished, InStep, Message, Start
+from panscan.bench.plan import Observer, SweepPlan, Writer
+from panscan.bench.replica_sync import Finished, Message, ReplicaSync, Start
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
 
 __all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
@@ -37,7 +37,7 @@ class Slot:
     device: str = ""
 
 
-def slots(plan: Plan) -> list[Slot]:
+def slots(plan: SweepPlan) -> list[Slot]:
     """The devices of each replica of a plan: slices of the visible GPUs, or nothing in particular on a CPU.
 
     No CUDA context is made.
@@ -77,7 +77,7 @@ def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot
     return [Slot(",".join(names[i] for i in part), "cuda:" + ",".join(map(str, part))) for part in slices]
 
 
-def _on_gpus(plan: Plan) -> bool:
+def _on_gpus(plan: SweepPlan) -> bool:
     """Whether any cell of a plan needs a GPU; its devices are checked."""
     from panscan.model.machine import resolve_device
 
@@ -97,7 +97,7 @@ def _on_gpus(plan: Plan) -> bool:
 
 
 def run_replicas(
-    plan: Plan, directory: Path, writer: Writer, done: set[tuple[str, int | None]], observer: Observer
+    plan: SweepPlan, directory: Path, writer: Writer, done: set[tuple[str, int | None]], observer: Observer
 ) -> None:
     """Run a plan's sweep in each of its replicas at the same time, every repeat from one common start.
 
@@ -121,7 +121,7 @@ def run_replicas(
         replicas = [stack.enter_context(_Replica(i, place, threads, inbox)) for i, place in enumerate(places)]
         for number, replica in enumerate(replicas):
             replica.send(Start(number, plan, done, directory))
-        step = InStep(
+        step = ReplicaSync(
             plan, done, [place.device for place in places], writer, observer, lambda i, go: replicas[i].send(go)
         )
         running, finished = set(range(len(replicas))), set()

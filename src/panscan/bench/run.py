@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Observer, Plan, Writer
+from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["check_same_machine", "follow", "header", "new_directory", "plan_of", "resume", "start", "verifier_of"]
 
 
-def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
+def start(plan: SweepPlan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
     """Measure a plan into a new run directory.
 
     Raises:
@@ -47,7 +47,7 @@ def start(plan: Plan, directory: Path, command: Sequence[str], observer: Observe
     return finish(directory)
 
 
-def resume(plan: Plan, directory: Path, observer: Observer) -> Run:
+def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
     """Go on with a run: what it finished is not measured again.
 
     Raises:
@@ -62,7 +62,11 @@ def resume(plan: Plan, directory: Path, observer: Observer) -> Run:
 
 
 def _sweep(
-    plan: Plan, writer: RecordWriter, done: set[tuple[str, int | None]], observer: Observer, verifier: Verifier | None
+    plan: SweepPlan,
+    writer: RecordWriter,
+    done: set[tuple[str, int | None]],
+    observer: Observer,
+    verifier: Verifier | None,
 ) -> None:
     """In this process, or in several, of which the first makes a verifier for itself."""
     if plan.replicas * plan.gpus_per_replica == 1:
@@ -71,14 +75,14 @@ def _sweep(
         run_replicas(plan, writer.path.parent, writer, done, observer)
 
 
-def follow(plan: Plan, done: set[tuple[str, int | None]], observer: Observer) -> None:
+def follow(plan: SweepPlan, done: set[tuple[str, int | None]], observer: Observer) -> None:
     """What the processes beside the first do under torchrun: the same calls in the same order, and no records."""
     nowhere = _Nowhere()
     run_sweep(plan, nowhere, done, observer, verifier_of(plan, nowhere, observer.stage, None))
 
 
 def verifier_of(
-    plan: Plan, writer: Writer, say: Callable[[str], None], directory: Path | None, previous: Run | None = None
+    plan: SweepPlan, writer: Writer, say: Callable[[str], None], directory: Path | None, previous: Run | None = None
 ) -> Verifier | None:
     """What compares a plan's answers; None if the plan does not want that.
 
@@ -111,7 +115,7 @@ def verifier_of(
     return verifier
 
 
-def check_reference(plan: Plan) -> None:
+def check_reference(plan: SweepPlan) -> None:
     """Whether a plan's ``--reference`` can be used, as far as that is known before a model is loaded.
 
     Raises:
@@ -132,7 +136,7 @@ def finish(directory: Path) -> Run:
     return run
 
 
-def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
+def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
     """The plan that a run was started with, its documents and prompts read again.
 
     Raises:
@@ -152,7 +156,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> Plan:
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
         )
-    return Plan(cells, items, source, **chosen)
+    return SweepPlan(cells, items, source, **chosen)
 
 
 def check_same_machine(run: Run) -> None:
@@ -204,7 +208,7 @@ def new_directory(output_dir: Path, model: str) -> Path:
     return directory
 
 
-def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+def header(plan: SweepPlan, command: Sequence[str]) -> dict[str, Any]:
     """The run line of a plan's records."""
     return {
         "type": "run",
@@ -232,7 +236,7 @@ def header(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _bundled(plan: Plan) -> dict[str, str]:
+def _bundled(plan: SweepPlan) -> dict[str, str]:
     return fingerprints(cell.settings.model for cell in plan.cells if not cell.settings.random_weights)
 
 

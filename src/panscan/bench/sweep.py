@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Observer, Plan, Visit, Writer
+from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.model.machine import peak_memory, reset_peak_memory
@@ -24,7 +24,11 @@ _WARM = 4  # requests of an engine's warm-up
 
 
 def run_sweep(
-    plan: Plan, writer: Writer, done: set[tuple[str, int | None]], observer: Observer, verifier: Verifier | None = None
+    plan: SweepPlan,
+    writer: Writer,
+    done: set[tuple[str, int | None]],
+    observer: Observer,
+    verifier: Verifier | None = None,
 ) -> None:
     """Make every visit that is not done yet. What fails is recorded, and the sweep goes on.
 
@@ -47,7 +51,9 @@ def run_sweep(
             _run_loaded(plan, todo, writer, observer, verifier)
 
 
-def _run_loaded(plan: Plan, visits: list[Visit], writer: Writer, observer: Observer, verifier: Verifier | None) -> None:
+def _run_loaded(
+    plan: SweepPlan, visits: list[Visit], writer: Writer, observer: Observer, verifier: Verifier | None
+) -> None:
     """Every visit that shares one loaded model."""
     from panscan.model.machine import release_memory
     from panscan.runners.base import open_runner
@@ -111,7 +117,7 @@ def _ceilings(runner: Runner) -> dict[str, float | None]:
 
 
 def _visit(
-    plan: Plan,
+    plan: SweepPlan,
     visits: list[Visit],
     runner: Runner,
     writer: Writer,
@@ -141,7 +147,7 @@ def _visit(
         _outcome(writer, observer, cell, repeat, *failure)
 
 
-def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
+def measure(plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
     """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
     from panscan.model.machine import release_memory
 
@@ -172,7 +178,7 @@ def measure(plan: Plan, cell: Cell, repeat: int, runner: Runner, observer: Obser
     return [*records, line, _cell_record(cell, repeat, "done", None)]
 
 
-def _warmup(plan: Plan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:
+def _warmup(plan: SweepPlan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:
     """Batches that are run and thrown away. The engine's only batch holds all requests: some of them warm it too."""
     if plan.warmup and _compiles(settings):
         return todo
@@ -190,7 +196,7 @@ def _seeded(batch: list[Request], seed: int, repeat: int) -> list[Request]:
     return [replace(request, sampling=replace(sampling, seed=chosen + repeat)) for request in batch]
 
 
-def _request_record(plan: Plan, cell: Cell, repeat: int, batch: int, item: Item, result: Result) -> dict[str, Any]:
+def _request_record(plan: SweepPlan, cell: Cell, repeat: int, batch: int, item: Item, result: Result) -> dict[str, Any]:
     record: dict[str, Any] = {
         "type": "request",
         "cell": cell.id,

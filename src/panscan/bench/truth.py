@@ -23,16 +23,16 @@ from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.reference import float32_model, one_view_at_a_time
 from panscan.records.store import write_atomically
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 
 __all__ = [
-    "Lead",
     "Noise",
     "Truth",
+    "TruthRequest",
     "compute_truth",
     "eager_settings",
     "find_references",
@@ -67,7 +67,7 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class TruthRequest:
     """One request of the truth: its greedy tokens, places of image tokens in its prompt, and float32 hidden states
     ``[tokens, hidden]`` and ``[places, hidden]``."""
 
@@ -77,8 +77,8 @@ class Lead:
     answer: torch.Tensor
     image: torch.Tensor
 
-    def script(self, steps: int) -> Script:
-        return Script(self.tokens, self.places, steps)
+    def script(self, steps: int) -> ForcedTokens:
+        return ForcedTokens(self.tokens, self.places, steps)
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Truth:
     weights: str
     views: str
     model: str
-    leads: list[Lead]
+    leads: list[TruthRequest]
     noise: dict[str, Noise] = field(default_factory=dict)
 
     @property
@@ -181,11 +181,11 @@ def _in_groups(
             at += together
 
 
-def _lead(request: str, seen: Observation) -> Lead:
+def _lead(request: str, seen: Observation) -> TruthRequest:
     assert seen.answer_hidden is not None  # observed without a script
     hidden = seen.answer_hidden.shape[-1]
     image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
-    return Lead(request, seen.tokens, seen.places, seen.answer_hidden, image)
+    return TruthRequest(request, seen.tokens, seen.places, seen.answer_hidden, image)
 
 
 def save_truth(truth: Truth, path: Path) -> None:
@@ -221,7 +221,7 @@ def load_truth(path: Path) -> Truth:
             raise RecordsError(f"{path} is not a truth that this panscan reads")
         header: dict[str, Any] = json.loads(metadata["header"])
         leads = [
-            Lead(**lead, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
+            TruthRequest(**lead, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
             for index, lead in enumerate(header.pop("leads"))
         ]
         noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}

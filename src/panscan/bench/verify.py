@@ -34,7 +34,7 @@ from panscan.settings import Settings
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
-__all__ = ["Comparison", "Tally", "Verifier", "compare_logits"]
+__all__ = ["DivergenceTally", "PositionComparison", "Verifier", "compare_logits"]
 
 _LEAST_REST = 1e-6
 """Of a row's probability: less than this cannot be told from the rounding of the known ones."""
@@ -42,7 +42,7 @@ _TOGETHER = 16  # positions: two float64 rows of a vocabulary of 262,208 are 4 M
 
 
 @dataclass(slots=True)
-class Comparison:
+class PositionComparison:
     """Position by position, float64 ``[positions]`` on the CPU.
 
     Args:
@@ -60,7 +60,7 @@ class Comparison:
 
 def compare_logits(
     truth: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device, *, partial: bool = False
-) -> Comparison:
+) -> PositionComparison:
     """Compare logits ``[positions, vocabulary]`` with the truth's. Log-softmax is in float64.
 
     Args:
@@ -77,7 +77,7 @@ def compare_logits(
         for ours, theirs in zip(torch.split(truth, _TOGETHER), torch.split(seen, _TOGETHER), strict=True)
     ]
     parts = [torch.cat(each).cpu() for each in zip(*blocks, strict=True)]
-    return Comparison(*parts)
+    return PositionComparison(*parts)
 
 
 def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool) -> tuple[torch.Tensor, ...]:
@@ -108,11 +108,11 @@ def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torc
 
 
 @dataclass(slots=True)
-class Tally:
+class DivergenceTally:
     """Comparisons of a cell, request by request."""
 
-    answer: list[Comparison] = field(default_factory=list)
-    image: list[Comparison] = field(default_factory=list)
+    answer: list[PositionComparison] = field(default_factory=list)
+    image: list[PositionComparison] = field(default_factory=list)
 
     def add(
         self,
@@ -132,11 +132,11 @@ class Tally:
             logits = head_logits(loaded.model, image)
             self.image.append(compare_logits(logits, image_seen, never, device, partial=partial))
 
-    def joined(self, kind: str) -> Comparison:
+    def joined(self, kind: str) -> PositionComparison:
         """All positions of one kind."""
-        parts: list[Comparison] = getattr(self, kind)
+        parts: list[PositionComparison] = getattr(self, kind)
         names = ("kl", "margin", "moved", "agree")
-        return Comparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def noise(self) -> Noise:
         """What was compared, as a yardstick for others."""
@@ -361,7 +361,7 @@ class Verifier:
             return Noise(
                 [[0.0] * len(lead.tokens) for lead in truth.leads], 0.0 if truth.image_positions else None, 0.0
             )
-        tally = Tally()
+        tally = DivergenceTally()
         requests = self._requests(plain)
         seen = observe_eager(loaded, plain, requests, truth, self.say)
         for lead, observation in zip(truth.leads, seen, strict=True):
@@ -370,7 +370,7 @@ class Verifier:
 
     def _compare(self, runner: Runner, settings: Settings, truth: Truth) -> Record:
         requests = self._requests(settings)
-        tally, likeliest = Tally(), None
+        tally, likeliest = DivergenceTally(), None
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
         todo = calls(views, settings)
         for number, batch in enumerate(todo):

@@ -20,8 +20,8 @@ from panscan.images.samples import write_samples
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.quality.datasets import (
     DatasetFacts,
+    DatasetRow,
     Embedded,
-    Row,
     counted,
     load_dataset,
     read_text,
@@ -34,7 +34,7 @@ from panscan.settings import Settings, nearest
 
 __all__ = [
     "DEFAULT_PROMPT",
-    "Document",
+    "DocumentFile",
     "Item",
     "Questions",
     "Source",
@@ -76,7 +76,7 @@ _MOST_SAID = 8  # files that are named; the count has them all
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class DocumentFile:
     """One picture of a workload: its name, size in pixels (upright) and the hash of its file."""
 
     name: str
@@ -92,7 +92,7 @@ class Questions:
     ``metric`` is the dataset's own.
     """
 
-    questions: list[tuple[Row, tuple[Document, ...]]]
+    questions: list[tuple[DatasetRow, tuple[DocumentFile, ...]]]
     facts: DatasetFacts
     metric: str
 
@@ -122,7 +122,7 @@ def dataset_items(
     rows = loaded.rows
     wanted = len(rows) if count is None else min(count, len(rows))
     opening = _Opening(f"--dataset {path}", on_problem)
-    found: list[tuple[int, tuple[Document, ...]]] = []
+    found: list[tuple[int, tuple[DocumentFile, ...]]] = []
     unreadable = 0
     order = _order(len(rows), wanted, seed)
     while len(found) < wanted and (numbers := order[: wanted - len(found)]):
@@ -158,10 +158,10 @@ class _Opening:
     def __init__(self, called: str, on_problem: Callable[[InputError], None]) -> None:
         self._called = called
         self._on_problem = on_problem
-        self._known: dict[str, list[Document]] = {}
+        self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
 
-    def open(self, rows: Sequence[Row]) -> Iterator[tuple[Document, ...]]:
+    def open(self, rows: Sequence[DatasetRow]) -> Iterator[tuple[DocumentFile, ...]]:
         """The documents of each row; nothing for one of which any picture cannot be read."""
         embedded = [row.images for row in rows if isinstance(row.images, Embedded)]
         folder = cache_directory() / "dataset-pictures"
@@ -176,7 +176,7 @@ class _Opening:
             more = self._problems - _MOST_SAID
             self._on_problem(DatasetError(f"{self._called}: {more} more file{'' if more == 1 else 's'}"))
 
-    def _documents(self, place: str) -> list[Document]:
+    def _documents(self, place: str) -> list[DocumentFile]:
         if place not in self._known:
             self._known[place] = documents_of(find_pages([place], on_problem=self._problem), self._problem)
         return self._known[place]
@@ -187,13 +187,13 @@ class _Opening:
             self._on_problem(problem)
 
 
-def documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[Document]:
+def documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[DocumentFile]:
     """Pages as documents, each decoded once; ``on_problem`` is told of those that cannot be."""
     found = []
     for page in pages:
         try:
             width, height = load_page(page).size
-            found.append(Document(page.name, width, height, page_digest(page)))
+            found.append(DocumentFile(page.name, width, height, page_digest(page)))
         except ImageError as error:
             on_problem(error)
     return found
@@ -207,7 +207,7 @@ class Item:
     """One request of a workload, without the settings of a cell."""
 
     id: str
-    documents: tuple[Document, ...]
+    documents: tuple[DocumentFile, ...]
     prompt: str
     answers: tuple[str, ...] = ()
     tags: tuple[tuple[str, str], ...] = ()
@@ -325,7 +325,7 @@ def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -
     documents = [] if source.no_images else documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
     if not documents and not source.no_images:
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
-    pictures: list[tuple[Document, ...]] = [(document,) for document in documents] or [()]
+    pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
     items = [
         Item(f"{number:05d}", picture, prompt)
         for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)

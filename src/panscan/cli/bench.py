@@ -83,7 +83,7 @@ def command(**options: Any) -> int:
     if options["resume"] is not None:
         return _resume(options)
     from panscan.bench import run
-    from panscan.bench.plan import Plan
+    from panscan.bench.plan import SweepPlan
     from panscan.bench.workload import load_workload
 
     cells = _cells(options)
@@ -94,7 +94,7 @@ def command(**options: Any) -> int:
         _say_dataset(workload)
     if options["no_verify"] and options["reference"] is not None:
         raise SettingError("--no-verify and --reference exclude each other")
-    plan = Plan(
+    plan = SweepPlan(
         cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"],
         not options["no_verify"], options["reference"], options["replicas"], options["gpus_per_replica"],
         workload.dataset, metric,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.core import now
 from panscan.settings import Settings
 
@@ -64,7 +64,7 @@ def _so_far(answers: int, expected: int, seconds: float) -> str:
 class SweepProgress:
     """Watches a sweep: a bar over batches with the time left, and one line for each kind of problem."""
 
-    def __init__(self, plan: Plan, done: set[tuple[str, int | None]], console: Console) -> None:
+    def __init__(self, plan: SweepPlan, done: set[tuple[str, int | None]], console: Console) -> None:
         self.console = console
         self._said: set[str] = set()
         columns = (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from panscan.analysis.cells import distinguishing, meant, short, shown
-from panscan.bench.plan import Plan
+from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import predict
 from panscan.core import Result
 from panscan.images.views import ViewPlan
@@ -35,7 +35,7 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, consol
     console.print(table)
 
 
-def print_predictions(plan: Plan, console: Console) -> None:
+def print_predictions(plan: SweepPlan, console: Console) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
     cells = [meant(asdict(p.settings)) for p in predictions]

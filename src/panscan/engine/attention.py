@@ -16,10 +16,10 @@ from panscan.engine.scheduling.sequence import AttentionRows, ChunkRows, Segment
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "Plan", "SegmentsBackend"]
+__all__ = ["AttentionPlan", "Backend", "SegmentsBackend"]
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """What a backend made of one pass, for the layers of one kind on one device."""
 
     def attend(
@@ -45,7 +45,7 @@ class Plan(Protocol):
 class Backend(Protocol):
     """One way to compute paged attention."""
 
-    def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> Plan:
+    def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> AttentionPlan:
         """Whatever is the same for all layers of a kind, computed once per pass."""
         ...
 
@@ -148,7 +148,7 @@ class SegmentsPlan:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """See :class:`panscan.engine.attention.Plan`."""
+        """See :class:`panscan.engine.attention.AttentionPlan`."""
         k_cache.index_copy_(0, self.slots, key[0].transpose(0, 1))
         v_cache.index_copy_(0, self.slots, value[0].transpose(0, 1))
         with _kernels(query.device):

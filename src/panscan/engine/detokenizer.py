@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Text"]
+__all__ = ["Detokenizer"]
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-class Text:
+class Detokenizer:
     """Decodes one answer as its tokens come.
 
     The pieces that :meth:`push` and :meth:`finish` give, put together, are :attr:`text`; and that is what

@@ -26,13 +26,13 @@ from panscan.core import (
     UnsupportedError,
     now,
 )
-from panscan.engine.job import Job, Watched
 from panscan.engine.limits import unsupported_reason
 from panscan.engine.loop import Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
+from panscan.engine.request_state import RequestState, Watched
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_for
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.presets import single_preset
 from panscan.settings import Settings, axes, foreign_settings, settings_from
@@ -109,7 +109,7 @@ class Engine:
         self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
         self._loop = self._worker.loop
         self._numbers = count()
-        self._streams: dict[str, Job] = {}
+        self._streams: dict[str, RequestState] = {}
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     @classmethod
@@ -188,7 +188,7 @@ class Engine:
         """
         most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
-        flying: dict[int, Job] = {}
+        flying: dict[int, RequestState] = {}
         source = enumerate(requests)
         try:
             while True:
@@ -236,7 +236,7 @@ class Engine:
             with suppress(EngineError):  # closed: it is cancelled already
                 self._worker.cancel(job)
 
-    def observe(self, requests: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, requests: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions along given tokens, all requests at once: what the verdict compares.
 
         Raises:
@@ -286,10 +286,10 @@ class Engine:
         on_event: Callable[[TokenEvent], None],
         on_end: Callable[[Result], None],
         watched: Watched | None = None,
-    ) -> Job:
+    ) -> RequestState:
         seed = request.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        return Job(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+        return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
 
 
 def _ignore(_event: TokenEvent) -> None:

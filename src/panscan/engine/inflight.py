@@ -10,12 +10,12 @@ import torch
 
 from panscan.core import now
 from panscan.engine.executor import Pass, Pending
-from panscan.engine.job import Job
 from panscan.engine.readback import mark
+from panscan.engine.request_state import RequestState
 from panscan.engine.sampling import Draws
 from panscan.engine.scheduling.sequence import Sequence, Step
 
-__all__ = ["Flight", "Mark", "Seeing"]
+__all__ = ["InFlightPass", "Mark", "Seeing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Mark:
 class Seeing:
     """Views that the pass encodes first: for which jobs, and from when to when."""
 
-    jobs: Rows[Job]
+    jobs: Rows[RequestState]
     start: Mark
     end: Mark
 
@@ -59,7 +59,7 @@ class Seeing:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightPass:
     """A launched step.
 
     Args:

@@ -24,16 +24,16 @@ from panscan.core import (
     UnsupportedError,
     now,
 )
-from panscan.engine.inflight import Flight, Mark, Seeing
-from panscan.engine.job import Job
+from panscan.engine.inflight import InFlightPass, Mark, Seeing
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
-from panscan.engine.sampling import Chosen, Row, Sampler
+from panscan.engine.request_state import RequestState
+from panscan.engine.sampling import Chosen, Sampler, SamplingRow
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.scheduling.sequence import Step
-from panscan.engine.startup import Started
+from panscan.engine.startup import Startup
 from panscan.engine.vision import VisionCache, VisionEncoder
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
@@ -51,7 +51,7 @@ class Loop:
 
     def __init__(self, loaded: Loaded, options: EngineOptions) -> None:
         self.loaded, self.options = loaded, options
-        self.started = Started(loaded, options)
+        self.started = Startup(loaded, options)
         self.decoder = self.started.decoder
         counts = self.started.blocks
         self.blocks = KVBlocks(
@@ -73,8 +73,8 @@ class Loop:
         self._sampler = Sampler(loaded.model.generation_config.suppress_tokens or [], loaded.device)
         self.preparer = Preparer(loaded, options, self.vision.holds)
         self._overlap = self.started.fast if options.overlap is None else options.overlap
-        self._flight: Flight | None = None
-        self._jobs: dict[Tokens, Job] = {}
+        self._flight: InFlightPass | None = None
+        self._jobs: dict[Tokens, RequestState] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def step(self) -> bool:
@@ -119,7 +119,7 @@ class Loop:
         self._hand_out(self._settle(flight, chosen), landed)
         return True
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         """Take a prepared job; one that can never run is told so at once."""
         sequence = job.sequence
         assert sequence is not None  # it is prepared
@@ -130,7 +130,7 @@ class Loop:
             self._jobs[sequence] = job
             self._scheduler.add(sequence)
 
-    def end(self, job: Job, reason: FinishReason, error: PanscanError | None = None) -> None:
+    def end(self, job: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
         """End a job now, with the tokens it has, wherever it stands."""
         if job.sequence is not None and job.sequence in self._jobs:
             self._cached_tokens += job.sequence.cached or 0
@@ -149,7 +149,7 @@ class Loop:
         self.vision.clear()
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RequestState]:
         """Jobs that compute or wait for their turn."""
         return list(self._jobs.values())
 
@@ -182,7 +182,7 @@ class Loop:
         """Encoded views that the vision cache has room for."""
         return self.vision.max_bytes // self.decoder.view_bytes if self.decoder.view_bytes else 0
 
-    def _refusal(self, job: Job, sequence: Tokens) -> SettingError | None:
+    def _refusal(self, job: RequestState, sequence: Tokens) -> SettingError | None:
         """Why a job can never run here."""
         what = f"the prompt has {sequence.prompt_tokens} tokens ({job.views} views)"
         if sequence.prompt_tokens >= self.decoder.max_positions:
@@ -201,7 +201,7 @@ class Loop:
             )
         return None
 
-    def _launch(self, step: Step) -> Flight:
+    def _launch(self, step: Step) -> InFlightPass:
         try:
             seeing = self._see(step)
             pending = None if self._flight is None else self._flight.pending
@@ -210,7 +210,7 @@ class Loop:
             self._encoder.release()
         sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
         draws = self._sampler.launch(done.logits, [self._row(tokens) for tokens in sampled])
-        return Flight(step, sampled, done, draws, seeing)
+        return InFlightPass(step, sampled, done, draws, seeing)
 
     def _see(self, step: Step) -> Seeing | None:
         """Have the features of every view whose block this step computes; tells if any had to be encoded."""
@@ -242,7 +242,7 @@ class Loop:
                 found[chunk.sequence] = [at for at in watched.script.places if chunk.start <= at < chunk.end]
         return {tokens: places for tokens, places in found.items() if places}
 
-    def _settle(self, flight: Flight, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:
+    def _settle(self, flight: InFlightPass, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:
         """The tokens of a pass that is over, of the sequences that are still there."""
         for tokens, places in self._places(flight.step).items():
             watched = self._jobs[tokens].watched
@@ -261,10 +261,10 @@ class Loop:
             tokens.settle(settled[tokens].token)
         return settled
 
-    def _row(self, tokens: Tokens) -> Row:
+    def _row(self, tokens: Tokens) -> SamplingRow:
         job = self._jobs[tokens]
         sampling = job.request.sampling if job.watched is None else Sampling()
-        return Row(sampling, job.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
+        return SamplingRow(sampling, job.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
 
     def _hand_out(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
         """Tell jobs their new tokens, and end those whose token was the last."""
@@ -318,8 +318,8 @@ class Worker:
     def __init__(self, build: Callable[[], Loop], ahead: int) -> None:
         self._ahead = ahead
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._accepted: deque[Job] = deque()
-        self._preparing: set[Job] = set()
+        self._accepted: deque[RequestState] = deque()
+        self._preparing: set[RequestState] = set()
         self._broken: EngineError | None = None
         self._lock = threading.Lock()
         self._closed = self._closing = False
@@ -335,11 +335,11 @@ class Worker:
             self._pool.shutdown(wait=False)
             raise
 
-    def accept(self, job: Job) -> None:
+    def accept(self, job: RequestState) -> None:
         """Take a job. Its result is told in any case."""
         self._send(lambda: self._accept(job))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RequestState) -> None:
         """End a job with the tokens it has; nothing happens if it has ended."""
         self._send(lambda: self._end(job, "cancelled"))
 
@@ -393,7 +393,7 @@ class Worker:
                 except BaseException as error:  # a bug, or a library's panic: whoever waits must hear of it
                     self._break(error)
 
-    def _accept(self, job: Job) -> None:
+    def _accept(self, job: RequestState) -> None:
         if self._broken is not None:
             job.end("error", self._broken)
         else:
@@ -405,7 +405,7 @@ class Worker:
             self._preparing.add(job)
             self._pool.submit(self._prepare, job)
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, job: RequestState) -> None:
         """In a thread of the pool."""
         error: PanscanError | None = None
         try:
@@ -418,7 +418,7 @@ class Worker:
             error = InputError(f"request {job.request.id!r}: {type(unknown).__name__}: {text}")
         self._messages.put(lambda: self._prepared(job, error))
 
-    def _prepared(self, job: Job, error: PanscanError | None) -> None:
+    def _prepared(self, job: RequestState, error: PanscanError | None) -> None:
         self._preparing.discard(job)
         if job.ended:  # cancelled meanwhile
             return
@@ -427,7 +427,7 @@ class Worker:
         else:
             self.loop.add(job)
 
-    def _end(self, job: Job, reason: FinishReason, error: PanscanError | None = None) -> None:
+    def _end(self, job: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
         if job.ended:
             return
         if job in self._accepted:
@@ -448,7 +448,7 @@ class Worker:
             self._end(job, "cancelled")
         self.loop.close()
 
-    def _left(self) -> list[Job]:
+    def _left(self) -> list[RequestState]:
         return [*self.loop.jobs, *self._preparing, *self._accepted]
 
 

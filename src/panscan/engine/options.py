@@ -32,7 +32,7 @@ class EngineOptions:
         fast_start: compile nothing.
         block_size: tokens of one cache block.
         overlap: launch a pass before the tokens of the one before are known; None: if all else is done that makes
-            passes fast on a GPU (see :class:`panscan.engine.startup.Started`).
+            passes fast on a GPU (see :class:`panscan.engine.startup.Startup`).
 
     Raises:
         SettingError: a size out of its range.

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import View, now
-from panscan.engine.detokenizer import Text
-from panscan.engine.job import Job, Sight
+from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark, side_stream
-from panscan.engine.scheduling.sequence import Layout, Sequence
+from panscan.engine.request_state import RequestState, Sight
+from panscan.engine.scheduling.sequence import PromptLayout, Sequence
 from panscan.engine.vision import image_digest, view_key
 from panscan.images.pixels import PixelSpec, levels_of
 from panscan.model.checkpoint import Loaded
@@ -42,7 +42,7 @@ class Preparer:
         self._known = known
         self._stream = side_stream(self._device) if self._device.type == "cuda" else None
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: RequestState) -> None:
         """Fill in all that the job's passes need.
 
         Raises:
@@ -67,11 +67,11 @@ class Preparer:
             number=job.number,
             ids=list(prompt.ids),
             prompt_tokens=len(prompt.ids),
-            layout=Layout.of(prompt.ids, self._reader.prompts.soft_id, keys),
+            layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
             limit=len(prompt.ids) + job.max_new_tokens,
             reuse=job.watched is None or not job.watched.script.places,
         )
-        job.text = Text(self._reader.tokenizer, job.request.sampling.stop if job.watched is None else ())
+        job.text = Detokenizer(self._reader.tokenizer, job.request.sampling.stop if job.watched is None else ())
         job.stamps.preprocessed = now()
 
     def see(self, sight: Sight) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Download", "mark", "side_stream"]
+__all__ = ["Readback", "mark", "side_stream"]
 
 
 def mark(device: torch.device, *, blocking: bool = False) -> Any:
@@ -30,7 +30,7 @@ def side_stream(device: torch.device) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Download:
+class Readback:
     """Tensors on their way to the host.
 
     Args:
@@ -42,7 +42,7 @@ class Download:
     done: Any
 
     @classmethod
-    def of(cls, *tensors: torch.Tensor) -> Download:
+    def of(cls, *tensors: torch.Tensor) -> Readback:
         """Send tensors off behind what their device has to do before."""
         if not tensors or tensors[0].device.type != "cuda":
             return cls(tuple(tensor.cpu() for tensor in tensors), None)

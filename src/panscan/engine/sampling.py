@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from panscan.core import Sampling, TokenLogprobs
-from panscan.engine.readback import Download
+from panscan.engine.readback import Readback
 from panscan.images.transfer import upload
 
-__all__ = ["Chosen", "Draws", "Row", "Sampler", "draw", "filter_scores"]
+__all__ = ["Chosen", "Draws", "Sampler", "SamplingRow", "draw", "filter_scores"]
 
 _BITS = 31  # of a draw: its product with the low half of a sum of weights fits into int64
 _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are exact, and sums stay below 2^53
@@ -23,7 +23,7 @@ _ALL64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """How the next token of one request is chosen.
 
     Args:
@@ -58,7 +58,7 @@ class Draws:
     """
 
     tokens: torch.Tensor
-    download: Download
+    download: Readback
     counts: dict[int, int]
 
     def wait(self) -> list[Chosen]:
@@ -85,12 +85,12 @@ class Sampler:
         self._ids = torch.tensor(sorted(set(suppressed)), dtype=torch.long, device=device)
         self._mask: torch.Tensor | None = None
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
+    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Chosen]:
         """One token per row, as :meth:`launch` says."""
         return self.launch(logits, rows).wait()
 
     @torch.no_grad()
-    def launch(self, logits: torch.Tensor, rows: Sequence[Row]) -> Draws:
+    def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
         """Have the device choose one token per row; the host does not wait for it.
 
         The order is that of ``generate()``: repetition penalty, suppressed ids, then either the first id of the
@@ -108,9 +108,9 @@ class Sampler:
             at = _beside(scores, part, np.int64)
             tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
-        return Draws(tokens, Download.of(tokens, *_logprobs(logits, tokens, counts)), counts)
+        return Draws(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
-    def scores(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """What greedy rows take the highest of: ``[rows, vocabulary]``, penalised, suppressed ids at minus infinity."""
         scores = _penalise(logits, rows)
         if not len(self._ids):
@@ -187,7 +187,7 @@ def _weights(probabilities: torch.Tensor) -> torch.Tensor:
     return (probabilities * _ONE).long()
 
 
-def _sample(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """One id per row, int64 ``[rows]``: the first whose share of the distribution, in order of ids, ends behind the
     draw."""
     sums = _weights(filter_scores(scores, [row.sampling for row in rows]).softmax(-1)).cumsum(-1)
@@ -198,7 +198,7 @@ def _sample(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=scores.shape[-1] - 1)
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Scores of ids that a row has seen, divided by its repetition penalty, or times it where they are negative."""
     places: list[tuple[int, int]] = []
     penalties: list[float] = []

@@ -23,11 +23,11 @@ from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 from panscan.model.tower import VisionTower
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
-__all__ = ["Choice", "Started", "choose_backend"]
+__all__ = ["BackendChoice", "Startup", "choose_backend"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """A backend, its name, and why it is that one."""
 
     name: str
@@ -35,7 +35,7 @@ class Choice:
     backend: Backend
 
 
-def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
+def choose_backend(name: str, layers: Sequence[LayerFacts]) -> BackendChoice:
     """The backend of paged attention for a model's layers.
 
     Args:
@@ -51,18 +51,18 @@ def choose_backend(name: str, layers: Sequence[LayerFacts]) -> Choice:
         known = ", ".join(ATTENTION_BACKENDS)
         raise SettingError(f"--attention-backend takes {known}; got {name!r}{nearest(name, ATTENTION_BACKENDS)}")
     if name == "sdpa":
-        return Choice("sdpa", "asked for", SegmentsBackend())
+        return BackendChoice("sdpa", "asked for", SegmentsBackend())
     reason = _no_triton(layers)
     if name == "auto":
         if any(layer.device.type != "cuda" for layer in layers):
             reason = "layers are not on NVIDIA GPUs"
         if reason is not None:
-            return Choice("sdpa", reason, SegmentsBackend())
+            return BackendChoice("sdpa", reason, SegmentsBackend())
     if reason is not None:
         raise UnsupportedError(f"--attention-backend triton: {reason}; auto takes what runs")
     [heads] = {(layer.head_size, layer.dtype) for layer in layers}
     why = "asked for" if name == "triton" else "layers are on NVIDIA GPUs"
-    return Choice("triton", why, triton_attention.TritonBackend(*heads))
+    return BackendChoice("triton", why, triton_attention.TritonBackend(*heads))
 
 
 def _no_triton(layers: Sequence[LayerFacts]) -> str | None:
@@ -79,7 +79,7 @@ _TRIED_ROWS = 211  # of the pass that compiles: a size that the compiler takes f
 
 
 @dataclass
-class Started:
+class Startup:
     """The parts of an engine that touch the device, ready to run.
 
     ``decoder``: the model. ``fast``: whether all is done that makes passes fast on a GPU. ``executor``: runs passes on

@@ -98,7 +98,7 @@ class TritonPlan:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """See :class:`panscan.engine.attention.Plan`. All are contiguous in D, the caches as a whole."""
+        """See :class:`panscan.engine.attention.AttentionPlan`. All are contiguous in D, the caches as a whole."""
         _, heads, rows, size = query.shape
         output = query.new_empty(1, rows, heads, size)
         with torch.cuda.device(query.get_device()):  # Triton launches on the present device; nothing on a CPU

@@ -13,7 +13,7 @@ from panscan.images.draw_layout import (
     MARGIN,
     RIM,
     SMALL_SIZE,
-    Layout,
+    PictureLayout,
     lay_out,
     view_label,
 )
@@ -59,7 +59,7 @@ def _badge(picture: Image.Image, index: int, middle: tuple[int, int]) -> None:
     write(ImageDraw.Draw(picture), (x, y + 5), str(index), SMALL_SIZE, fill=fill, anchor="ms", bold=True)
 
 
-def _header(picture: Image.Image, layout: Layout, caption: str | None) -> None:
+def _header(picture: Image.Image, layout: PictureLayout, caption: str | None) -> None:
     """The caption and the facts about the whole image."""
     draw = ImageDraw.Draw(picture)
     if caption:
@@ -69,7 +69,7 @@ def _header(picture: Image.Image, layout: Layout, caption: str | None) -> None:
         write(draw, (MARGIN, layout.facts_y + layout.facts_pitch * row), line, FACTS_SIZE, fill=_GREY)
 
 
-def _whole(picture: Image.Image, image: Image.Image, layout: Layout) -> None:
+def _whole(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The scaled image in a thin frame."""
     left, top, right, bottom = layout.image
     method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
@@ -77,7 +77,7 @@ def _whole(picture: Image.Image, image: Image.Image, layout: Layout) -> None:
     _frame(ImageDraw.Draw(picture), _grown(layout.image, RIM), _LINE, 1)
 
 
-def _outline(picture: Image.Image, layout: Layout, index: int) -> None:
+def _outline(picture: Image.Image, layout: PictureLayout, index: int) -> None:
     """Tint, outline and gutter bar of a crop.
 
     Along the long edges of the image the outline lies outside, so that an image of few pixels stays visible.
@@ -99,7 +99,7 @@ def _outline(picture: Image.Image, layout: Layout, index: int) -> None:
     draw.rectangle((bar[0], bar[1], bar[2] - 1, bar[3] - 1), fill=_colour(index))
 
 
-def _badges(picture: Image.Image, layout: Layout) -> None:
+def _badges(picture: Image.Image, layout: PictureLayout) -> None:
     """Numbers in the gutter, every second or n-th one where there is no room for all."""
     crops = layout.plan.crops
     left, top, right, bottom = layout.image
@@ -119,7 +119,7 @@ def _thumbnail(image: Image.Image, view: View, side: int) -> Image.Image:
     return image.resize((side, side), Image.Resampling.BICUBIC, box=view.box, reducing_gap=3.0)
 
 
-def _strip(picture: Image.Image, image: Image.Image, layout: Layout) -> None:
+def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The thumbnails with their labels."""
     draw, plan = ImageDraw.Draw(picture), layout.plan
     x, y = layout.note_at

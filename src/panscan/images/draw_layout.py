@@ -9,7 +9,17 @@ from panscan.core import SettingError
 from panscan.images.ink import Box, text_width, wrap
 from panscan.images.views import ViewPlan
 
-__all__ = ["CAPTION_SIZE", "FACTS_SIZE", "LEAST_SIDE", "MARGIN", "RIM", "SMALL_SIZE", "Layout", "lay_out", "view_label"]
+__all__ = [
+    "CAPTION_SIZE",
+    "FACTS_SIZE",
+    "LEAST_SIDE",
+    "MARGIN",
+    "RIM",
+    "SMALL_SIZE",
+    "PictureLayout",
+    "lay_out",
+    "view_label",
+]
 
 LEAST_SIDE = 320
 """Smaller images are enlarged to this many pixels, and ``max_side`` is at least this many."""
@@ -29,7 +39,7 @@ _LABEL_HEIGHT = 56  # two lines below a thumbnail
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PictureLayout:
     """Boxes in pixels of the picture.
 
     Args:
@@ -140,7 +150,7 @@ def _strip(plan: ViewPlan, room: int, *, beside: bool) -> _Strip:
     return _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
 
 
-def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> Layout:
+def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
     """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
 
     Raises:
@@ -169,4 +179,4 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     y += 20 * len(note)
     tiles = strip.tiles(x, y + 8)
     size = (content + 2 * MARGIN, max(top + block[1], tiles[-1][3] + _LABEL_HEIGHT) + MARGIN)
-    return Layout(plan, size, facts, facts_y, image, note, (x, y - 4), tiles)
+    return PictureLayout(plan, size, facts, facts_y, image, note, (x, y - 4), tiles)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["IMAGE_POSITIONS", "Observation", "Script", "image_places"]
+__all__ = ["IMAGE_POSITIONS", "ForcedTokens", "Observation", "image_places"]
 
 IMAGE_POSITIONS = 32  # per request
 
 
 @dataclass(slots=True)
-class Script:
+class ForcedTokens:
     """What a request is led along.
 
     Args:

@@ -21,9 +21,9 @@ def write_report(run: Run, path: Path) -> None:
         RecordsError: the file could not be written, or a cell's stamps contradict its counts.
     """
     from panscan.report.html import render_html
-    from panscan.report.report_data import facts_of
+    from panscan.report.report_data import report_data_of
 
-    write_atomically(path, render_html(facts_of(run)).encode())
+    write_atomically(path, render_html(report_data_of(run)).encode())
 
 
 def write_gallery(run: Run, path: Path) -> None:
@@ -46,9 +46,9 @@ def markdown(run: Run) -> str:
         RecordsError: a cell's stamps contradict its counts.
     """
     from panscan.report.markdown import render_markdown
-    from panscan.report.report_data import facts_of
+    from panscan.report.report_data import report_data_of
 
-    return render_markdown(facts_of(run))
+    return render_markdown(report_data_of(run))
 
 
 def write_markdown(run: Run, path: Path) -> None:
@@ -79,9 +79,9 @@ def write_pictures(run: Run, directory: Path) -> list[Path]:
 
 def _pictures(run: Run) -> Iterator[tuple[str, bytes]]:
     from panscan.report.draw import png
-    from panscan.report.report_data import facts_of
+    from panscan.report.report_data import report_data_of
 
-    facts = facts_of(run)
+    facts = report_data_of(run)
     for comparison in (*facts.comparisons, facts.latency):
         for panel in comparison.panels:
             yield panel.name, png(panel, comparison.legend)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from panscan.analysis.cells import Row
+from panscan.analysis.cells import MeasuredCell
 from panscan.analysis.significance import losses
 from panscan.records.quality import Quality, empty_answers, metric_of, metrics_in, quality_of, question_of
 from panscan.records.schema import METRICS
@@ -145,7 +145,7 @@ class Answers:
     groups: tuple[Groups, ...]
 
 
-def answers_of(run: Run, rows: Sequence[Row], numbers: Mapping[str, int]) -> Answers | None:
+def answers_of(run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int]) -> Answers | None:
     """The answers of the measured cells, whose numbers are given by id; None for a run without scores."""
     names = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
     scores = {row.cell: tuple(quality_of(run, row.cell, metric=name) for name in names) for row in rows}

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from panscan.analysis.cells import Row, Sweep, count, short, shown, speed, sweeps
+from panscan.analysis.cells import MeasuredCell, Sweep, count, short, shown, speed, sweeps
 from panscan.records.quality import Quality
 from panscan.records.schema import VERDICTS
 from panscan.records.verdict import EXACT_RATIO
 from panscan.report.formatting import Measured, clean, measured
 
-__all__ = ["MOST_SERIES", "Comparison", "Front", "FrontPoint", "Panel", "Point", "Series", "comparisons", "front_of"]
+__all__ = ["MOST_SERIES", "ChartGroup", "Front", "FrontPoint", "Panel", "Point", "Series", "comparisons", "front_of"]
 
 MOST_SERIES = 6
 """More curves in one chart cannot be told apart."""
@@ -52,7 +52,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ChartGroup:
     """Charts with the same series, so with one legend (empty for a single series)."""
 
     heading: str
@@ -87,7 +87,7 @@ class Front:
         return tuple(word for word in VERDICTS if any(point.word == word for point in self.points))
 
 
-def comparisons(rows: Sequence[Row], numbers: Mapping[str, int], names: Mapping[str, str]) -> list[Comparison]:
+def comparisons(rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names: Mapping[str, str]) -> list[ChartGroup]:
     """Throughput and p95 latency over each swept setting; without one, of each cell.
 
     ``numbers`` and ``names`` (short ones) are of cells by id.
@@ -98,7 +98,7 @@ def comparisons(rows: Sequence[Row], numbers: Mapping[str, int], names: Mapping[
     return [comparison for comparison in found if comparison.panels]
 
 
-def _comparison(sweep: Sweep, numbers: Mapping[str, int]) -> Comparison:
+def _comparison(sweep: Sweep, numbers: Mapping[str, int]) -> ChartGroup:
     chosen = dict(list(sweep.series.items())[:MOST_SERIES])
     note = f"The {len(chosen)} fastest of {len(sweep.series)} combinations of the other settings."
     ticks = tuple(clean(shown(value)) for value in sweep.values)
@@ -114,10 +114,10 @@ def _comparison(sweep: Sweep, numbers: Mapping[str, int]) -> Comparison:
             panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, ticks, series))
     legend = tuple(map(clean, chosen)) if len(chosen) > 1 else ()
     left_out = len(chosen) < len(sweep.series)
-    return Comparison(f"Over {clean(sweep.name)}", note if left_out else "", legend, tuple(panels))
+    return ChartGroup(f"Over {clean(sweep.name)}", note if left_out else "", legend, tuple(panels))
 
 
-def _cells(rows: Sequence[Row], numbers: Mapping[str, int], names: Mapping[str, str]) -> Comparison:
+def _cells(rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names: Mapping[str, str]) -> ChartGroup:
     """Where no two cells differ in one setting alone (presets): one dot per cell, the fastest first."""
     chosen = sorted(rows, key=lambda row: -speed(row))[:_MOST_CELLS]
     ticks = tuple(names[row.cell] for row in chosen)
@@ -127,10 +127,10 @@ def _cells(rows: Sequence[Row], numbers: Mapping[str, int], names: Mapping[str, 
         if points:
             panels.append(Panel(_slug(f"{title} cells"), "dots", title, unit, "cell", ticks, (Series("", points),)))
     note = f"The {len(chosen)} fastest of {count(len(rows), 'cell')}." if len(chosen) < len(rows) else ""
-    return Comparison("Cell by cell", note, (), tuple(panels))
+    return ChartGroup("Cell by cell", note, (), tuple(panels))
 
 
-def _points(placed: Sequence[tuple[int, Row]], metric: str, numbers: Mapping[str, int]) -> tuple[Point, ...]:
+def _points(placed: Sequence[tuple[int, MeasuredCell]], metric: str, numbers: Mapping[str, int]) -> tuple[Point, ...]:
     found = ((at, row, measured(row.metrics, metric)) for at, row in placed)
     return tuple(
         Point(at, value, numbers[row.cell], row.verdict.word, row.verdict.word)
@@ -144,7 +144,7 @@ def _slug(text: str) -> str:
 
 
 def front_of(
-    rows: Sequence[Row],
+    rows: Sequence[MeasuredCell],
     qualities: Mapping[str, Quality | None],
     numbers: Mapping[str, int],
     recommended: int | None,
@@ -156,7 +156,7 @@ def front_of(
     cells could be drawn: nothing is compared.
     """
     by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
-    placed: list[tuple[Row, Measured]] = []
+    placed: list[tuple[MeasuredCell, Measured]] = []
     for row in rows:
         quality = qualities.get(row.cell)
         if by_quality and quality is not None:

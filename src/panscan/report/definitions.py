@@ -15,7 +15,7 @@ from panscan.records.metrics import LEAST_SAMPLES
 from panscan.records.store import Run
 from panscan.report.formatting import clean
 
-__all__ = ["Truth", "definitions", "environment", "machine", "model_names", "random_note", "truths"]
+__all__ = ["TruthSummary", "definitions", "environment", "machine", "model_names", "random_note", "truths"]
 
 _WORDS = {
     "panscan": "panscan",
@@ -107,7 +107,7 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class TruthSummary:
     """The reference that cells were compared with. ``seconds`` of making it and of comparing are apart from all times
     above."""
 
@@ -121,7 +121,7 @@ class Truth:
     compared_seconds: float
 
 
-def truths(run: Run) -> list[Truth]:
+def truths(run: Run) -> list[TruthSummary]:
     """Every truth of a run, with the time that comparing cells with it took."""
     found = []
     for name, record in run.truths.items():
@@ -129,7 +129,7 @@ def truths(run: Run) -> list[Truth]:
         computed = record["source"] == "computed"
         origin = "computed in this run" if computed else f"brought with --reference: {clean(record['file'])}"
         found.append(
-            Truth(
+            TruthSummary(
                 clean(record["model"]),
                 origin,
                 record["requests"],
@@ -184,7 +184,7 @@ def _about_speed() -> list[tuple[str, str]]:
 def _about_answers() -> list[tuple[str, str]]:
     return [
         (
-            "Truth",
+            "TruthSummary",
             "float32 eager attention on the same weights and the same views. Compared are next-token distributions "
             "along the truth's greedy tokens, at answer positions and image positions.",
         ),

@@ -9,9 +9,9 @@ from markupsafe import Markup
 from panscan.analysis.cells import count, number_text
 from panscan.records.metrics import STAGES
 from panscan.report import draw
-from panscan.report.charts import Comparison, Front, Panel
+from panscan.report.charts import ChartGroup, Front, Panel
 from panscan.report.formatting import percent, templates, times, verdict_figures
-from panscan.report.report_data import Cell, Facts
+from panscan.report.report_data import ReportCell, ReportData
 
 if TYPE_CHECKING:
     pass
@@ -22,7 +22,7 @@ _FLOORED = ("vision", "prefill", "decode", "E2E")
 _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
 
 
-def render_html(facts: Facts) -> str:
+def render_html(facts: ReportData) -> str:
     """The page of a run. The same facts give the same text."""
     environment = templates()
     environment.filters.update(number=number_text, percent=percent, times=times, count=count)
@@ -58,7 +58,7 @@ def _key(mark: int | str, use: str) -> Markup:
     return Markup(draw.key(mark, use))
 
 
-def _bar(cell: Cell, longest: float) -> list[tuple[int, float, float]]:
+def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
     """The stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
     found, left = [], 0.0
     for index, value in enumerate(cell.stages):
@@ -69,7 +69,7 @@ def _bar(cell: Cell, longest: float) -> list[tuple[int, float, float]]:
     return found
 
 
-def _rows_of(comparison: Comparison, panel: Panel) -> list[tuple[str, ...]]:
+def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
     """The numbers of a chart: series (if there are several), tick, value, interval, cell, note."""
     return [
         ((series.label,) if comparison.legend else ())
@@ -79,14 +79,14 @@ def _rows_of(comparison: Comparison, panel: Panel) -> list[tuple[str, ...]]:
     ]
 
 
-def _front_cells(facts: Facts) -> list[Cell]:
+def _front_cells(facts: ReportData) -> list[ReportCell]:
     """The cells on the front, the fastest first."""
     points = () if facts.front is None else facts.front.points
     best = sorted((point for point in points if point.on_front), key=lambda point: -point.speed)
     return [facts.numbered(point.cell) for point in best]
 
 
-def _floor_of(cell: Cell) -> list[tuple[float | None, float | None, float | None]]:
+def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:
     """(floor, measured, ratio) of vision, prefill, decode, E2E and req/s; no ratio that says that the floor is wrong.
 
     Vision that was not seen is in prefill.

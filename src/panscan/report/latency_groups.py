@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from panscan.analysis.cells import Row, count, speed
+from panscan.analysis.cells import MeasuredCell, count, speed
 from panscan.records.intervals import cluster_intervals
 from panscan.records.metrics import RequestMetrics
 from panscan.records.store import Record, Run
-from panscan.report.charts import MOST_SERIES, Comparison, Panel, Point, Series
+from panscan.report.charts import MOST_SERIES, ChartGroup, Panel, Point, Series
 from panscan.report.formatting import Measured
 
 __all__ = ["ASPECTS", "aspect_of", "by_request"]
@@ -23,7 +23,9 @@ ASPECTS = (1.0, 1.2, 1.6, 2.0, 2.5, 4.0)
 Key = Callable[[Mapping[str, Any]], float | None]
 
 
-def by_request(run: Run, rows: Sequence[Row], numbers: Mapping[str, int], names: Mapping[str, str]) -> Comparison:
+def by_request(
+    run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names: Mapping[str, str]
+) -> ChartGroup:
     """Median E2E latency of the fastest cells by view count and by aspect ratio.
 
     A panel is left out where all requests are alike or their images' sizes were not kept. ``numbers`` and ``names`` are
@@ -49,7 +51,7 @@ def by_request(run: Run, rows: Sequence[Row], numbers: Mapping[str, int], names:
         panels.append(Panel(f"latency-{name}", "curve", title, "ms", axis, ticks, series))
     note = f"The {len(chosen)} fastest of {count(len(rows), 'cell')}." if len(chosen) < len(rows) else ""
     legend = tuple(names[row.cell] for row in chosen) if panels and len(chosen) > 1 else ()
-    return Comparison("By view count and aspect ratio", note, legend, tuple(panels))
+    return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels))
 
 
 def _views(record: Mapping[str, Any]) -> float:
@@ -90,7 +92,7 @@ def _answered(run: Run, cell: str) -> list[Record]:
     return [record for key in keys for record in run.requests[key] if record["error"] is None]
 
 
-def _point(number: int, row: Row, values: Sequence[float], group: tuple[float, _Times]) -> Point:
+def _point(number: int, row: MeasuredCell, values: Sequence[float], group: tuple[float, _Times]) -> Point:
     value, times = group
     milliseconds = [time for time, _ in times]
     found = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)

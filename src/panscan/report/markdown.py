@@ -7,7 +7,7 @@ import re
 from panscan.analysis.cells import Unmeasured, count, number_text
 from panscan.report.answers import Answers, Groups, quality_text
 from panscan.report.formatting import verdict_figures
-from panscan.report.report_data import Cell, Facts
+from panscan.report.report_data import ReportCell, ReportData
 
 __all__ = ["render_markdown"]
 
@@ -16,7 +16,7 @@ _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own h
 _SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
 
 
-def render_markdown(facts: Facts) -> str:
+def render_markdown(facts: ReportData) -> str:
     """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
     parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts), facts.note]
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
@@ -36,7 +36,7 @@ def _plain(text: str) -> str:
     return _SUMMONING.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
 
 
-def _headline(facts: Facts) -> str:
+def _headline(facts: ReportData) -> str:
     advice = facts.advice
     if advice is None:
         return f"**No recommendation:** {_plain(facts.no_advice)}"
@@ -46,7 +46,7 @@ def _headline(facts: Facts) -> str:
     return "\n\n".join([*lines, "\n".join(f"- {_plain(cost)}" for cost in advice.costs)]).rstrip()
 
 
-def _table(facts: Facts) -> str:
+def _table(facts: ReportData) -> str:
     presets, quality = any(cell.preset for cell in facts.cells), any(cell.quality for cell in facts.cells)
     headings = [
         "cell",
@@ -59,7 +59,7 @@ def _table(facts: Facts) -> str:
     return _lines(headings, rows)
 
 
-def _row(cell: Cell, *, presets: bool, quality: bool) -> list[str]:
+def _row(cell: ReportCell, *, presets: bool, quality: bool) -> list[str]:
     figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
     return [
         f"{cell.number} `{_UNFIT.sub('_', cell.cell)}`",
@@ -100,7 +100,7 @@ def _lines(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *rows))
 
 
-def _legend(facts: Facts) -> str:
+def _legend(facts: ReportData) -> str:
     legend = "TTFT and TPOT are medians; brackets hold 95% intervals; verdicts compare with float32 eager attention."
     marked = any(each.uncertified for cell in facts.cells for each in (cell.ttft, cell.tpot, cell.p95))
     return legend + (r" \~ has too few samples for 99% confidence." if marked else "")
@@ -111,7 +111,7 @@ def _group(group: Unmeasured) -> str:
     return _plain(text + (f" ({group.shared})" if group.shared else ""))
 
 
-def _origin(facts: Facts) -> str:
+def _origin(facts: ReportData) -> str:
     parts = [
         f"Truth: {truth.model}, {count(truth.requests, 'request')}, {truth.origin} in {number_text(truth.seconds)} s."
         for truth in facts.truths

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from panscan.analysis.cells import (
-    Row,
+    MeasuredCell,
     Unmeasured,
     count,
     distinguishing,
@@ -32,21 +32,21 @@ from panscan.records.store import Run
 from panscan.records.verdict import Verdict
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
-from panscan.report.charts import Comparison, Front, comparisons, front_of
+from panscan.report.charts import ChartGroup, Front, comparisons, front_of
 from panscan.report.formatting import Measured, clean, measured
 from panscan.report.latency_groups import by_request
 
-__all__ = ["Advice", "Cell", "Facts", "facts_of"]
+__all__ = ["Advice", "ReportCell", "ReportData", "report_data_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ReportCell:
     """A measured cell.
 
     Args:
         number: its place in the table, from 1.
         brief: its preset and swept settings; empty if nothing was swept.
-        settings: values of the swept settings, in the order of :attr:`Facts.swept`.
+        settings: values of the swept settings, in the order of :attr:`ReportData.swept`.
         footnote: the number of the reason why it is unverified, None if it is not.
         stages: mean milliseconds, in the order of :data:`panscan.records.metrics.STAGES`.
         ratios: see :func:`panscan.analysis.floors.ratios`.
@@ -89,15 +89,15 @@ class Cell:
 class Advice:
     """The recommended cell, why, and what the choice costs; ``rejected``: why not the others, by number."""
 
-    cell: Cell
+    cell: ReportCell
     reason: str
     costs: tuple[str, ...]
-    runner_up: Cell | None
+    runner_up: ReportCell | None
     rejected: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ReportData:
     """A report.
 
     Args:
@@ -125,26 +125,26 @@ class Facts:
     swept: tuple[str, ...]
     constant: str
     dataset: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ReportCell, ...]
     memory: str
     footnotes: tuple[str, ...]
     speedups: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ChartGroup, ...]
     quality_title: str
     answers: Answers | None
     front: Front | None
-    latency: Comparison
+    latency: ChartGroup
     unmeasured: tuple[Unmeasured, ...]
-    truths: tuple[definitions.Truth, ...]
+    truths: tuple[definitions.TruthSummary, ...]
     environment: tuple[tuple[str, str], ...]
     definitions: tuple[tuple[str, str], ...]
     command: str
 
-    def numbered(self, number: int) -> Cell:
+    def numbered(self, number: int) -> ReportCell:
         return self.cells[number - 1]
 
 
-def facts_of(run: Run) -> Facts:
+def report_data_of(run: Run) -> ReportData:
     """The report of a run; also of one without a measured cell.
 
     Raises:
@@ -156,7 +156,7 @@ def facts_of(run: Run) -> Facts:
     advice, no_advice = _advice(run, cells)
     best = None if advice is None else advice.cell.number
     settings = [row.settings for row in rows] or list(run.cells.values())
-    return Facts(
+    return ReportData(
         run_id=clean(run.header["run_id"]),
         models=tuple(definitions.model_names(run)),
         machine=definitions.machine(run),
@@ -198,7 +198,7 @@ def _constant(cells: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(filter(None, (label(every), f"{label(crops)} where pan and scan is on" if crops else "")))
 
 
-def _cells(run: Run, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], tuple[str, ...], list[str]]:
+def _cells(run: Run, rows: Sequence[MeasuredCell]) -> tuple[tuple[ReportCell, ...], tuple[str, ...], list[str]]:
     """(cells, reasons of those that are unverified, swept settings)."""
     swept = distinguishing([row.settings for row in rows])
     memory = memory_metric(rows)[0]
@@ -208,13 +208,15 @@ def _cells(run: Run, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], tuple[str, 
     return cells, footnotes, swept
 
 
-def _cell(run: Run, row: Row, number: int, swept: Sequence[str], memory: str, footnotes: Sequence[str]) -> Cell:
+def _cell(
+    run: Run, row: MeasuredCell, number: int, swept: Sequence[str], memory: str, footnotes: Sequence[str]
+) -> ReportCell:
     metrics, unverified = row.metrics, row.verdict.word == "unverified"
     peak = metrics.values[memory]
     floor = floor_of(run, row.cell)
     preset = clean(row.preset or "")
     swept_settings = label({name: row.settings.get(name) for name in swept})
-    return Cell(
+    return ReportCell(
         number=number,
         cell=row.cell,
         brief=", ".join(filter(None, (preset, clean(swept_settings)))),
@@ -238,7 +240,7 @@ def _cell(run: Run, row: Row, number: int, swept: Sequence[str], memory: str, fo
     )
 
 
-def _advice(run: Run, cells: Sequence[Cell]) -> tuple[Advice | None, str]:
+def _advice(run: Run, cells: Sequence[ReportCell]) -> tuple[Advice | None, str]:
     by_id = {cell.cell: cell for cell in cells}
     try:
         found = recommend(run)
@@ -249,7 +251,7 @@ def _advice(run: Run, cells: Sequence[Cell]) -> tuple[Advice | None, str]:
     return Advice(by_id[found.cell], clean(found.reason), tuple(map(clean, found.cost)), runner_up, rejected), ""
 
 
-def _warnings(run: Run, cells: Sequence[Cell], footnotes: Sequence[str]) -> list[str]:
+def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -> list[str]:
     words = Counter(cell.verdict.word for cell in cells)
     found = []
     if words["unverified"]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import (
-    Row,
+    MeasuredCell,
     Sweep,
     count,
     decimals,
@@ -77,7 +77,7 @@ def _curve(sweep: Sweep, console: Console) -> None:
     console.print(panels)
 
 
-def _panel(sweep: Sweep, series: Iterable[Sequence[Row]], metric: str, title: str, width: int) -> str:
+def _panel(sweep: Sweep, series: Iterable[Sequence[MeasuredCell]], metric: str, title: str, width: int) -> str:
     """One plot as text."""
     from plotext import figure
 
@@ -102,7 +102,7 @@ def _panel(sweep: Sweep, series: Iterable[Sequence[Row]], metric: str, title: st
     return text.rstrip()
 
 
-def _bars(rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
+def _bars(rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console) -> None:
     from rich.table import Table
 
     speeds = [speed(row) for row in rows]
@@ -162,7 +162,7 @@ def print_summary(run: Run, console: Console) -> None:
         print_line(console, f"Note: {note}")
 
 
-def _table(run: Run, rows: Sequence[Row], varying: Sequence[str], console: Console) -> None:
+def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console) -> None:
     """Where the settings leave no room for whole numbers, rows are numbered and their settings listed below."""
     from rich import box
     from rich.table import Table
@@ -208,7 +208,7 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]
     return [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
 
 
-def _measured(run: Run, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _measured(run: Run, rows: Sequence[MeasuredCell]) -> tuple[list[str], list[list[str]]]:
     """(headings, cells of each row) of the measured columns."""
     memory, place = memory_metric(rows)
     headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", f"{place}\nGiB", "verdict"]
@@ -236,7 +236,7 @@ def _measured(run: Run, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]
     return headings, numbers
 
 
-def _answers(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> list[str]:
     """What became of a dataset's questions, and each cell's answers against those of the one with the most views."""
     facts = facts_of_header(run.header)
     lines = [] if facts is None else [f"Dataset {facts.text}."]
@@ -265,7 +265,7 @@ def _marked(metrics: CellMetrics, name: str) -> str:
     return ("~" if name in metrics.uncertified else "") + number_text(metrics.values[name])
 
 
-def _legend(rows: Sequence[Row], console: Console) -> None:
+def _legend(rows: Sequence[MeasuredCell], console: Console) -> None:
     legend = "TTFT and TPOT are medians."
     if any("request_throughput" in row.metrics.intervals for row in rows):
         legend += " ± is half of the 95% interval."
@@ -274,7 +274,7 @@ def _legend(rows: Sequence[Row], console: Console) -> None:
     print_line(console, legend)
 
 
-def _replicas(run: Run, rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+def _replicas(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> list[str]:
     """What each of several replicas contributed, a line for each cell; nothing for a run of one process."""
     lines = []
     for row in rows:

@@ -10,7 +10,7 @@ from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
-    from panscan.model.observation import Observation, Script
+    from panscan.model.observation import ForcedTokens, Observation
 
 __all__ = ["Runner", "batches", "calls", "open_runner", "ready_runner"]
 
@@ -33,7 +33,7 @@ class Runner(Protocol):
         """Which rounding the pixels of views have under these settings: that of ``--preprocess cpu`` or ``device``."""
         ...
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions of one batch along given tokens, through its own path.
 
         Raises UnsupportedError where there is no way to look in.

@@ -11,7 +11,7 @@ from panscan.engine.limits import unsupported_reason
 from panscan.engine.options import EngineOptions
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import release_memory
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
@@ -42,7 +42,7 @@ class EngineRunner(GenerateRunner):
         """
         return self._answer(list(requests))
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions along given tokens, through the engine."""
         return self._opened().observe(batch, scripts)
 

@@ -10,12 +10,12 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
-from panscan.engine.detokenizer import Text
+from panscan.engine.detokenizer import Detokenizer
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
 from panscan.runners.base import batches
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
@@ -184,7 +184,7 @@ class GenerateRunner:
         """Which rounding the pixels have under these settings: ``cpu`` or ``device``, as in ``--preprocess``."""
         return settings.preprocess
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions of one batch along given tokens, through this runner's own path."""
         return observe(self.loaded, self.settings, batch, scripts)
 
@@ -212,7 +212,7 @@ class _StopTexts:
     """
 
     def __init__(self, stop: Sequence[str], tokenizer: Any, rows: int) -> None:
-        self._texts = [Text(tokenizer, stop) for _ in range(rows)]
+        self._texts = [Detokenizer(tokenizer, stop) for _ in range(rows)]
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         for text, token in zip(self._texts, input_ids[:, -1].tolist(), strict=True):
@@ -231,7 +231,7 @@ def finished(item: Prepared, row: list[int], stamps: Stamps, steps: list[float],
     The token that ends an answer was computed as any other, so it counts.
     """
     sampling = item.request.sampling
-    text, ends = Text(loaded.reader.tokenizer, sampling.stop), _end_ids(sampling, loaded)
+    text, ends = Detokenizer(loaded.reader.tokenizer, sampling.stop), _end_ids(sampling, loaded)
     ids: list[int] = []
     stopped = False
     for token in row:

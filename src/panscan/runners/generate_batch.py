@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, from_perf_counter, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.settings import Settings
 
@@ -61,7 +61,7 @@ class GenerateBatchRunner(GenerateRunner):
             for request, prompt, output in zip(batch, prompts, ordered, strict=True)
         ]  # fmt: skip
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """Not here. Raises UnsupportedError."""
         raise UnsupportedError("generate_batch() offers no place to look at its logits")
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, collate, prepare, read_images
-from panscan.model.observation import Observation, Script, image_places
+from panscan.model.observation import ForcedTokens, Observation, image_places
 from panscan.settings import Settings
 
 __all__ = ["Watch", "observe", "watched_config"]
@@ -50,7 +50,7 @@ class Watch:
     """
 
     loaded: Loaded
-    scripts: Sequence[Script]
+    scripts: Sequence[ForcedTokens]
     padding: Sequence[int]
     keep_hidden: bool = False
     _chosen: list[list[int]] = field(init=False)
@@ -147,7 +147,7 @@ def observe(
     loaded: Loaded,
     settings: Settings,
     batch: Sequence[Request],
-    scripts: Sequence[Script] | None = None,
+    scripts: Sequence[ForcedTokens] | None = None,
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
@@ -178,5 +178,5 @@ def observe(
         return watch.observations()
 
 
-def _own_script(item: Prepared, loaded: Loaded, steps: int) -> Script:
-    return Script(None, image_places(item.prompt.ids, loaded.reader.prompts.soft_id), steps)
+def _own_script(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:
+    return ForcedTokens(None, image_places(item.prompt.ids, loaded.reader.prompts.soft_id), steps)

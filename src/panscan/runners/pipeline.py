@@ -17,7 +17,7 @@ from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, Read, read_images
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
@@ -49,7 +49,7 @@ class PipelineRunner(GenerateRunner):
         return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
     @torch.no_grad()
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """Each request in its own call."""
         found = []
         for request, script in zip(batch, scripts, strict=True):

@@ -24,7 +24,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.checkpoint import load_outline
 from panscan.model.inputs import Read, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
 from panscan.runners.loading import unsupported_reason
 from panscan.runners.vllm_objects import (
@@ -106,7 +106,7 @@ class VllmRunner:
         """Its processor's: with torchvision, which vLLM brings, it rounds as ``--preprocess device`` does."""
         return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[Script]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
         """The likeliest tokens' log-probabilities along given tokens, which stand behind the prompt.
 
         Raises:
@@ -156,7 +156,7 @@ class VllmRunner:
             release_memory()
 
 
-def _answer(script: Script) -> list[int]:
+def _answer(script: ForcedTokens) -> list[int]:
     if script.tokens is None:
         raise UnsupportedError("runner vllm cannot be watched along its own tokens")
     return script.tokens[: script.steps]

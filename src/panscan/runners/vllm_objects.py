@@ -11,7 +11,7 @@ import torch
 from panscan.core import PanscanError, Request, Result, Sampling, SettingError, Stamps, TokenLogprobs
 from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import Prompt, conversation
 from panscan.settings import Settings
 
@@ -136,7 +136,7 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
 
 
 def observation_of(
-    script: Script, answer: Sequence[int], prompt_tokens: int, rows: Sequence[LogprobRow | None], vocabulary: int
+    script: ForcedTokens, answer: Sequence[int], prompt_tokens: int, rows: Sequence[LogprobRow | None], vocabulary: int
 ) -> Observation:
     """What vLLM's ``prompt_logprobs`` of a prompt with the answer behind it show.
 

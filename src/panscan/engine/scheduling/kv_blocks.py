@@ -11,7 +11,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import takewhile
 
-from panscan.engine.scheduling.sequence import Layout, Sequence, Span
+from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
 
 __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 
@@ -373,7 +373,7 @@ class KVBlocks:
                 group.pool.register(table[index], sequence.hashes[index])
         sequence.registered = full
 
-    def _aligned(self, layout: Layout, hit: int) -> int:
+    def _aligned(self, layout: PromptLayout, hit: int) -> int:
         """The longest prefix up to ``hit`` that ends at a block's end and inside no image block."""
         while (shorter := layout.cut_back(hit) // self.block_size * self.block_size) != hit:
             hit = shorter

@@ -39,7 +39,7 @@ class _Budget:
             self.views -= len(chunk.sequence.layout.within(chunk.start, chunk.end))
 
 
-class _Plan:
+class _PassPlan:
     """A step in the making."""
 
     def __init__(self, budget: _Budget) -> None:
@@ -119,7 +119,7 @@ class Scheduler:
         running sequence always has a chunk, unless only its last token is missing, so that every sequence ends after
         finitely many steps. Nothing has to be known of the pass before but that it was launched.
         """
-        plan = _Plan(_Budget(self._prefill_chunk_size, self._max_views))
+        plan = _PassPlan(_Budget(self._prefill_chunk_size, self._max_views))
         for sequence in self.running:
             if sequence in plan.preempted:
                 break
@@ -147,7 +147,7 @@ class Scheduler:
             if samples:
                 sequence.expect()
 
-    def _take(self, sequence: Sequence, plan: _Plan) -> None:
+    def _take(self, sequence: Sequence, plan: _PassPlan) -> None:
         """Give a running sequence its chunk, if need be with the blocks of the youngest ones, which may be itself.
 
         Sequences have their turn from the oldest on, so whoever is preempted has no chunk in the step yet.
@@ -165,7 +165,7 @@ class Scheduler:
                 return
         plan.add(Chunk(sequence, sequence.computed, end))
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: _PassPlan) -> None:
         """Let waiting sequences run, in order, while there are seats, prompt tokens and blocks.
 
         Who begins as a running sequence that still computes its prompt waits until that is done, and takes it over

@@ -8,7 +8,7 @@ from collections.abc import Iterator, MutableSequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-__all__ = ["AttentionRows", "Chunk", "ChunkRows", "Layout", "Segment", "Sequence", "Span", "Step"]
+__all__ = ["AttentionRows", "Chunk", "ChunkRows", "PromptLayout", "Segment", "Sequence", "Span", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Segment:
     image: bool
 
 
-class Layout:
+class PromptLayout:
     """The image blocks of one prompt, in order.
 
     Args:
@@ -41,7 +41,7 @@ class Layout:
         self._starts = [span.start for span in self.spans]
 
     @classmethod
-    def of(cls, ids: Rows[int], soft_id: int | None, keys: Rows[bytes]) -> Layout:
+    def of(cls, ids: Rows[int], soft_id: int | None, keys: Rows[bytes]) -> PromptLayout:
         """The layout of a prompt's ids: each run of ``soft_id`` is one image block, the views' keys in order.
 
         Raises:
@@ -127,7 +127,7 @@ class Sequence:
     number: int
     ids: list[int]
     prompt_tokens: int
-    layout: Layout
+    layout: PromptLayout
     limit: int
     reuse: bool = True
     computed: int = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from panscan.quality.datasets.layouts import LAYOUTS, dataset_rows, load_dataset
+from panscan.quality.datasets.formats import FORMATS, dataset_rows, load_dataset
 from panscan.quality.datasets.rows import (
     DatasetFacts,
+    DatasetRow,
     Embedded,
-    Loaded,
-    Row,
+    LoadedDataset,
     counted,
     facts_of_header,
     read_text,
@@ -16,11 +16,11 @@ from panscan.quality.datasets.rows import (
 from panscan.quality.datasets.tables import write_pictures
 
 __all__ = [
-    "LAYOUTS",
+    "FORMATS",
     "DatasetFacts",
+    "DatasetRow",
     "Embedded",
-    "Loaded",
-    "Row",
+    "LoadedDataset",
     "counted",
     "dataset_rows",
     "facts_of_header",

@@ -17,11 +17,11 @@ from panscan.core import DatasetError
 __all__ = [
     "ANSWER_KEYS",
     "DatasetFacts",
+    "DatasetRow",
     "Embedded",
-    "Loaded",
+    "LoadedDataset",
     "Number",
     "Pictures",
-    "Row",
     "answer_texts",
     "counted",
     "facts_of_header",
@@ -198,7 +198,7 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """One question.
 
     Args:
@@ -275,7 +275,7 @@ class DatasetFacts:
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedDataset:
     """What a dataset's files hold: usable rows in their order, and the count of all others.
 
     Args:
@@ -285,7 +285,7 @@ class Loaded:
 
     facts: DatasetFacts
     metric: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[DatasetRow] = field(default_factory=list)
     _ids: set[str] = field(default_factory=set)
 
     def add(
@@ -331,7 +331,7 @@ class Loaded:
         texts, flat = answer_texts(answers, people=people)
         facts.converted_answers += not flat and not plain
         places = images if isinstance(images, Embedded) else tuple(images)
-        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
+        self.rows.append(DatasetRow(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
 
 
 def unique_id(wanted: str, taken: Collection[str]) -> str:
@@ -342,7 +342,7 @@ def unique_id(wanted: str, taken: Collection[str]) -> str:
     return f"{wanted}#{number}"
 
 
-def counted(loaded: Loaded, used: Sequence[Row], unreadable: int) -> DatasetFacts:
+def counted(loaded: LoadedDataset, used: Sequence[DatasetRow], unreadable: int) -> DatasetFacts:
     """The facts of a workload that uses some of a dataset's rows; the pictures of ``unreadable`` others failed."""
     return replace(
         loaded.facts,

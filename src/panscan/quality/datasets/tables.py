@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import DatasetError, UnsupportedError
-from panscan.quality.datasets.rows import ANSWER_KEYS, Embedded, Loaded, is_file
+from panscan.quality.datasets.rows import ANSWER_KEYS, Embedded, LoadedDataset, is_file
 
 __all__ = ["metric_of_columns", "read", "write_pictures"]
 
@@ -45,7 +45,7 @@ _ANSWER_TYPES = (
 _BATCH = 64  # rows held at once: their pictures are megabytes
 
 
-def read(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+def read(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
     """Take the rows of tables that have a column of pictures and one of questions; other columns are not read.
 
     The metric follows from the columns, where they are those of a dataset that is known.

@@ -19,7 +19,7 @@ from panscan.core import DatasetError, SettingError
 from panscan.quality.datasets import tables
 from panscan.quality.datasets.rows import (
     DatasetFacts,
-    Loaded,
+    LoadedDataset,
     Number,
     Pictures,
     answer_texts,
@@ -32,8 +32,8 @@ from panscan.records.schema import EXACT_MATCH
 from panscan.settings import nearest
 
 __all__ = [
-    "LAYOUTS",
-    "Layout",
+    "FORMATS",
+    "DatasetFormat",
     "data_rows",
     "dataset_rows",
     "load_dataset",
@@ -48,7 +48,7 @@ _DOCVQA_FOLDERS = ("documents", "spdocvqa_images", "images", "train/documents", 
 _INFOGRAPHIC_FOLDERS = ("infographicsvqa_images", "images", "infographicVQA_images", "infographicvqa_images")
 
 
-def read_docvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+def read_docvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
     """Take the rows of DocVQA's files.
 
     Raises:
@@ -57,7 +57,7 @@ def read_docvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
     _read_rrc(files, called, loaded, folders=_DOCVQA_FOLDERS, image="image", kind="question_types")
 
 
-def read_infographicvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+def read_infographicvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
     """Take the rows of InfographicVQA's files.
 
     Raises:
@@ -67,7 +67,7 @@ def read_infographicvqa(files: Sequence[Path], called: str, loaded: Loaded) -> N
 
 
 def _read_rrc(
-    files: Sequence[Path], called: str, loaded: Loaded, *, folders: Sequence[str], image: str, kind: str
+    files: Sequence[Path], called: str, loaded: LoadedDataset, *, folders: Sequence[str], image: str, kind: str
 ) -> None:
     for path in files:
         pictures = Pictures((path.parent, path.parent.parent), folders)
@@ -95,7 +95,7 @@ _FOLDERS = (
 )  # fmt: skip
 
 
-def read_textvqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+def read_textvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
     """Take the rows of TextVQA's files.
 
     Raises:
@@ -113,7 +113,7 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
 
 
-def read_chartqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
     """Take the rows of ChartQA's files. They have no ids, so theirs are the type and the number in its file.
 
     Raises:
@@ -135,7 +135,7 @@ def read_chartqa(files: Sequence[Path], called: str, loaded: Loaded) -> None:
 _KEYS = {"image", "question", "answers", "kind", "type", "id"}
 
 
-def read_json_lines(files: Sequence[Path], called: str, loaded: Loaded) -> None:
+def read_json_lines(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
     """Take the rows of JSON Lines files; pictures are relative to them.
 
     Raises:
@@ -200,7 +200,7 @@ _DEPTH = 2  # folders below the one that is named
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DatasetFormat:
     """A way in which questions are stored.
 
     Args:
@@ -213,32 +213,32 @@ class Layout:
 
     metric: str
     pattern: str
-    read: Callable[[Sequence[Path], str, Loaded], None]
+    read: Callable[[Sequence[Path], str, LoadedDataset], None]
     splits: tuple[str, ...] = ("validation", "test", "train")
     folder: bool = True
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "jsonl": Layout(EXACT_MATCH, r".*\.jsonl", read_json_lines, folder=False),
-    "docvqa": Layout("anls", r"(?P<split>train|val|test)_v\d.*\.json", read_docvqa),
-    "infographicvqa": Layout(
+FORMATS: Mapping[str, DatasetFormat] = {
+    "jsonl": DatasetFormat(EXACT_MATCH, r".*\.jsonl", read_json_lines, folder=False),
+    "docvqa": DatasetFormat("anls", r"(?P<split>train|val|test)_v\d.*\.json", read_docvqa),
+    "infographicvqa": DatasetFormat(
         "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", read_infographicvqa
     ),
-    "chartqa": Layout(
+    "chartqa": DatasetFormat(
         "relaxed_accuracy", r"(?P<split>train|val|test)_(human|augmented)\.json", read_chartqa,
         ("test", "validation", "train"),
     ),
-    "textvqa": Layout("vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa),
-    "table": Layout(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
+    "textvqa": DatasetFormat("vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa),
+    "table": DatasetFormat(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
 }  # fmt: skip
 """By name, as in ``--dataset-format``. The last is of Hugging Face ``datasets``: parquet, its cache, save_to_disk."""
 
 
-def load_dataset(path: Path, *, layout: str | None = None, split: str | None = None) -> Loaded:
+def load_dataset(path: Path, *, layout: str | None = None, split: str | None = None) -> LoadedDataset:
     """The rows of a dataset on the disk; nothing is fetched.
 
     Args:
-        path: a file of one of :data:`LAYOUTS`, or a folder that has such files.
+        path: a file of one of :data:`FORMATS`, or a folder that has such files.
         layout: its name; None to find out.
         split: which of several; None for the one that the layout prefers.
 
@@ -248,8 +248,8 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
         UnsupportedError: a table without pyarrow.
     """
     called = f"--dataset {path}"
-    if layout is not None and layout not in LAYOUTS:
-        raise SettingError(f"--dataset-format takes {', '.join(LAYOUTS)}; got {layout!r}{nearest(layout, LAYOUTS)}")
+    if layout is not None and layout not in FORMATS:
+        raise SettingError(f"--dataset-format takes {', '.join(FORMATS)}; got {layout!r}{nearest(layout, FORMATS)}")
     try:
         exists, is_folder = path.exists(), path.is_dir()
     except OSError as error:  # a name that is too long, a folder that may not be entered
@@ -261,25 +261,25 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
             raise DatasetError(f"{called}: No such file or directory")
         name = layout or _of_file(path, called)
         by_split = {_split_of(name, path): [path]}
-    chosen = _chosen(by_split, split, LAYOUTS[name].splits, called)
+    chosen = _chosen(by_split, split, FORMATS[name].splits, called)
     files = by_split[chosen]
     _refuse_several(name, files, called)
     others = ", ".join(each for each in by_split if each not in (chosen, ""))
     unsplit = len(by_split.get("", ())) if chosen else 0
     facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
-    loaded = Loaded(facts, LAYOUTS[name].metric)
+    loaded = LoadedDataset(facts, FORMATS[name].metric)
     try:
-        LAYOUTS[name].read(files, called, loaded)
+        FORMATS[name].read(files, called, loaded)
     except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions
         raise DatasetError(f"{called}: nested too deeply") from error
     return loaded
 
 
 def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict[str, list[Path]]]:
-    names = [layout] if layout is not None else [name for name, each in LAYOUTS.items() if each.folder]
+    names = [layout] if layout is not None else [name for name, each in FORMATS.items() if each.folder]
     found = {name: by_split for name in names if (by_split := _files(folder, name))}
     if not found:
-        wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(LAYOUTS)})"
+        wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(FORMATS)})"
         raise DatasetError(f"{called}: no {wanted} in this folder; see docs/quality.md")
     if len(found) > 1:
         raise DatasetError(f"{called}: the folder has {' and '.join(found)}: choose with --dataset-format")
@@ -289,7 +289,7 @@ def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict
 
 def _files(folder: Path, name: str) -> dict[str, list[Path]]:
     """A layout's files in a folder and those below, by split. Of one split with and without question types: with."""
-    pattern = re.compile(LAYOUTS[name].pattern, re.IGNORECASE)
+    pattern = re.compile(FORMATS[name].pattern, re.IGNORECASE)
     levels = ("/".join(["*"] * depth) for depth in range(1, _DEPTH + 2))
     every = folder.rglob("*") if name == "table" else (path for level in levels for path in folder.glob(level))
     found: dict[str, list[Path]] = defaultdict(list)
@@ -307,7 +307,7 @@ def _split_of(name: str, path: Path) -> str:
         match = _TABLE_SPLIT.search(path.stem.lower()) or _TABLE_SPLIT.fullmatch(path.parent.name.lower())
         found = match[1] if match else ""
     else:
-        match = re.fullmatch(LAYOUTS[name].pattern, path.name, re.IGNORECASE)
+        match = re.fullmatch(FORMATS[name].pattern, path.name, re.IGNORECASE)
         found = (match.groupdict().get("split") or "").lower() if match else ""
     return _ALIASES.get(found, found)
 
@@ -342,7 +342,7 @@ def _snapshot(folder: Path) -> Path:
 
 def _of_file(path: Path, called: str) -> str:
     """The layout of a file, by its name, else by what is in it."""
-    for name, layout in LAYOUTS.items():
+    for name, layout in FORMATS.items():
         if re.fullmatch(layout.pattern, path.name, re.IGNORECASE):
             return name
     if path.suffix.lower() != ".json":
@@ -361,4 +361,4 @@ def _of_file(path: Path, called: str) -> str:
     ):
         if keys <= first.keys():
             return name
-    raise DatasetError(f"{called}: not a known layout ({', '.join(LAYOUTS)}): see docs/quality.md")
+    raise DatasetError(f"{called}: not a known layout ({', '.join(FORMATS)}): see docs/quality.md")

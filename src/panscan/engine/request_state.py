@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
-from panscan.engine.detokenizer import Text
+from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.sampling import Chosen
 from panscan.engine.scheduling.sequence import Sequence
-from panscan.model.observation import Observation, Script
+from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["Job", "Sight", "Watched"]
+__all__ = ["RequestState", "Sight", "Watched"]
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class Sight:
 
 @dataclass(slots=True)
 class Watched:
-    """What a led job has shown so far (see :class:`panscan.model.observation.Script`)."""
+    """What a led job has shown so far (see :class:`panscan.model.observation.ForcedTokens`)."""
 
-    script: Script
+    script: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
     places: dict[int, torch.Tensor] = field(default_factory=dict)  # a preempted prompt is computed again
 
@@ -56,7 +56,7 @@ class Watched:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class RequestState:
     """One request in the engine.
 
     Args:
@@ -84,7 +84,7 @@ class Job:
     crops: int = 0
     image_tokens: int = 0
     sequence: Sequence | None = None
-    text: Text | None = None
+    text: Detokenizer | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
 
