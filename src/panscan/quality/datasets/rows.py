@@ -221,7 +221,7 @@ class DatasetFacts:
     """Where a run's questions came from and what became of them; kept in the run's header. Counts are of questions.
 
     Args:
-        layout: its name in :data:`panscan.quality.datasets.LAYOUTS`.
+        layout: its name in :data:`panscan.quality.datasets.FORMATS`.
         split: such as "validation"; empty where a dataset has none.
         questions: in its files.
         used: different ones that the run asks.
