@@ -21,6 +21,7 @@ from panscan import GenerateRunner, Request, Result
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.images.samples import write_samples
 from panscan.records.environment import environment
+from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
 
@@ -37,11 +38,11 @@ def timed(work: Callable[[], list[Result]]) -> tuple[float, list[list[int]]]:
     return time.perf_counter() - start, [result.token_ids for result in results]
 
 
-def one_by_one(runner: GenerateRunner, requests: Sequence[Request]) -> Callable[[], list[Result]]:
+def one_by_one(runner: Runner, requests: Sequence[Request]) -> Callable[[], list[Result]]:
     return lambda: [runner.run([request])[0] for request in requests]
 
 
-def batched(runner: GenerateRunner, requests: Sequence[Request], size: int) -> Callable[[], list[Result]]:
+def batched(runner: Runner, requests: Sequence[Request], size: int) -> Callable[[], list[Result]]:
     return lambda: [result for at in range(0, len(requests), size) for result in runner.run(requests[at : at + size])]
 
 

@@ -27,8 +27,9 @@ from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
 from panscan.records.environment import environment
 from panscan.records.store import write_atomically
-from panscan.runners.base import ready_runner
+from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
+from panscan.runners.factory import ready_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, settings_from
 
@@ -129,7 +130,7 @@ def _named(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def open_runners(work: Work) -> dict[str, GenerateRunner]:
+def open_runners(work: Work) -> dict[str, Runner]:
     """A runner by each name, all on one loaded model."""
     plain = {name: axes()[name].default for name in ENGINE_AXES}
     batch = min(_GENERATE_BATCH, work.num_requests)
@@ -182,7 +183,7 @@ def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
     return Floors(shape, rates.flops_per_s, rates.bytes_per_s, loaded.dtype.itemsize, *counts)
 
 
-def verdicts(work: Work, runners: Mapping[str, GenerateRunner], requests: Sequence[Request]) -> dict[str, Any]:
+def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
     """The verdict record of each runner on some requests, as ``panscan bench`` has it.
 
     To be called before anything is measured: the truth needs the memory that caches take later.

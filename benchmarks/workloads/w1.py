@@ -11,7 +11,7 @@ tokens on every tokenizer. No cache helps: prefix caching is off, as all turns b
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,8 @@ from benchmarks.workloads.figures import decode_window, e2e_ms, spread, stage_me
 from benchmarks.workloads.floors import ratios
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, now
+from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
-from panscan.runners.generate import GenerateRunner
 
 _STEPS_AT = (1, 64, 128)  # requests that decode together
 _VIEWS_AT = (4, 32)  # views in the vision tower at once
@@ -41,7 +41,7 @@ _ALONE = 5  # times that one request is asked alone
 _MOST_OF_GENERATE = 8  # requests of runner generate, which answers a few per second at best
 
 
-def alone(runner: GenerateRunner, requests: Sequence[Request]) -> dict[str, Any]:
+def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
     """Requests one after the other: end to end, and with one output token (which is TTFT); medians.
 
     The first of each warms up.
@@ -55,7 +55,7 @@ def alone(runner: GenerateRunner, requests: Sequence[Request]) -> dict[str, Any]
     }
 
 
-def decode(runner: GenerateRunner, requests: Sequence[Request], tokens: int) -> dict[str, Any]:
+def decode(runner: Runner, requests: Sequence[Request], tokens: int) -> dict[str, Any]:
     """Milliseconds of a step in which all of these requests decode, and how idle the GPU is between its kernels.
 
     Args:
@@ -75,7 +75,7 @@ def decode(runner: GenerateRunner, requests: Sequence[Request], tokens: int) -> 
     return found
 
 
-def vision(runner: GenerateRunner, requests: Sequence[Request], views: int) -> dict[str, Any] | None:
+def vision(runner: Runner, requests: Sequence[Request], views: int) -> dict[str, Any] | None:
     """Milliseconds per view of the engine's vision stage, with ``views`` in one batch; None without as many pages.
 
     One request with all pages, in one pass: requests of one page each would come as they are prepared.
@@ -92,12 +92,12 @@ def vision(runner: GenerateRunner, requests: Sequence[Request], views: int) -> d
     return {"views": views, "ms_per_view": spread([result.stages_ms["vision"] / views for result in turns])}
 
 
-def measure(work: Work, runners: dict[str, GenerateRunner], requests: Sequence[Request]) -> dict[str, Any]:
+def measure(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
     """All figures by runner, one after the other: while the engine is there, the model is not as it was loaded."""
     return {name: _measure(name, work, runner, requests) for name, runner in runners.items()}
 
 
-def _measure(name: str, work: Work, runner: GenerateRunner, requests: Sequence[Request]) -> dict[str, Any]:
+def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
     """Of one runner. Its first turn is thrown away."""
     found: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
@@ -112,7 +112,7 @@ def _measure(name: str, work: Work, runner: GenerateRunner, requests: Sequence[R
     tokens = work.settings.max_new_tokens
     found["decode"] = [decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes]
     if isinstance(runner, EngineRunner):
-        found["decisions"] = list(runner.decisions)
+        found["decisions"] = list(runner.engine.decisions)
         say(f"{name}: vision")
         seen = [vision(runner, requests, views) for views in _VIEWS_AT]
         found["vision"] = [each for each in seen if each is not None]

@@ -28,7 +28,6 @@ from benchmarks.workloads.figures import spread, ttft_ms
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, SettingError
 from panscan.runners.engine import EngineRunner
-from panscan.runners.generate import GenerateRunner
 
 _QUESTIONS = 4  # of each page
 _FOLLOW_UPS = 5
@@ -45,25 +44,25 @@ def orders(num_requests: int) -> dict[str, list[Asked]]:
     }
 
 
-def follow_ups(work: Work, runner: GenerateRunner) -> dict[str, Any]:
+def follow_ups(work: Work, runner: EngineRunner) -> dict[str, Any]:
     """TTFT of a question on a page that another question was asked about, milliseconds; the first warms up."""
     found = []
     for number in range(_FOLLOW_UPS + 1):
         asked = [Asked(_OTHERS + number, 2 * (_OTHERS + number) + turn, tokens=1) for turn in range(2)]
         first, second = ask(work, runner.loaded, asked)
         runner.run([first])  # from empty caches
-        [result] = runner.generate([second])
+        [result] = runner.answer([second])
         found.append((ttft_ms(result), result.cached_tokens))
     return {"ttft_ms": spread([ms for ms, _ in found[1:]]), "cached_tokens": found[-1][1]}
 
 
-def measure(work: Work, runner: GenerateRunner, requests: dict[str, list[Request]]) -> dict[str, Any]:
+def measure(work: Work, runner: EngineRunner, requests: dict[str, list[Request]]) -> dict[str, Any]:
     """Turns of all orders, interleaved; the first of each is thrown away."""
     found: dict[str, Any] = {**{order: [] for order in requests}, "all_cached": []}
     for turn in range(work.repeats + 1):
         say(f"turn {turn} of {work.repeats}")
         turns = {order: turn_of(runner.run, asked, runner.loaded) for order, asked in requests.items()}
-        turns["all_cached"] = turn_of(runner.generate, requests["round_robin"], runner.loaded)
+        turns["all_cached"] = turn_of(runner.answer, requests["round_robin"], runner.loaded)
         if turn:
             for name, done in turns.items():
                 found[name].append(done)
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     [one] = runner.run([with_tokens(requests["image_major"][0], 1)])
     record = base_record(work, runner.loaded, one)
     record["work"]["pages"] = work.num_requests // _QUESTIONS
-    record["decisions"] = list(runner.decisions)
+    record["decisions"] = list(runner.engine.decisions)
     save(work, record | {"verdict": verdict, "measured": {"engine": measured}})
     runner.close()
     return 0

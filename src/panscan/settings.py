@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -15,45 +15,43 @@ from panscan.core.ranges import Range
 from panscan.core.request import SAMPLING_RANGES
 
 __all__ = [
-    "ALL_AT_ONCE", "ATTENTION", "ATTENTION_BACKENDS", "ENGINE_AXES", "ENGINE_LIMITS", "RANGES", "VLLM_AXES",
-    "VLLM_LIMITS", "Axis", "Settings", "axes", "axis_name", "foreign_settings", "nearest", "parse_value",
+    "ALL_AT_ONCE",
+    "ATTENTION",
+    "ATTENTION_BACKENDS",
+    "ENGINE_AXES",
+    "ENGINE_LIMITS",
+    "RANGES",
+    "RUNNER_LIMITS",
+    "VLLM_AXES",
+    "VLLM_LIMITS",
+    "Axis",
+    "Settings",
+    "axes",
+    "axis_name",
+    "foreign_settings",
+    "nearest",
+    "parse_value",
     "settings_from",
 ]  # fmt: skip
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.startup.choose_backend`."""
-ENGINE_AXES = (
-    "max_concurrency", "max_num_seqs", "kv_cache_gb", "prefix_caching", "vision_cache_gb", "vision_batch_size",
-    "attention_backend", "fast_start",
-)  # fmt: skip
-"""Settings of the engine alone."""
-
-ENGINE_LIMITS: dict[str, Any] = {
-    "attention": "sdpa",
-    "cache": "dynamic",
-    "compile": None,
-    "batch_size": 1,
-    "equal_views": False,
-    "pad_to_multiple_of": None,
-    "tp_plan": None,
-}
-"""Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""
-VLLM_AXES = ("vllm_attention",)
-"""Settings of vLLM alone."""
-
-VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None, "tf32": False}
-"""Settings that vLLM does not have, or decides itself: the only value that each may have."""
-
-ALL_AT_ONCE = ("engine", "vllm")
-"""Runners that take all requests of a cell at once, and mix prefill and decode in one step."""
 Level = Literal["load", "call"]
 
 
 def _axis(
-    default: Any, help: str, *, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = (), level: Level = "call"
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    level: Level = "call",
+    only: str = "",
 ) -> Any:
-    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "level": level})
+    """A field of :class:`Settings`. ``only``: the one runner that has this setting; empty for a shared one."""
+    metadata = {"help": help, "aliases": aliases, "choices": choices, "level": level, "only": only}
+    return field(default=default, metadata=metadata)
 
 
 _COUNTS = (
@@ -68,7 +66,7 @@ RANGES = {
 """What numbers a setting takes, where not all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
 
@@ -103,7 +101,7 @@ class Settings:
         "sdpa", "eager, sdpa, flex_attention, flash_attention_2/3/4 or a kernels-hub name", aliases=("attn_impl",)
     )
     vllm_attention: str | None = _axis(
-        None, "vllm: attention backend; with TRITON_ATTN image tokens see both ways, as in Gemma 3", level="load"
+        None, "attention backend; with TRITON_ATTN image tokens see both ways, as in Gemma 3", level="load", only="vllm"
     )
     cache: str = _axis("dynamic", "KV cache; static is compiled for decode on a GPU", choices=("dynamic", "static"))
     compile: str | None = _axis(
@@ -112,18 +110,21 @@ class Settings:
     )  # fmt: skip
     tf32: bool = _axis(False, "let float32 products use TF32")
     batch_size: int = _axis(1, "requests per generate() call")
-    max_concurrency: int | None = _axis(None, "engine: requests in flight at once; none: all of them")
-    max_num_seqs: int = _axis(128, "engine: requests that compute at once")
-    kv_cache_gb: float | None = _axis(None, "engine: size of the KV cache in GB (10^9 bytes); none: from free memory")
-    prefix_caching: bool = _axis(True, "engine: requests that begin alike share what was computed")
-    vision_cache_gb: float = _axis(1.0, "engine: encoded views that are kept, in GB (10^9 bytes)")
-    vision_batch_size: int = _axis(16, "engine: views encoded at once")
+    max_concurrency: int | None = _axis(None, "requests in flight at once; none: all of them", only="engine")
+    max_num_seqs: int = _axis(128, "requests that compute at once", only="engine")
+    kv_cache_gb: float | None = _axis(
+        None, "size of the KV cache in GB (10^9 bytes); none: from free memory", only="engine"
+    )
+    prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
+    vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
+    vision_batch_size: int = _axis(16, "views encoded at once", only="engine")
     attention_backend: str = _axis(
         "auto",
-        "engine: kernels of paged attention; triton: ours, for NVIDIA GPUs; sdpa: PyTorch's, one sequence at a time",
+        "kernels of paged attention; triton: ours, for NVIDIA GPUs; sdpa: PyTorch's, one sequence at a time",
         choices=ATTENTION_BACKENDS,
+        only="engine",
     )
-    fast_start: bool = _axis(False, "engine: compile nothing; ready sooner, slower then")
+    fast_start: bool = _axis(False, "compile nothing; ready sooner, slower then", only="engine")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
     prefill_chunk_size: int | None = _axis(
         None,
@@ -191,7 +192,7 @@ class Settings:
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
                 raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {part.strip()!r}")
 
-    @property
+    @cached_property
     def pan_and_scan(self) -> PanAndScan:
         return PanAndScan(
             enabled=self.do_pan_and_scan,
@@ -200,7 +201,7 @@ class Settings:
             min_ratio_to_activate=self.pan_and_scan_min_ratio_to_activate,
         )
 
-    @property
+    @cached_property
     def sampling(self) -> Sampling:
         return Sampling(
             self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p,
@@ -234,6 +235,7 @@ class Axis:
     aliases: tuple[str, ...]
     choices: tuple[str, ...]
     level: Level
+    only: str
 
     @property
     def flag(self) -> str:
@@ -249,8 +251,44 @@ def axes() -> dict[str, Axis]:
         hint = hints[item.name]
         optional = isinstance(hint, UnionType)
         kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
-        found[item.name] = Axis(item.name, kind, optional, item.default, **item.metadata)
+        facts = dict(item.metadata)
+        if facts["only"]:
+            facts["help"] = f"{facts['only']}: {facts['help']}"
+        found[item.name] = Axis(item.name, kind, optional, item.default, **facts)
     return found
+
+
+ENGINE_AXES = tuple(axis.name for axis in axes().values() if axis.only == "engine")
+"""Settings of the engine alone."""
+VLLM_AXES = tuple(axis.name for axis in axes().values() if axis.only == "vllm")
+"""Settings of vLLM alone."""
+ENGINE_LIMITS: dict[str, Any] = {
+    "attention": "sdpa",
+    "cache": "dynamic",
+    "compile": None,
+    "batch_size": 1,
+    "equal_views": False,
+    "pad_to_multiple_of": None,
+    "tp_plan": None,
+}
+"""Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""
+VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None, "tf32": False}
+"""Settings that vLLM does not have, or decides itself: the only value that each may have."""
+RUNNER_LIMITS: dict[str, dict[str, Any]] = {
+    "engine": ENGINE_LIMITS,
+    "vllm": {**VLLM_LIMITS, "quantization": None, "device_map": None},
+    "pipeline": {"batch_size": 1, "pad_to_multiple_of": None, "preprocess": "cpu"},
+    "generate_batch": {
+        "cache": "dynamic",
+        "compile": None,
+        "prefill_chunk_size": None,
+        "pad_to_multiple_of": None,
+        "preprocess": "cpu",
+    },
+}
+"""What each runner does not offer: the only value that a setting may have with it."""
+ALL_AT_ONCE = ("engine", "vllm")
+"""Runners that take all requests of a cell at once, and mix prefill and decode in one step."""
 
 
 @cache
@@ -262,6 +300,24 @@ def foreign_settings(runner: str) -> Collection[str]:
     """Settings that a runner does not have: those of others alone, or those of all runners but it."""
     lacking = {"engine": (*ENGINE_LIMITS, *VLLM_AXES), "vllm": (*VLLM_LIMITS, *ENGINE_AXES)}
     return lacking.get(runner, (*ENGINE_AXES, *VLLM_AXES))
+
+
+def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
+    """The runner for one request: the one that a flag names, or the preset, or the engine.
+
+    ``generate`` takes the engine's place where the engine lacks what a flag sets, or what the preset sets without
+    naming a runner.
+
+    Args:
+        given: typed settings that the user gave.
+        preset: typed settings of a preset.
+    """
+    if "runner" in given:
+        return str(given["runner"])
+    named = str(preset.get("runner", "engine"))
+    asked = given if "runner" in preset else {**preset, **given}
+    lacks = any(asked.get(name, only) != only for name, only in ENGINE_LIMITS.items())
+    return "generate" if named == "engine" and lacks else named
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

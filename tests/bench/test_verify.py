@@ -23,7 +23,7 @@ from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanWarning, RecordsError
 from panscan.model.runtime import apply_attention
-from panscan.runners.base import open_runner
+from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from tests.conftest import noise
 
 from panscan.cli import batch
 from panscan.cli import progress as batch_progress
-from panscan.cli.batch import _go_on_with
 from panscan.cli.main import run
-from panscan.cli.options import errors
+from panscan.cli.options import errors, typed_again
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.tiny import tiny_directory
@@ -226,20 +225,39 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("given", "piped", "begun", "wanted"),
+    ("given", "without", "extra", "wanted"),
     [
-        ("docs -p --force -o --resume --force", None, True, "docs -p --force -o --resume --resume"),
-        ("docs --prompt=--resume --resume", None, True, "docs --prompt=--resume --resume"),
-        ("docs -p - -o a", "Why?", True, "docs -o a -p Why? --resume"),
-        ("--prompt - docs --force", "Why?", False, "docs --force -p Why?"),
-        ("docs -p- --prompt=- --whole_files", "Why?", True, "docs --whole_files -p Why? --resume"),
-        ("--do-pan-and-scan --force docs -- --force -x", None, True, "--do-pan-and-scan docs --resume -- --force -x"),
-        ("--max_new_tokens 4 --system --force docs", None, True, "--max_new_tokens 4 --system --force docs --resume"),
+        ("docs -p --force -o --resume --force", ["force"], ["--resume"], "docs --prompt=--force --output=--resume"),
+        ("docs --prompt=--resume --resume -o a", ["resume"], ["--resume"], "docs --prompt=--resume -o a"),
+        ("docs -p - -o a", ["prompt"], ["-p", "Why?", "--resume"], "docs -o a"),
+        ("--prompt - docs --force -oa", ["prompt"], ["-p", "Why?"], "docs --force -o a"),
+        ("docs -p- --prompt=- --whole_files -o a", ["prompt"], [], "docs --whole-files -o a"),
+        ("--do-pan-and-scan --force -o a -- --force -x", ["force"], [], "--do-pan-and-scan=true -o a -- --force -x"),
+        (
+            "--max_new_tokens 4 --system --force docs --output a",
+            [],
+            [],
+            "docs --max-new-tokens 4 --system=--force -o a",
+        ),
     ],
 )
-def test_the_line_to_go_on_with_is_what_was_typed(given: str, piped: str | None, begun: bool, wanted: str) -> None:
-    context = click.Context(batch.command, obj={"arguments": ["batch", *given.split()]})
-    assert _go_on_with(context, piped, begun=begun) == ["batch", *wanted.split()]
+def test_the_line_to_go_on_with_does_what_was_typed(
+    given: str, without: list[str], extra: list[str], wanted: str
+) -> None:
+    """It is made of what was parsed, so that parsing it again gives the same."""
+
+    def parsed(words: Sequence[str]) -> click.Context:
+        arguments = [word.replace("_", "-") for word in words]  # as the command line does
+        return batch.command.make_context("batch", arguments)
+
+    context = parsed(given.split())
+    words = typed_again(context, without=without, extra=extra)
+    first, *rest = wanted.split(" -- ")
+    assert words == [*first.split(), *extra, *(["--", *rest[0].split()] if rest else [])]
+    again = parsed(words)
+    added = {"prompt": "Why?" if "-p" in extra else again.params["prompt"], "resume": "--resume" in extra}
+    dropped = dict.fromkeys(set(without) - {"prompt"}, False)
+    assert again.params == context.params | dropped | added
 
 
 def test_a_log_has_a_line_soon_and_then_now_and_then(

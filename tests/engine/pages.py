@@ -48,7 +48,7 @@ def decoder_of(name: str) -> Decoder:
 
 @dataclass
 class Asked:
-    """A sequence, the tokens it will be led along, and pixels of its views by key."""
+    """A sequence, the tokens that will be forced, and pixels of its views by key."""
 
     sequence: Sequence
     forced: list[int]

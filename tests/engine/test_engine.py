@@ -286,12 +286,12 @@ def test_what_is_seen_of_a_preempted_request_is_the_same(tiny: GenerateRunner) -
     asked = [requests()[place] for place in (2, 10, 13) * 3]
     prompts = [plan_request(read_images(request), loaded.reader)[1].ids for request in asked]
     places = [image_places(ids, loaded.reader.prompts.soft_id) for ids in prompts]
-    scripts = [ForcedTokens([7 + place, *range(20, 59)], each, 40) for place, each in enumerate(places)]
+    forced = [ForcedTokens([7 + place, *range(20, 59)], each, 40) for place, each in enumerate(places)]
     with Engine(loaded, EngineOptions(kv_cache_gb=0.0025, block_size=1, max_num_seqs=32)) as engine:
-        seen = engine.observe(asked, scripts)
+        seen = engine.observe(asked, forced)
         assert engine.stats().preemptions > 0
     with Engine(loaded, EngineOptions(**SMALL)) as engine:
-        due = engine.observe(asked, scripts)
+        due = engine.observe(asked, forced)
         assert engine.stats().preemptions == 0
     for ours, theirs in zip(seen, due, strict=True):
         torch.testing.assert_close(ours.image, theirs.image, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,8 @@ from torch import nn
 from panscan import GenerateRunner
 from panscan.core import UnsupportedError
 from panscan.model.load import quantization_config
-from panscan.model.machine import is_out_of_memory, quantization_reason
+from panscan.model.machine import is_out_of_memory
+from panscan.model.support import quantization_reason
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from panscan.bench.workload import Source, build_workload
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import ForcedTokens, image_places
-from panscan.runners.base import open_runner, ready_runner
+from panscan.model.support import unsupported_reason
 from panscan.runners.engine import EngineRunner
-from panscan.runners.loading import unsupported_reason
+from panscan.runners.factory import open_runner, ready_runner
 from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
 
@@ -56,7 +56,7 @@ def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: 
         prepare(read_images(each), loaded.reader, loaded.device, loaded.dtype, on_device=False).prompt
         for each in batch()
     ]
-    scripts = [
+    forced = [
         ForcedTokens(
             [5 + place, 9, 30, 7, 11, 200], image_places(prompt.ids, loaded.reader.prompts.soft_id), STEPS - place
         )
@@ -67,15 +67,16 @@ def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: 
     try:
         tiny.configure(replace(before, attention="eager"))
         due = [
-            observe(loaded, tiny.settings, [each], [script])[0] for each, script in zip(batch(), scripts, strict=True)
+            observe(loaded, tiny.settings, [each], [forced_tokens])[0]
+            for each, forced_tokens in zip(batch(), forced, strict=True)
         ]
-        seen = engine.observe(batch(), scripts)
+        seen = engine.observe(batch(), forced)
         again = engine.observe(batch(), [ForcedTokens(None, [], STEPS)] * 3)
     finally:
         tiny.configure(before)
         engine.drop()
     for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
-        assert ours.tokens == theirs.tokens == scripts[place].tokens[: STEPS - place]  # type: ignore[index]  # every script has tokens
+        assert ours.tokens == theirs.tokens == forced[place].tokens[: STEPS - place]  # type: ignore[index]  # every forced_tokens has tokens
         torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
         if theirs.image is None:
             assert ours.image is None
@@ -133,7 +134,7 @@ def test_its_verdict_in_bf16_is_exact(tmp_path: Path, changes: dict[str, int]) -
 def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
     runner = EngineRunner(tiny.loaded, settings_from(SMALL))
     first, second = runner.run(batch()), runner.run(batch())
-    assert runner._engine is not None and runner._engine.generate(batch())[0].cached_tokens > 20
+    assert runner.engine.generate(batch())[0].cached_tokens > 20
     runner.drop()
     assert [each.token_ids for each in first] == [each.token_ids for each in second]
     assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
@@ -146,7 +147,7 @@ def test_an_engine_is_made_anew_for_other_products(tiny: GenerateRunner) -> None
     engines = []
     for settings in (chosen, replace(chosen, max_new_tokens=3), replace(chosen, tf32=True)):
         runner.settings = settings
-        engines.append(runner._opened())
+        engines.append(runner.engine)
     runner.drop()
     assert engines[0] is engines[1] is not engines[2]
 
@@ -162,11 +163,11 @@ def test_observations_of_the_trained_model_are_those_of_eager_attention(
     reader = trained.loaded.reader
     ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
     answer = reader.tokenizer(page.asks[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
-    script = ForcedTokens(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
+    forced_tokens = ForcedTokens(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
     engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
     trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))
-    [due] = observe(trained.loaded, trained.settings, [asked], [script])
-    [found] = engine.observe([asked], [script])
+    [due] = observe(trained.loaded, trained.settings, [asked], [forced_tokens])
+    [found] = engine.observe([asked], [forced_tokens])
     engine.drop()
     torch.testing.assert_close(found.answer, due.answer, rtol=1e-4, atol=1e-4)
     assert found.image is not None and due.image is not None
@@ -205,12 +206,12 @@ def test_the_engine_is_made_anew_for_other_sizes_only(tiny: GenerateRunner) -> N
     assert isinstance(runner, EngineRunner)
     runner.configure(settings)
     runner.run(batch())
-    first = runner._engine
+    first = runner.engine
     runner.configure(replace(settings, max_new_tokens=3, pan_and_scan_max_num_crops=1))
     runner.run(batch())
-    assert runner._engine is first
+    assert runner.engine is first
     runner.configure(replace(settings, prefill_chunk_size=64))
     runner.run(batch())
-    assert runner._engine is not first and runner._engine is not None
-    assert runner._engine.options.prefill_chunk_size == 64
+    assert runner.engine is not first
+    assert runner.engine.options.prefill_chunk_size == 64
     runner.close()

@@ -37,8 +37,8 @@ def teacher(runner: GenerateRunner, request: Request, tokens: list[int]) -> torc
     return logits
 
 
-def observed(runner: GenerateRunner, scripts: list[ForcedTokens] | None) -> list[Observation]:
-    return observe(runner.loaded, runner.settings, BATCH, scripts, steps=STEPS)
+def observed(runner: GenerateRunner, forced: list[ForcedTokens] | None) -> list[Observation]:
+    return observe(runner.loaded, runner.settings, BATCH, forced, steps=STEPS)
 
 
 SETTINGS: list[Any] = [
@@ -60,8 +60,8 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
     ids = prompts(runner)
     places = [image_places(each, runner.loaded.reader.prompts.soft_id) for each in ids]
     forced = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
-    scripts = [ForcedTokens(tokens, place, STEPS) for tokens, place in zip(forced, places, strict=True)]
-    for row, seen in enumerate(runner.observe(BATCH, scripts)):
+    forced = [ForcedTokens(tokens, place, STEPS) for tokens, place in zip(forced, places, strict=True)]
+    for row, seen in enumerate(runner.observe(BATCH, forced)):
         full = teacher(runner, BATCH[row], forced[row])
         assert seen.tokens == forced[row]
         expected = full[len(ids[row]) - 1 : -1]
@@ -76,9 +76,9 @@ def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> Non
     from dataclasses import replace
 
     whole = observed(runner, None)
-    scripts = [ForcedTokens(seen.tokens, seen.places, STEPS) for seen in whole]
+    forced = [ForcedTokens(seen.tokens, seen.places, STEPS) for seen in whole]
     runner.configure(replace(runner.settings, prefill_chunk_size=70))
-    for before, seen in zip(whole, runner.observe(BATCH, scripts), strict=True):
+    for before, seen in zip(whole, runner.observe(BATCH, forced), strict=True):
         if before.image is not None:
             assert seen.image is not None
             assert seen.image.shape == before.image.shape

@@ -13,7 +13,7 @@ from tests.runners.test_generate import check_stamps
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import SettingError, UnsupportedError
-from panscan.runners.base import open_runner
+from panscan.runners.factory import open_runner
 from panscan.runners.generate_batch import GenerateBatchRunner
 from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from

@@ -31,8 +31,9 @@ from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
 from panscan.model.reference import head_logits, weights_digest
-from panscan.runners.base import calls, ready_runner
-from panscan.runners.loading import unsupported_reason
+from panscan.model.support import unsupported_reason
+from panscan.runners.base import calls
+from panscan.runners.factory import ready_runner
 from panscan.runners.vllm import VllmRunner
 from panscan.runners.vllm_objects import (
     LIKELIEST,
@@ -104,7 +105,7 @@ def test_which_vllm_serves(installed: dict[str, str], told: str | None, monkeypa
             raise PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr("panscan.runners.loading.version", version)
+    monkeypatch.setattr("panscan.model.support.version", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reason = unsupported_reason(settings_from({"runner": "vllm"}))
     assert reason is None if told is None else told in str(reason)
@@ -320,8 +321,8 @@ class Vllm:
     def pixels(self, settings: Settings) -> str:
         return "cpu"
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
-        return [_some(each) for each in self.runner.observe(batch, scripts)]
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
+        return [_some(each) for each in self.runner.observe(batch, forced)]
 
 
 def _some(seen: Observation) -> Observation:

@@ -12,8 +12,9 @@ from panscan.batch.job import Job
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import Task
 from panscan.core import EngineError, Request, Result, SettingError, Stamps, now
+from panscan.settings import Settings
 
-__all__ = ["Output", "SupportsStreamResults", "answer"]
+__all__ = ["Output", "SupportsStreamResults", "answer", "answers_ahead", "up_to_first_question"]
 
 _SAME_ERRORS = 3  # of the first requests, until their setting and not they are at fault
 
@@ -42,6 +43,21 @@ class Output(Protocol):
     def write_held(self, id: str) -> None:
         """The turn of a held answer has come."""
         ...
+
+
+def up_to_first_question(tasks: Iterator[Task]) -> list[Task]:
+    """Take tasks up to the first that needs an engine; all of them if none does."""
+    ahead = []
+    for task in tasks:
+        ahead.append(task)
+        if task.needs_engine:
+            break
+    return ahead
+
+
+def answers_ahead(settings: Settings) -> int:
+    """Answers that may wait for a slower one before them, when they are written in order."""
+    return 4 * max(settings.max_num_seqs, 16)
 
 
 def answer(

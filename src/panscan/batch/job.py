@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +14,7 @@ from panscan.core import Request
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, Settings, axes
 
-__all__ = ["Job", "changed_versions", "difference"]
+__all__ = ["Job", "changed_versions", "difference", "with_resolved_dtype"]
 
 SCHEMA = 1
 
@@ -58,6 +58,20 @@ class Job:
         versions = {"panscan": __version__, **{name: version(name) for name in ("torch", "transformers")}}
         bundled = fingerprints([] if self.settings.random_weights else [self.settings.model])
         return {"schema": SCHEMA, **asked, "settings": settings, "versions": versions, "bundled": bundled}
+
+
+def with_resolved_dtype(settings: Settings) -> Settings:
+    """The settings with the precision that ``auto`` stands for here: where the job is resumed it may be another one.
+
+    Raises:
+        UnsupportedError: the device is not here.
+    """
+    from panscan.model.machine import resolve_device, resolve_dtype
+
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    names = ("fp32", "bf16", "fp16")
+    return replace(settings, dtype=next(name for name in names if resolve_dtype(name, device) == dtype))
 
 
 def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | None:

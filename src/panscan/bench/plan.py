@@ -88,7 +88,7 @@ class SweepPlan:
     @cached_property
     def skipped(self) -> dict[str, str]:
         """Why cells cannot run on this machine, by id; found out once, before any model is loaded."""
-        from panscan.runners.loading import unsupported_reason
+        from panscan.model.support import unsupported_reason
 
         found = {}
         for cell in self.cells:

@@ -56,7 +56,7 @@ def _run_loaded(
 ) -> None:
     """Every visit that shares one loaded model."""
     from panscan.model.machine import release_memory
-    from panscan.runners.base import open_runner
+    from panscan.runners.factory import open_runner
 
     cells = list(dict.fromkeys(cell for cell, _ in visits))
     compared = [cell for cell, repeat in visits if repeat is None]

@@ -77,7 +77,7 @@ class TruthRequest:
     answer: torch.Tensor
     image: torch.Tensor
 
-    def script(self, steps: int) -> ForcedTokens:
+    def forced_tokens(self, steps: int) -> ForcedTokens:
         return ForcedTokens(self.tokens, self.places, steps)
 
 
@@ -148,11 +148,11 @@ def observe_eager(
     loaded: Loaded, settings: Settings, requests: Sequence[Request], truth: Truth, on_step: Callable[[str], None]
 ) -> Iterator[Observation]:
     """The same requests at the model's own precision, along the truth's tokens: the yardstick's observations."""
-    scripts = [lead.script(len(lead.tokens)) for lead in truth.leads]
+    forced = [lead.forced_tokens(len(lead.tokens)) for lead in truth.leads]
     return _in_groups(
         loaded,
         requests,
-        lambda group: observe(loaded, settings, requests[group], scripts[group]),
+        lambda group: observe(loaded, settings, requests[group], forced[group]),
         lambda done: on_step(f"its noise in {settings.dtype}: {done} of {len(requests)} requests"),
     )
 
@@ -182,7 +182,7 @@ def _in_groups(
 
 
 def _lead(request: str, seen: Observation) -> TruthRequest:
-    assert seen.answer_hidden is not None  # observed without a script
+    assert seen.answer_hidden is not None  # its tokens were not forced
     hidden = seen.answer_hidden.shape[-1]
     image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
     return TruthRequest(request, seen.tokens, seen.places, seen.answer_hidden, image)

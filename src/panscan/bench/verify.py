@@ -27,6 +27,7 @@ from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Un
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.reference import head_logits, weights_digest
+from panscan.model.runtime import reference_computation
 from panscan.records.verdict import MARGIN_FLOOR, Divergence, Top1, judge
 from panscan.runners.base import calls
 from panscan.settings import Settings
@@ -243,7 +244,7 @@ class Verifier:
 
     def prepare_quantized(self, cells: Sequence[Cell]) -> None:
         """The same for cells of quantised weights, before these are loaded: loads the unquantised ones if need be."""
-        from panscan.runners.base import open_runner
+        from panscan.runners.factory import open_runner
 
         settings = cells[0].settings
         if settings.quantization in (None, "gptq") or _unwatched(settings) is not None:
@@ -322,20 +323,26 @@ class Verifier:
         precision = _precision(settings)
         try:
             if truth is None or precision not in truth.noise:
-                runner.configure(replace(plain, runner=settings.runner, preprocess=settings.preprocess))
-            if truth is None:
-                names = weights, views, settings.model_name
-                requests = self._requests(settings)
-                truth = compute_truth(runner.loaded, plain, requests, names, self.steps, self.say)
+                with reference_computation(runner.loaded.model):
+                    truth = self._computed(runner.loaded, settings, plain, truth, (weights, views))
             self._truths[weights, views] = truth
-            if precision not in truth.noise:
-                truth.noise[precision] = self._noise(runner.loaded, plain, truth)
-                if self.directory is not None:
-                    save_truth(truth, self.directory / f"{truth.id}.safetensors")
         except Exception as error:  # without a truth cells are unverified, and measured all the same
             self._missing[_identity(settings), views] = _reason(error, "computing the truth")
             return
         self._record(truth, source, now() - started)
+
+    def _computed(
+        self, loaded: Loaded, settings: Settings, plain: Settings, truth: Truth | None, digests: tuple[str, str]
+    ) -> Truth:
+        """A truth, computed unless it is known, with its noise at the precision of ``settings``; stored."""
+        if truth is None:
+            names = *digests, settings.model_name
+            truth = compute_truth(loaded, plain, self._requests(settings), names, self.steps, self.say)
+            self._truths[digests] = truth  # its noise may not fit into memory
+        truth.noise[_precision(settings)] = self._noise(loaded, plain, truth)
+        if self.directory is not None:
+            save_truth(truth, self.directory / f"{truth.id}.safetensors")
+        return truth
 
     def _found(self, weights: str, views: str, settings: Settings) -> tuple[Truth | None, str]:
         """A truth of an earlier start of this run, or of ``--reference``."""
@@ -375,8 +382,8 @@ class Verifier:
         todo = calls(views, settings)
         for number, batch in enumerate(todo):
             self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
-            scripts = [truth.leads[index].script(settings.max_new_tokens) for index in batch]
-            for index, seen in zip(batch, runner.observe([requests[i] for i in batch], scripts), strict=True):
+            forced = [truth.leads[index].forced_tokens(settings.max_new_tokens) for index in batch]
+            for index, seen in zip(batch, runner.observe([requests[i] for i in batch], forced), strict=True):
                 lead = truth.leads[index]
                 likeliest = seen.likeliest
                 pairs = lead.answer[: len(seen.tokens)], seen.answer, lead.image, seen.image

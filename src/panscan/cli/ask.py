@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
-    given_axes,
+    given_values,
     one_preset,
     read_prompt,
     say_left_out,
@@ -22,7 +21,7 @@ from panscan.cli.options import (
     utf8,
 )
 from panscan.core import Request, Result
-from panscan.settings import ENGINE_LIMITS, Settings, axes, foreign_settings, parse_value, settings_from
+from panscan.settings import Settings, axes, choose_runner, foreign_settings
 
 __all__ = ["command"]
 
@@ -55,39 +54,55 @@ def command(**options: Any) -> None:
     show_warnings(errors())
     prompt = read_prompt(options["prompt"])
     settings = _settings(options)
+    from panscan.images.files import expand_images
+
     request = Request(
         prompt=prompt,
-        images=options["images"],
+        images=expand_images(options["images"]),  # a missing file is reported before a model is loaded
         system=utf8("--system", options["system"]),
         raw=options["raw_prompt"],
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
     )
-    from panscan.images.files import expand_images
-
-    expand_images(request.images)  # a file that is not there is said before minutes of loading
-    runner = _runner(settings, named=options["model"] is not None)
-    with errors().status("reading"):
-        [result] = runner.run([request])
-    _show(result, settings.runner, as_json=options["as_json"])
+    if settings.model == "mini" and not settings.random_weights and options["model"] is None:
+        say_mini()
+    _show(_answer(request, settings), settings.runner, as_json=options["as_json"])
 
 
-def _runner(settings: Settings, *, named: bool) -> Any:
+def _answer(request: Request, settings: Settings) -> Result:
+    """The result of one request.
+
+    Raises:
+        PanscanError: the model cannot be loaded, or the request failed.
+    """
     from panscan.model.runtime import quiet_libraries
-    from panscan.runners.base import ready_runner
 
     quiet_libraries()
-    if settings.model == "mini" and not settings.random_weights and not named:
-        say_mini()
-    with errors().status(Text(f"loading {settings.model_name}")):
-        return ready_runner(settings)
+    loading = Text(f"loading {settings.model_name}")
+    if settings.runner == "engine":
+        from panscan.engine.engine import Engine
+
+        with errors().status(loading):
+            engine = Engine.from_settings(settings)
+        with engine, errors().status("reading"):
+            [result] = engine.generate([request], progress=False)
+    else:
+        from panscan.runners.factory import ready_runner
+
+        with errors().status(loading):
+            runner = ready_runner(settings)
+        with errors().status("reading"):
+            [result] = runner.run([request])
+    if result.error is not None:
+        raise result.error
+    return result
 
 
 def _settings(options: dict[str, Any]) -> Settings:
     """What was asked for; settings of the preset that the runner does not have are left out, with a note."""
     preset = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
-    given = {name: parse_value(name, values[0]) for name, values in given_axes(options, lists=False).items()}
-    runner = _runner_for(preset, given)
+    given = given_values(options)
+    runner = choose_runner(given, preset)
     idle = [
         name
         for name in foreign_settings(runner)
@@ -95,22 +110,10 @@ def _settings(options: dict[str, Any]) -> Settings:
     ]
     if idle:
         say_left_out(options["preset"], f"runner {runner}", idle)
-    kept = {name: value for name, value in preset.items() if name not in idle}
-    settings = settings_from({**kept, **given, "runner": runner})
-    if runner != "engine":
-        return settings
-    return replace(settings, max_num_seqs=1, fast_start={"fast_start": True, **kept, **given}["fast_start"])
-
-
-def _runner_for(preset: dict[str, Any], given: dict[str, Any]) -> str:
-    """The runner that a flag names, or the preset. ``generate`` in place of an engine that lacks what a flag sets, or
-    what the preset sets and does not name a runner for."""
-    if "runner" in given:
-        return str(given["runner"])
-    named = str(preset.get("runner", "engine"))
-    asked = given if "runner" in preset else {**preset, **given}
-    lacks = any(asked.get(name, only) != only for name, only in ENGINE_LIMITS.items())
-    return "generate" if named == "engine" and lacks else named
+    chosen = {name: value for name, value in preset.items() if name not in idle} | given
+    if runner == "engine":
+        chosen = {"fast_start": True, **chosen, "max_num_seqs": 1}
+    return Settings(**{**chosen, "runner": runner})
 
 
 def _show(result: Result, runner: str, *, as_json: bool) -> None:

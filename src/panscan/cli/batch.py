@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,18 @@ from panscan.cli.options import (
     common_options,
     errors,
     first_process,
-    given_axes,
+    given_values,
     one_preset,
     out,
     read_prompt,
     say_mini,
     show_warnings,
+    typed_again,
     utf8,
 )
 from panscan.cli.progress import batch_progress
 from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError
-from panscan.settings import axes, foreign_settings, settings_from
+from panscan.settings import Settings, axes, foreign_settings
 
 __all__ = ["command"]
 
@@ -77,6 +77,7 @@ def command(**options: Any) -> int:
     line, and the others go on. Whatever ends the job, even kill -9, --resume asks only what was not answered.
     """
     from panscan.batch.answers import AnswerFile, refuse_sources
+    from panscan.batch.dispatch import up_to_first_question
     from panscan.batch.items import find_work
     from panscan.batch.job import changed_versions, difference
     from panscan.batch.pending import Answered
@@ -103,30 +104,21 @@ def command(**options: Any) -> int:
         with console.status("looking for what is left"):
             answered = Answered(file, retry_failed=options["retry_failed"])
             tasks = answered.left(work)
-            ahead = _to_the_first_question(tasks)
+            ahead = up_to_first_question(tasks)
         with _resumable(file, job.prompt if options["prompt"] in (None, "-") else None):
             _answer(job, ahead, tasks, file, answered, work, in_order=options["order"] == "input")
             file.finish()
         return _summary(file, options["output"], idle=all(task.held for task in ahead))
 
 
-def _to_the_first_question(tasks: Iterator[Any]) -> list[Any]:
-    """Tasks up to the first that needs an engine; all, if none does."""
-    ahead = []
-    for task in tasks:
-        ahead.append(task)
-        if task.needs_engine:
-            break
-    return ahead
-
-
 def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
-    from panscan.batch.dispatch import answer
-    from panscan.engine.engine import Engine
+    from panscan.batch.dispatch import answer, answers_ahead
 
     with ExitStack() as stack:
         engine = None
         if ahead and ahead[-1].needs_engine:
+            from panscan.engine.engine import Engine
+
             with errors().status(Text(f"loading {job.settings.model_name}")):
                 engine = stack.enter_context(Engine.from_settings(job.settings))
         on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
@@ -135,31 +127,24 @@ def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: An
             job,
             chain(ahead, tasks),
             file,
-            window=4 * max(job.settings.max_num_seqs, 16) if in_order else None,
+            window=answers_ahead(job.settings) if in_order else None,
             proven=answered.any_succeeded,
             on_answer=on_answer,
         )
 
 
 def _job(options: dict[str, Any], *, dataset: bool) -> Any:
-    from panscan.batch.job import Job
-    from panscan.model.machine import resolve_device, resolve_dtype
+    from panscan.batch.job import Job, with_resolved_dtype
 
     if dataset and options["prompt"] is not None:
         raise SettingError("a dataset brings its own questions: leave -p out")
     prompt = None if dataset else read_prompt(options["prompt"])
-    chosen = one_preset(options["preset"], "batch", [name for name in axes() if name not in _NOT_HERE])
-    given = given_axes(options, lists=False)
-    settings = settings_from({**chosen, **{name: values[0] for name, values in given.items()}, "runner": "engine"})
+    preset = one_preset(options["preset"], "batch", [name for name in axes() if name not in _NOT_HERE])
+    settings = Settings(**{**preset, **given_values(options), "runner": "engine"})
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)  # "auto" may be another one where the job is resumed
-    settings = replace(
-        settings, dtype=next(name for name in ("fp32", "bf16", "fp16") if resolve_dtype(name, device) == dtype)
-    )
     return Job(
-        settings=settings,
+        settings=with_resolved_dtype(settings),
         prompt=prompt,
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
@@ -186,32 +171,13 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
         if first_process() and not isinstance(error, SettingError | ModelError | UnsupportedError):
-            words = _go_on_with(click.get_current_context(), piped, begun=file.begun)
+            context = click.get_current_context()
+            again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
+            without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
+            words = ["batch", *typed_again(context, without=without, extra=again)]
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
             click.echo(os.fsencode(f"go on with: {shlex.join(['panscan', *words])}"), err=True)
         raise
-
-
-def _go_on_with(context: click.Context, piped: str | None, *, begun: bool) -> list[str]:
-    """The words of this command with --resume (if it has begun) and the prompt that came from standard input."""
-    gone = {*(("force", "resume") if begun else ()), *(() if piped is None else ("prompt",))}
-    options = {flag: each for each in context.command.params if isinstance(each, click.Option) for flag in each.opts}
-    rest = list(context.obj["arguments"])
-    kept = []
-    while rest and rest[0] != "--":
-        words = [rest.pop(0)]
-        flag, attached, _ = words[0].partition("=") if words[0].startswith("--") else (words[0][:2], words[0][2:], "")
-        option = options.get(flag.replace("_", "-"))
-        if option is not None and not attached and _takes_next(option):
-            words.append(rest.pop(0))
-        kept += [] if option is not None and option.name in gone else words
-    return [*kept, *(() if piped is None else ("-p", piped)), *(("--resume",) if begun else ()), *rest]
-
-
-def _takes_next(option: click.Option) -> bool:
-    """Whether the next word is the option's value. (Of a setting that may stand alone, it is a word like any other.)"""
-    alone = option.name in axes() and axes()[option.name].kind is bool
-    return not option.is_flag and not alone
 
 
 def _summary(file: Any, path: Path, *, idle: bool) -> int:

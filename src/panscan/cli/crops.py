@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_axes, one_preset, out
+from panscan.cli.options import axis_options, common_options, errors, given_values, one_preset, out
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
-from panscan.settings import Settings, settings_from
+from panscan.settings import Settings
 
 if TYPE_CHECKING:
     from panscan.images.files import Page
@@ -104,8 +104,7 @@ def _facts(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    given = {name: values[0] for name, values in given_axes(options, lists=False).items()}
-    return settings_from({**one_preset(options["preset"], "crops", _SETTINGS), **given})
+    return Settings(**{**one_preset(options["preset"], "crops", _SETTINGS), **given_values(options)})
 
 
 def _cost(settings: Settings, *, given: bool) -> PromptCost:

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from panscan.core import PanscanWarning, SettingError
-from panscan.settings import Axis, axes
+from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
     "axis_options",
@@ -22,6 +22,7 @@ __all__ = [
     "errors",
     "first_process",
     "given_axes",
+    "given_values",
     "one_preset",
     "out",
     "read_prompt",
@@ -29,6 +30,7 @@ __all__ = [
     "say_log",
     "say_mini",
     "show_warnings",
+    "typed_again",
     "utf8",
 ]
 
@@ -123,21 +125,35 @@ def _option(axis: Axis, default: str | None) -> Callable[[Command], Command]:
     )
 
 
-def given_axes(options: dict[str, Any], *, lists: bool = True) -> dict[str, list[str]]:
-    """The settings among parsed options that the user gave, each a list of texts.
+def given_axes(options: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The settings among parsed options that the user gave, each a comma list cut into texts.
 
     Raises:
-        SettingError: an empty value, or a list where one value is wanted.
+        SettingError: an empty value.
     """
     found = {}
-    for name in axes():
-        text = options.get(name)
-        if text is None:
+    for name, axis in axes().items():
+        if (text := options.get(name)) is None:
             continue
-        values = [part.strip() for part in text.split(",")] if lists else [text]
-        if not all(values):
-            raise SettingError(f"--{axes()[name].flag} has an empty value: {text!r}")
-        found[name] = values
+        found[name] = [part.strip() for part in text.split(",")]
+        if not all(found[name]):
+            raise SettingError(f"--{axis.flag} has an empty value: {text!r}")
+    return found
+
+
+def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a verb that runs once: one typed value of each setting.
+
+    Raises:
+        SettingError: an empty value, or one of another kind.
+    """
+    found = {}
+    for name, axis in axes().items():
+        if (text := options.get(name)) is None:
+            continue
+        if not text:
+            raise SettingError(f"--{axis.flag} has an empty value: {text!r}")
+        found[name] = parse_value(name, text)
     return found
 
 
@@ -215,3 +231,42 @@ def show_warnings(console: Console) -> None:
 
     warnings.simplefilter("always", PanscanWarning)
     warnings.showwarning = show
+
+
+def typed_again(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
+    """The words of a command line that does the same as the present one.
+
+    It is made of what was parsed, in the order in which it was given: positional arguments, then options.
+
+    Args:
+        context: of the command.
+        without: names of parameters to leave out.
+        extra: words to add behind the options.
+    """
+    parameters = {parameter.name: parameter for parameter in context.command.params}
+    places, options = [], []
+    for name, value in context.params.items():
+        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not typed or name in without:
+            continue
+        parameter = parameters[name]
+        if isinstance(parameter, click.Argument):
+            places += [str(each) for each in (value if isinstance(value, tuple) else (value,))]
+        else:
+            options += _words_of(parameter, value)
+    before = ["--"] if any(place.startswith("-") for place in places) else []
+    found = [*options, *extra]
+    return [*found, *before, *places] if before else [*places, *found]
+
+
+def _words_of(option: click.Parameter, value: Any) -> list[str]:
+    """An option as words; a value that could pass for an option is attached to its flag."""
+    flag = option.opts[0]
+    if isinstance(option, click.Option) and option.is_flag:
+        return [flag]
+    words = []
+    for each in map(str, value if isinstance(value, tuple) else (value,)):
+        alone = option.name in axes() and axes()[option.name].kind is bool  # it may stand without a value
+        long = next((name for name in option.opts if name.startswith("--")), flag)
+        words += [f"{long}={each}"] if alone or each.startswith("-") else [flag, each]
+    return words

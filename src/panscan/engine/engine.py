@@ -23,10 +23,8 @@ from panscan.core import (
     SettingError,
     Stamps,
     TokenEvent,
-    UnsupportedError,
     now,
 )
-from panscan.engine.limits import unsupported_reason
 from panscan.engine.loop import Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, Watched
@@ -34,6 +32,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.model.support import require_supported
 from panscan.presets import single_preset
 from panscan.settings import Settings, axes, foreign_settings, settings_from
 
@@ -144,8 +143,7 @@ class Engine:
         Raises: as :meth:`from_pretrained`.
         """
         settings = replace(settings, runner="engine")
-        if (reason := unsupported_reason(settings)) is not None:
-            raise UnsupportedError(reason)
+        require_supported(settings)
         loaded = load_for(settings)
         apply_attention(loaded.model, settings.attention)
         apply_tf32(settings.tf32)
@@ -236,14 +234,14 @@ class Engine:
             with suppress(EngineError):  # closed: it is cancelled already
                 self._worker.cancel(job)
 
-    def observe(self, requests: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def observe(self, requests: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions along given tokens, all requests at once: what the verdict compares.
 
         Raises:
             PanscanError: of the first request that failed.
         """
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
-        watched = [Watched(script) for script in scripts]
+        watched = [Watched(forced_tokens) for forced_tokens in forced]
         for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):
             self._worker.accept(self._job(request, _ignore, partial(_put, finished, index), watch))
         results = dict(finished.get() for _ in watched)

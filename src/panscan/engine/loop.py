@@ -239,7 +239,7 @@ class Loop:
         for chunk in step.chunks:
             watched = self._jobs[chunk.sequence].watched if chunk.sequence in self._jobs else None
             if watched is not None:
-                found[chunk.sequence] = [at for at in watched.script.places if chunk.start <= at < chunk.end]
+                found[chunk.sequence] = [at for at in watched.forced_tokens.places if chunk.start <= at < chunk.end]
         return {tokens: places for tokens, places in found.items() if places}
 
     def _settle(self, flight: InFlightPass, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:

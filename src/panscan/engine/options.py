@@ -1,12 +1,12 @@
-"""What an engine is told once: sizes of its passes and caches."""
+"""The sizes of an engine's passes and caches: the settings that it takes, checked, with its own defaults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any
 
 from panscan.core.ranges import Range
-from panscan.settings import RANGES, Settings
+from panscan.settings import RANGES, Settings, axes
 
 __all__ = ["EngineOptions"]
 
@@ -15,38 +15,36 @@ _BLOCK = 2  # tokens: a prefix is taken over up to a block's end; Gemma 3 writes
 _RANGES = {**RANGES, "block_size": Range(whole=True, least=1)}
 
 
+def _default(name: str) -> Any:
+    return axes()[name].default
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Sizes of an engine's passes and caches.
 
+    Most are settings under the same name, with the same defaults and ranges (:class:`panscan.settings.Settings` has
+    their help). Two are the engine's own:
+
     Args:
-        attention_backend: of paged attention; see :func:`panscan.engine.startup.choose_backend`.
-        prefill_chunk_size: prompt tokens of one pass, of all requests together; an image block that is longer is taken
-            whole.
-        max_num_seqs: requests that compute at once.
-        kv_cache_gb: 10^9 bytes of keys and values; None: most of the memory that is free.
-        vision_cache_gb: 10^9 bytes of encoded views that are kept, those of the present pass among them.
-        vision_batch_size: views that go through the vision tower at once.
-        prefix_caching: requests that begin alike share keys and values.
-        preprocess: ``cpu`` or ``device``, as in ``--preprocess``.
-        fast_start: compile nothing.
-        block_size: tokens of one cache block.
-        overlap: launch a pass before the tokens of the one before are known; None: if all else is done that makes
-            passes fast on a GPU (see :class:`panscan.engine.startup.Startup`).
+        prefill_chunk_size: prompt tokens of one pass, all requests together; a longer image block is taken whole.
+        block_size: tokens of one KV cache block.
+        overlap: launch a pass before the tokens of the previous one are known; None: where all else is in place that
+            makes passes fast on a GPU (see :class:`panscan.engine.startup.Startup`).
 
     Raises:
         SettingError: a size out of its range.
     """
 
-    attention_backend: str = "auto"
+    attention_backend: str = _default("attention_backend")
     prefill_chunk_size: int = _CHUNK
-    max_num_seqs: int = 128
-    kv_cache_gb: float | None = None
-    vision_cache_gb: float = 1.0
-    vision_batch_size: int = 16
-    prefix_caching: bool = True
-    preprocess: Literal["cpu", "device"] = "cpu"
-    fast_start: bool = False
+    max_num_seqs: int = _default("max_num_seqs")
+    kv_cache_gb: float | None = _default("kv_cache_gb")
+    vision_cache_gb: float = _default("vision_cache_gb")
+    vision_batch_size: int = _default("vision_batch_size")
+    prefix_caching: bool = _default("prefix_caching")
+    preprocess: str = _default("preprocess")
+    fast_start: bool = _default("fast_start")
     block_size: int = _BLOCK
     overlap: bool | None = None
 
@@ -58,15 +56,8 @@ class EngineOptions:
 
     @classmethod
     def of(cls, settings: Settings) -> EngineOptions:
-        """Those that settings name."""
-        return cls(
-            attention_backend=settings.attention_backend,
-            prefill_chunk_size=_CHUNK if settings.prefill_chunk_size is None else settings.prefill_chunk_size,
-            max_num_seqs=settings.max_num_seqs,
-            kv_cache_gb=settings.kv_cache_gb,
-            vision_cache_gb=settings.vision_cache_gb,
-            vision_batch_size=settings.vision_batch_size,
-            prefix_caching=settings.prefix_caching,
-            preprocess="device" if settings.preprocess == "device" else "cpu",
-            fast_start=settings.fast_start,
-        )
+        """The options that settings name. A chunk size of None is the engine's default."""
+        shared = {item.name: getattr(settings, item.name) for item in fields(cls) if item.name in axes()}
+        if shared["prefill_chunk_size"] is None:
+            del shared["prefill_chunk_size"]
+        return cls(**shared)

@@ -69,7 +69,7 @@ class Preparer:
             prompt_tokens=len(prompt.ids),
             layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
             limit=len(prompt.ids) + job.max_new_tokens,
-            reuse=job.watched is None or not job.watched.script.places,
+            reuse=job.watched is None or not job.watched.forced_tokens.places,
         )
         job.text = Detokenizer(self._reader.tokenizer, job.request.sampling.stop if job.watched is None else ())
         job.stamps.preprocessed = now()

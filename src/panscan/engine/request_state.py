@@ -38,19 +38,19 @@ class Sight:
 class Watched:
     """What a led job has shown so far (see :class:`panscan.model.observation.ForcedTokens`)."""
 
-    script: ForcedTokens
+    forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
     places: dict[int, torch.Tensor] = field(default_factory=dict)  # a preempted prompt is computed again
 
     def next(self, count: int) -> int | None:
-        """The token to lead along after ``count``; None for the model's own."""
-        return None if self.script.tokens is None else self.script.tokens[count]
+        """The token to force after ``count`` tokens; None for the model's own choice."""
+        return None if self.forced_tokens.tokens is None else self.forced_tokens.tokens[count]
 
     def observation(self, tokens: list[int], logits: Callable[[torch.Tensor], torch.Tensor]) -> Observation:
         """All that was seen; ``logits`` makes those of final hidden states."""
-        found = Observation(tokens, self.script.places, torch.stack(self.answer))
-        if self.script.places:
-            hidden = torch.stack([self.places[place] for place in self.script.places])
+        found = Observation(tokens, self.forced_tokens.places, torch.stack(self.answer))
+        if self.forced_tokens.places:
+            hidden = torch.stack([self.places[place] for place in self.forced_tokens.places])
             found.image, found.image_hidden = logits(hidden).cpu(), hidden.float().cpu()
         return found
 
@@ -93,8 +93,10 @@ class RequestState:
         """Output tokens at most."""
         if self.watched is None:
             return self.request.sampling.max_new_tokens
-        script = self.watched.script
-        return script.steps if script.tokens is None else min(script.steps, len(script.tokens))
+        forced_tokens = self.watched.forced_tokens
+        return (
+            forced_tokens.steps if forced_tokens.tokens is None else min(forced_tokens.steps, len(forced_tokens.tokens))
+        )
 
     @property
     def looks_back(self) -> bool:
@@ -147,7 +149,7 @@ class RequestState:
     def _reason(self, token: int, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
         assert self.text is not None  # it is prepared
         sampling = self.request.sampling
-        led = self.watched is not None and self.watched.script.tokens is not None
+        led = self.watched is not None and self.watched.forced_tokens.tokens is not None
         marks = () if sampling.ignore_eos or led else eos_ids
         if token in marks or self.text.stopped or (not led and token in sampling.stop_token_ids):
             return "stop"

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from panscan.core import ModelError, PanscanWarning, UnsupportedError
+from panscan.core import ModelError, PanscanWarning
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_random
-from panscan.model.machine import attention_reason, quantization_reason, resolve_device, resolve_dtype
+from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.settings import Settings
 
-__all__ = ["load_for", "machine_reason", "quantization_config"]
+__all__ = ["load_for", "quantization_config"]
 
 
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
@@ -48,18 +48,6 @@ def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
         "torchao-float8": Float8DynamicActivationFloat8WeightConfig,
     }
     return TorchAoConfig(kinds[name](), modules_to_not_convert=untouched)
-
-
-def machine_reason(settings: Settings) -> str | None:
-    """Why this machine cannot load what settings name, found out without loading it; None if nothing speaks against."""
-    try:
-        device = resolve_device(settings.device)
-    except UnsupportedError as error:
-        return str(error)
-    if settings.tp_plan is not None and not torch.distributed.is_torchelastic_launched():
-        return "--tp-plan needs torchrun: torchrun --nproc-per-node N -m panscan bench ..."
-    dtype = resolve_dtype(settings.dtype, device)
-    return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
 
 
 def load_for(settings: Settings) -> Loaded:

@@ -1,10 +1,9 @@
-"""What this machine can do: devices, attention kernels, quantisation packages. Answers are reasons, or None for yes."""
+"""This machine: its devices, their memory and precision, and facts about them for records."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from panscan.core import UnsupportedError
 
 __all__ = [
-    "attention_reason",
     "cuda_version",
     "gpu_count",
     "gpu_facts",
     "is_out_of_memory",
     "peak_memory",
-    "quantization_reason",
     "release_memory",
     "reset_peak_memory",
     "resolve_device",
@@ -29,11 +26,6 @@ __all__ = [
 ]
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-_FLASH_PACKAGES = {
-    "flash_attention_2": ("flash_attn", (8, 0)),
-    "flash_attention_3": ("flash_attn_interface", (9, 0)),
-    "flash_attention_4": ("flash_attn.cute", (9, 0)),
-}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -59,40 +51,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[name]
-
-
-def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why an attention implementation cannot run here. Names with a slash come from the kernels hub."""
-    if name in ("eager", "sdpa", "flex_attention"):
-        return None
-    if "/" in name:
-        if find_spec("kernels") is None:
-            return f"{name} comes from the kernels hub: pip install kernels"
-        return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
-    if device.type != "cuda":
-        return f"{name} needs an NVIDIA GPU"
-    package, capability = _FLASH_PACKAGES[name]
-    if torch.cuda.get_device_capability(device) < capability:
-        return f"{name} needs compute capability {capability[0]}.{capability[1]} or later"
-    root = package.split(".")[0]
-    if find_spec(root) is None or find_spec(package) is None:  # a submodule cannot be looked up without its package
-        return f"{name} needs the package {root.replace('_', '-')}" + (" 4 or later" if root != package else "")
-    return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
-
-
-def quantization_reason(name: str | None, device: torch.device) -> str | None:
-    """Why a quantisation cannot run here."""
-    if name is None:
-        return None
-    package = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}[name.split("-")[0]]
-    if find_spec(package) is None:
-        return f"{name} needs the package {package}"
-    if name == "torchao-float8":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-            return "torchao-float8 needs an NVIDIA GPU of compute capability 8.9 or later"
-    elif name in ("gptq", "torchao-int4") and device.type != "cuda":
-        return f"{name} needs an NVIDIA GPU"
-    return None
 
 
 def release_memory() -> None:

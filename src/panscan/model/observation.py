@@ -15,7 +15,7 @@ IMAGE_POSITIONS = 32  # per request
 
 @dataclass(slots=True)
 class ForcedTokens:
-    """What a request is led along.
+    """The tokens that a request's answer is made to take.
 
     Args:
         tokens: forced one after the other; None for the model's own greedy tokens, up to ``steps``.
@@ -33,8 +33,8 @@ class Observation:
     """What a model computed for one request. Tensors are on the CPU.
 
     Args:
-        tokens: those it was led along, or chose.
-        places: of the prompt, as in its script.
+        tokens: those that were forced, or its own choice.
+        places: of the prompt, as in :class:`ForcedTokens`.
         answer: float32 ``[tokens, vocabulary]``: the logits before each token.
         image: float32 ``[places, vocabulary]``: the logits at the places of the prompt; None where none were asked for.
         answer_hidden: float32 ``[tokens, hidden]``: final hidden states before each token, if they were asked for.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from panscan.core import PanscanWarning, UnsupportedError
 
-__all__ = ["apply_attention", "apply_compile", "apply_tf32", "quiet_libraries"]
+__all__ = ["apply_attention", "apply_compile", "apply_tf32", "quiet_libraries", "reference_computation"]
 
 
 def apply_attention(model: Any, name: str) -> None:
@@ -47,13 +49,40 @@ def apply_compile(model: Any, mode: str | None) -> None:
     Whole modules, not ``model.forward``: what happens between them (merging image embeddings) depends on the data.
     """
     _forget_compilations(model)
-    inner = model.model
-    for module in (getattr(inner, "vision_tower", None), getattr(inner, "language_model", inner)):
-        if module is None:
-            continue
+    for module in _compilable(model):
         module._compiled_call_impl = None  # nn.Module.compile has no counterpart that undoes it
         if mode is not None:
             module.compile(mode=mode)
+
+
+@contextmanager
+def reference_computation(model: Any) -> Iterator[None]:
+    """Eager attention, nothing compiled and no TF32 while in the block: what the truth is computed with.
+
+    Afterwards the model computes as before, so that whoever configured it need not know.
+    """
+    attention = model.config._attn_implementation
+    compiled = [(module, module._compiled_call_impl) for module in _compilable(model)]
+    precision, allowed = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        apply_tf32(False)
+        apply_compile(model, None)
+        apply_attention(model, "eager")
+        yield
+    finally:
+        if attention != "eager":
+            apply_attention(model, attention)
+        for module, implementation in compiled:
+            module._compiled_call_impl = implementation
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _compilable(model: Any) -> list[Any]:
+    """The modules that :func:`apply_compile` compiles: the vision tower, where there is one, and the language model."""
+    inner = model.model
+    parts = (getattr(inner, "vision_tower", None), getattr(inner, "language_model", inner))
+    return [part for part in parts if part is not None]
 
 
 def _forget_compilations(model: Any) -> None:

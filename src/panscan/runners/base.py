@@ -1,18 +1,18 @@
-"""The one interface over the ways to run requests."""
+"""The one interface over the ways to run requests, and how requests are cut into its calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from panscan.core import Request, Result, UnsupportedError
+from panscan.core import Request, Result, SettingError
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
     from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["Runner", "batches", "calls", "open_runner", "ready_runner"]
+__all__ = ["Runner", "batches", "calls", "check_change"]
 
 
 class Runner(Protocol):
@@ -33,7 +33,7 @@ class Runner(Protocol):
         """Which rounding the pixels of views have under these settings: that of ``--preprocess cpu`` or ``device``."""
         ...
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions of one batch along given tokens, through its own path.
 
         Raises UnsupportedError where there is no way to look in.
@@ -43,6 +43,24 @@ class Runner(Protocol):
     def close(self) -> None:
         """Give the memory back."""
         ...
+
+
+def check_change(loaded: Settings, wanted: Settings) -> None:
+    """Refuse settings that a runner cannot switch to without loading other weights.
+
+    Args:
+        loaded: the runner's present settings.
+        wanted: those that it should take.
+
+    Raises:
+        SettingError: they need other weights.
+        UnsupportedError: they cannot run here.
+    """
+    from panscan.model.support import require_supported
+
+    if wanted.load_key != loaded.load_key:
+        raise SettingError("other weights need another runner")
+    require_supported(wanted)
 
 
 def calls(views: Sequence[int], settings: Settings) -> list[list[int]]:
@@ -74,43 +92,3 @@ def _batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> Ite
         groups.setdefault(count if equal_views else 0, []).append(index)
     cut = [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
     yield from sorted(cut, key=lambda batch: batch[0])
-
-
-def open_runner(settings: Settings) -> Runner:
-    """Load what settings name, in the runner that they name. Call ``configure`` before the first batch.
-
-    Raises:
-        ModelError: the checkpoint cannot be had.
-        UnsupportedError: this runner cannot run this checkpoint.
-    """
-    if settings.runner == "vllm":
-        from panscan.runners.vllm import VllmRunner
-
-        return VllmRunner(settings)
-    from panscan.model.load import load_for
-    from panscan.runners.engine import EngineRunner
-    from panscan.runners.generate import GenerateRunner
-    from panscan.runners.generate_batch import GenerateBatchRunner
-    from panscan.runners.pipeline import PipelineRunner
-
-    kinds: dict[str, type[GenerateRunner]] = {
-        "generate": GenerateRunner,
-        "pipeline": PipelineRunner,
-        "generate_batch": GenerateBatchRunner,
-        "engine": EngineRunner,
-    }
-    return kinds[settings.runner](load_for(settings), settings)
-
-
-def ready_runner(settings: Settings) -> Runner:
-    """The runner that settings name, switched to them.
-
-    Raises: as :func:`open_runner`; also UnsupportedError, before anything is loaded, where this machine cannot do it.
-    """
-    from panscan.runners.loading import unsupported_reason
-
-    if (reason := unsupported_reason(settings)) is not None:
-        raise UnsupportedError(reason)
-    runner = open_runner(settings)
-    runner.configure(settings)
-    return runner

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from panscan.core import Request, Result
 from panscan.engine.engine import Engine
-from panscan.engine.limits import unsupported_reason
 from panscan.engine.options import EngineOptions
 from panscan.model.checkpoint import Loaded
+from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.runners.generate import GenerateRunner
+from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.model.support import require_supported
+from panscan.runners.base import check_change
 from panscan.settings import Settings
 
 __all__ = ["EngineRunner"]
 
 
-class EngineRunner(GenerateRunner):
-    """Gemma 3 through :class:`panscan.engine.engine.Engine`."""
+class EngineRunner:
+    """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other sizes.
+
+    Truths are computed on the bare model before that, while the engine's caches do not take memory yet.
+    """
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
-        super().__init__(loaded, settings)
+        self.loaded = loaded
+        self.settings = settings
         self._engine: Engine | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> EngineRunner:
+        """Load what settings name.
+
+        Raises:
+            ModelError: the checkpoint cannot be had.
+            UnsupportedError: this machine cannot do what the settings say.
+        """
+        require_supported(settings)
+        runner = cls(load_for(settings), settings)
+        runner.configure(settings)
+        return runner
+
+    def configure(self, settings: Settings) -> None:
+        """Take other settings of the same load."""
+        check_change(self.settings, settings)
+        if self.loaded.model.config._attn_implementation != settings.attention:
+            apply_attention(self.loaded.model, settings.attention)
+        apply_tf32(settings.tf32)
+        self.settings = settings
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer requests with empty caches: what one measurement computed is no help to the next.
@@ -31,33 +57,33 @@ class EngineRunner(GenerateRunner):
         Raises:
             PanscanError: of the first request that failed, when all have ended.
         """
-        self._opened().reset_caches()
-        return self._answer(batch)
+        self.engine.reset_caches()
+        return self.answer(batch)
 
-    def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """Answer requests, all of them in flight at once, in their order.
+    def answer(self, requests: Sequence[Request]) -> list[Result]:
+        """Answer requests with whatever the caches hold.
 
         Raises:
             PanscanError: of the first request that failed, when all have ended.
         """
-        return self._answer(list(requests))
+        in_flight = self.settings.max_concurrency or max(1, len(requests))
+        results = dict(self.engine.stream_results(requests, max_concurrency=in_flight))
+        for index in range(len(requests)):
+            if (error := results[index].error) is not None:
+                raise error
+        return [results[index] for index in range(len(requests))]
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def pixels(self, settings: Settings) -> str:
+        """Which rounding the pixels have under these settings: ``cpu`` or ``device``, as in ``--preprocess``."""
+        return settings.preprocess
+
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions along given tokens, through the engine."""
-        return self._opened().observe(batch, scripts)
+        return self.engine.observe(batch, forced)
 
     @property
-    def decisions(self) -> tuple[str, ...]:
-        """What the engine chose at its start; nothing before it is needed for the first time."""
-        return () if self._engine is None else self._engine.decisions
-
-    def close(self) -> None:
-        """Drop the model too."""
-        self.drop()
-        super().close()
-
-    def _opened(self) -> Engine:
-        """The engine of the present settings; its cache is allocated on first need, when truths are computed."""
+    def engine(self) -> Engine:
+        """The engine of the present settings; reopened where its options or its precision of products change."""
         options = EngineOptions.of(self.settings)
         # Whether products use TF32 is part of what an engine compiled and recorded.
         kept = self._engine is not None and self._engine.settings.tf32 == self.settings.tf32
@@ -66,14 +92,6 @@ class EngineRunner(GenerateRunner):
             self._engine = Engine(self.loaded, options, self.settings)
         return self._engine
 
-    def _answer(self, requests: Sequence[Request]) -> list[Result]:
-        in_flight = self.settings.max_concurrency or max(1, len(requests))
-        results = dict(self._opened().stream_results(requests, max_concurrency=in_flight))
-        for index in range(len(requests)):
-            if (error := results[index].error) is not None:
-                raise error
-        return [results[index] for index in range(len(requests))]
-
     def drop(self) -> None:
         """Drop the engine and give its memory back; the model stays, and is as it was loaded."""
         if self._engine is not None:
@@ -81,6 +99,8 @@ class EngineRunner(GenerateRunner):
             self._engine = None
             release_memory()  # before another cache is sized by what is free
 
-    def _unsupported(self, settings: Settings) -> str | None:
-        # The verdict's truth is computed by generate() on this runner's model, with eager attention.
-        return unsupported_reason(replace(settings, attention="sdpa") if settings.attention == "eager" else settings)
+    def close(self) -> None:
+        """Drop the engine and the model."""
+        self.drop()
+        del self.loaded
+        release_memory()

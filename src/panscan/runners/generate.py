@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, now
+from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
 from panscan.engine.detokenizer import Detokenizer
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
@@ -17,9 +17,9 @@ from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
-from panscan.runners.base import batches
+from panscan.model.support import require_supported
+from panscan.runners.base import batches, check_change
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
-from panscan.runners.loading import unsupported_reason
 from panscan.runners.observe import observe
 from panscan.settings import Settings, settings_from
 
@@ -103,18 +103,14 @@ class GenerateRunner:
 
         Raises: as :meth:`from_pretrained`.
         """
-        if (reason := unsupported_reason(settings)) is not None:
-            raise UnsupportedError(reason)
+        require_supported(settings)
         runner = cls(load_for(settings), settings)
         runner.configure(settings)
         return runner
 
     def configure(self, settings: Settings) -> None:
         """Take other settings of the same load: attention, compilation and TF32 are switched on the loaded model."""
-        if settings.load_key != self.settings.load_key:
-            raise SettingError("other weights need another runner")
-        if (reason := self._unsupported(settings)) is not None:
-            raise UnsupportedError(reason)
+        check_change(self.settings, settings)
         if self._attention != settings.attention:
             self._attention = None  # a switch that fails half-way is tried again
             apply_attention(self.loaded.model, settings.attention)
@@ -184,12 +180,9 @@ class GenerateRunner:
         """Which rounding the pixels have under these settings: ``cpu`` or ``device``, as in ``--preprocess``."""
         return settings.preprocess
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions of one batch along given tokens, through this runner's own path."""
-        return observe(self.loaded, self.settings, batch, scripts)
-
-    def _unsupported(self, settings: Settings) -> str | None:
-        return unsupported_reason(settings)
+        return observe(self.loaded, self.settings, batch, forced)
 
     def _prepare(self, read: Read) -> Prepared:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"

@@ -61,7 +61,7 @@ class GenerateBatchRunner(GenerateRunner):
             for request, prompt, output in zip(batch, prompts, ordered, strict=True)
         ]  # fmt: skip
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Not here. Raises UnsupportedError."""
         raise UnsupportedError("generate_batch() offers no place to look at its logits")
 

@@ -44,13 +44,13 @@ class Watch:
 
     Args:
         loaded: the model that is called.
-        scripts: one per row of the batch.
+        forced: one per row of the batch.
         padding: tokens on the left of each row.
         keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
     """
 
     loaded: Loaded
-    scripts: Sequence[ForcedTokens]
+    forced: Sequence[ForcedTokens]
     padding: Sequence[int]
     keep_hidden: bool = False
     _chosen: list[list[int]] = field(init=False)
@@ -60,8 +60,8 @@ class Watch:
     _seen: int = 0
 
     def __post_init__(self) -> None:
-        self._chosen = [[] for _ in self.scripts]
-        self._places = [[] for _ in self.scripts]
+        self._chosen = [[] for _ in self.forced]
+        self._places = [[] for _ in self.forced]
         self._own = self.loaded.model.generation_config
         self._suppressed = self._own.suppress_tokens or []
 
@@ -86,14 +86,14 @@ class Watch:
 
     def observations(self) -> list[Observation]:
         """What was seen, row by row."""
-        return [self._observation(row) for row in range(len(self.scripts))]
+        return [self._observation(row) for row in range(len(self.forced))]
 
     def _forward(self, _module: Any, _inputs: Any, output: Any) -> None:
         """A prompt may come in several passes, and each brings its own positions."""
         hidden = output[0]
         passed = range(self._seen, self._seen + hidden.shape[1])
-        for row, (script, pad) in enumerate(zip(self.scripts, self.padding, strict=True)):
-            inside = [place + pad - self._seen for place in script.places if place + pad in passed]
+        for row, (forced_tokens, pad) in enumerate(zip(self.forced, self.padding, strict=True)):
+            inside = [place + pad - self._seen for place in forced_tokens.places if place + pad in passed]
             self._places[row].append(hidden[row, inside])
         self._seen += hidden.shape[1]
         if self.keep_hidden:
@@ -103,16 +103,16 @@ class Watch:
         if not self.keep_hidden:
             self._hook.remove()  # before decode, which may be compiled
         self._scores.append(scores.float().cpu())
-        choice = [self._choose(row, scores[row]) for row in range(len(self.scripts))]
+        choice = [self._choose(row, scores[row]) for row in range(len(self.forced))]
         forced = torch.full_like(scores, float("-inf"))
         return forced.scatter_(1, torch.tensor(choice, device=scores.device)[:, None], 0.0)
 
     def _choose(self, row: int, scores: torch.Tensor) -> int:
-        script, chosen = self.scripts[row], self._chosen[row]
+        forced_tokens, chosen = self.forced[row], self._chosen[row]
         if self._ended(row):
             return int(self._own.pad_token_id)
-        if script.tokens is not None:
-            chosen.append(script.tokens[len(chosen)])
+        if forced_tokens.tokens is not None:
+            chosen.append(forced_tokens.tokens[len(chosen)])
         else:
             allowed = scores.clone()
             allowed[self._suppressed] = float("-inf")
@@ -120,20 +120,20 @@ class Watch:
         return chosen[-1]
 
     def _ended(self, row: int) -> bool:
-        script, chosen = self.scripts[row], self._chosen[row]
-        if script.tokens is not None:
-            return len(chosen) == min(script.steps, len(script.tokens))
-        return len(chosen) == script.steps or (bool(chosen) and chosen[-1] in self.loaded.eos_ids)
+        forced_tokens, chosen = self.forced[row], self._chosen[row]
+        if forced_tokens.tokens is not None:
+            return len(chosen) == min(forced_tokens.steps, len(forced_tokens.tokens))
+        return len(chosen) == forced_tokens.steps or (bool(chosen) and chosen[-1] in self.loaded.eos_ids)
 
     def _done(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        done = all(map(self._ended, range(len(self.scripts))))
+        done = all(map(self._ended, range(len(self.forced))))
         return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
 
     def _observation(self, row: int) -> Observation:
         tokens = self._chosen[row]
         answer = torch.stack([scores[row] for scores in self._scores[: len(tokens)]])
-        found = Observation(tokens, self.scripts[row].places, answer)
-        if self.scripts[row].places:
+        found = Observation(tokens, self.forced[row].places, answer)
+        if self.forced[row].places:
             hidden = torch.cat(self._places[row])
             found.image_hidden = hidden.float().cpu()
             found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
@@ -147,7 +147,7 @@ def observe(
     loaded: Loaded,
     settings: Settings,
     batch: Sequence[Request],
-    scripts: Sequence[ForcedTokens] | None = None,
+    forced: Sequence[ForcedTokens] | None = None,
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
@@ -158,9 +158,9 @@ def observe(
         loaded: the model, its attention and compilation as they should be.
         settings: cache, padding, preprocessing and chunking of the call.
         batch: requests of one batch.
-        scripts: what each is led along. None: the model's own greedy tokens, up to ``steps``, with hidden states, at
+        forced: the tokens of each answer. None: the model's own greedy tokens, up to ``steps``, with hidden states, at
             some positions of images.
-        steps: without scripts, tokens at most.
+        steps: tokens at most, where none are forced.
         dtype: of the pixels; the model's own if None.
     """
     on_device = settings.preprocess == "device"
@@ -168,12 +168,12 @@ def observe(
         prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
         for item in batch
     ]
-    keep_hidden = scripts is None
-    if scripts is None:
-        scripts = [_own_script(item, loaded, steps) for item in prepared]
+    keep_hidden = forced is None
+    if forced is None:
+        forced = [_own_script(item, loaded, steps) for item in prepared]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with Watch(loaded, scripts, padding, keep_hidden) as watch:
+    with Watch(loaded, forced, padding, keep_hidden) as watch:
         loaded.model.generate(**inputs, **watch.arguments(), generation_config=watched_config(loaded, settings))
         return watch.observations()
 

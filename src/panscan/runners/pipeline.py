@@ -49,11 +49,11 @@ class PipelineRunner(GenerateRunner):
         return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
     @torch.no_grad()
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Each request in its own call."""
         found = []
-        for request, script in zip(batch, scripts, strict=True):
-            with Watch(self.loaded, [script], [0]) as watch:
+        for request, forced_tokens in zip(batch, forced, strict=True):
+            with Watch(self.loaded, [forced_tokens], [0]) as watch:
                 self._call(read_images(request), watched_config(self.loaded, self.settings), watch.arguments())
                 found += watch.observations()
         return found

