@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.records.synthetic import header, outcome, repeat, request
 
 from panscan.records.store import Run
-
-from .synthetic import header, outcome, repeat, request
 
 CELLS: Sequence[dict[str, Any]] = ({"batch_size": 1}, {"batch_size": 2}, {"batch_size": 2, "attention": "eager"})
 

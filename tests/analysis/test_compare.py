@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.analysis.noisy_runs import CELLS, in_memory, noisy_records, noisy_run, verdict
 
 from panscan.analysis.compare import compare_runs
 from panscan.analysis.comparison import Report, as_json, build_report
@@ -15,8 +16,6 @@ from panscan.analysis.differences import METRICS, evaluate, parse_condition
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.report.comparison import markdown_text, print_comparison
-
-from .noisy_runs import CELLS, in_memory, noisy_records, noisy_run, verdict
 
 CONDITIONS = ["p95_e2el>5%", "median_ttft_ms>0%", "request_throughput<-5%", "output_throughput<0%"]
 

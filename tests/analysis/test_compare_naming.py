@@ -3,12 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.analysis.noisy_runs import noisy_run
+from tests.analysis.test_compare import text
 
 from panscan.analysis.comparison import as_json, build_report
 from panscan.report.comparison import markdown_text
-
-from .noisy_runs import noisy_run
-from .test_compare import text
 
 
 def test_a_pair_is_named_by_its_ids_and_what_varies_in_either_run() -> None:

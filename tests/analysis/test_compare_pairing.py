@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.analysis.noisy_runs import in_memory, noisy_records, noisy_run
 
 from panscan.analysis.compare import Comparison, compare_runs, pair_requests
 from panscan.analysis.comparison import build_report
 from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
 from panscan.core import RecordsError
-from panscan.records.metrics import cell_metrics
-
-from .noisy_runs import in_memory, noisy_records, noisy_run
+from panscan.records.cells import cell_metrics
 
 SMALL: dict[str, Any] = {"cells": ({"batch_size": 1}, {"batch_size": 2}), "batches": 3}
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records.synthetic import header, load, repeat, request, stamps
 
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.records.metrics import cell_metrics
+from panscan.records.cells import cell_metrics
 from panscan.records.store import Run
-
-from .synthetic import header, load, repeat, request, stamps
 
 # Parameters: decoder 464, tower 1,239, projector 10. Per view 9,776 FLOPs.
 SMALL = Shape(

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.records.synthetic import batches_of, header, outcome, repeat, scored, verdict, write_run
 
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.core import RecordsError, SettingError
 from panscan.records.store import Run
-
-from .synthetic import batches_of, header, outcome, repeat, scored, verdict, write_run
 
 NOISE = (0.97, 1.0, 1.03, 1.0)
 """Latencies of a cell's batches, over its own: cells 10% apart are apart beyond their intervals, 1% are not."""

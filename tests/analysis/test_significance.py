@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from tests.records.test_quality import run_of_cells
 
 from panscan.analysis.significance import Against, harmless, losses, quality_difference, sign_flip_p_value
 from panscan.records.store import Run
-
-from .test_quality import run_of_cells
 
 
 def enumerated(differences: Sequence[float]) -> float:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.records import synthetic
 
 from panscan.analysis.cells import MeasuredCell, Sweep, distinguishing, measured_rows, sweeps, telling, unmeasured
-
-from . import synthetic
 
 
 def rows_of(directory: Path, grid: list[dict[str, Any]]) -> list[MeasuredCell]:

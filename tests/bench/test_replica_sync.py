@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.records.synthetic import outcome, repeat, request
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
@@ -16,8 +17,6 @@ from panscan.bench.replica_sync import Failed, Message, Ready, ReplicaSync, Told
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
 from panscan.settings import Settings
-
-from .synthetic import outcome, repeat, request
 
 GROUPS = (("a0", "a1"), ("b0",))
 """Cells that share a load."""

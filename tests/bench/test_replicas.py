@@ -30,7 +30,7 @@ from panscan.bench.run import plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
-from panscan.records.metrics import cell_metrics
+from panscan.records.cells import cell_metrics
 from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 

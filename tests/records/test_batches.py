@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.records.synthetic import repeat, request, run_of
 
-from panscan.records.metrics import batches_of, cell_metrics, replica_shares, window_seconds
+from panscan.records.cells import cell_metrics, replica_shares
+from panscan.records.metrics import batches_of, window_seconds
 from panscan.records.schema import problem_of
 from panscan.report.terminal import print_summary
-
-from .synthetic import repeat, request, run_of
 
 Lane = tuple[float, list[tuple[float, int]]]
 """One replica's work: when it started, and (seconds, requests) of each batch."""

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records.synthetic import header, request
 
 from panscan.analysis.significance import QualityDifference, quality_difference
 from panscan.quality.scores import exact_match, scores_of
 from panscan.records.quality import quality_of
 from panscan.records.store import Run
-
-from .synthetic import header, request
 
 Scores = Sequence[Sequence[float | None]]
 """Of each question, its repeats."""

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.records.synthetic import header, outcome, repeat, request, write_run
 
 from panscan.core import RecordsError
 from panscan.records.store import FILE_NAME, RecordWriter, read_run
-
-from .synthetic import header, outcome, repeat, request, write_run
 
 CELLS = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
 

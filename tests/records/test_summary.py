@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.records.synthetic import batches_of, header, outcome, scored, verdict, write_run
 
 from panscan.core import RecordsError
-from panscan.records.metrics import COLUMNS, INTERVALS, LAUNCHER, cell_metrics
+from panscan.records.cells import cell_metrics
+from panscan.records.metrics import COLUMNS, INTERVALS, LAUNCHER
 from panscan.records.quality import quality_of
 from panscan.records.summary import summary_columns, write_summary
-
-from .synthetic import batches_of, header, outcome, scored, verdict, write_run
 
 CELLS = {
     "c0": {"model": 'a "model", 4B', "batch_size": 1, "do_pan_and_scan": True, "crops": None},

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.records import synthetic
 
 from panscan.model.shapes import SHAPES
 from panscan.records.store import Run
-
-from . import synthetic
 
 SIDES = ([[100, 100]], [[100, 250]], [[900, 100], [10, 10]])
 """Image sizes of the requests in turns: longer over shorter side 1, 2.5 and 9."""

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records.synthetic import header, request
 
 from panscan.core import SettingError
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of, with_metric
 from panscan.records.store import Run
 from panscan.report.answers import MOST_GROUPS, SHAPES, breakdowns, shape_of
-
-from .synthetic import header, request
 
 
 def run_of(*questions: dict[str, Any], cell: str = "c") -> Run:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.records import synthetic
 
 from panscan.core import RecordsError
 from panscan.quality.scores import scores_of
@@ -18,8 +19,6 @@ from panscan.records.quality import with_metric
 from panscan.records.store import Run, read_run
 from panscan.report import write_gallery
 from panscan.report.gallery import pictures_of
-
-from . import synthetic
 
 CELLS = {"off": {"do_pan_and_scan": False}, "on": {"pan_and_scan_max_num_crops": 3}}
 

@@ -17,6 +17,9 @@ from xml.sax.saxutils import escape
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.records import synthetic
+from tests.report.report_known import known_run
+from tests.report.report_page import Element, page_of, parse, section
 
 from panscan.records.store import Run
 from panscan.report import write_pictures, write_report
@@ -24,10 +27,6 @@ from panscan.report.draw import DARK, LIGHT, SERIES
 from panscan.report.formatting import clean, percent
 from panscan.report.html import render_html
 from panscan.report.report_data import report_data_of
-
-from . import synthetic
-from .report_known import known_run
-from .report_page import Element, page_of, parse, section
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -8,14 +8,13 @@ from pathlib import Path
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from tests.records import synthetic
+from tests.report.report_known import NUMBERS, SECONDS, UNKNOWN, known_run
+from tests.report.report_page import Element, page_of, parse, rows_of, section
 
 from panscan.records.store import Run
 from panscan.report import markdown
 from panscan.report.formatting import clean
-
-from . import synthetic
-from .report_known import NUMBERS, SECONDS, UNKNOWN, known_run
-from .report_page import Element, page_of, parse, rows_of, section
 
 
 def rendered(text: str) -> Element:

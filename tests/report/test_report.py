@@ -7,15 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from panscan.analysis.floors import floor_of
-from panscan.analysis.recommend import recommend
-from panscan.records.metrics import cell_metrics
-from panscan.records.quality import quality_of
-from panscan.records.store import Run
-
-from . import synthetic
-from .report_known import (
+from tests.records import synthetic
+from tests.report.report_known import (
     BATCHES,
     GRID,
     NUMBERS,
@@ -30,7 +23,13 @@ from .report_known import (
     settings_of,
     throughput,
 )
-from .report_page import Element, check_bounds, close_to, page_of, parse, parts, rows_of, section, value
+from tests.report.report_page import Element, check_bounds, close_to, page_of, parse, parts, rows_of, section, value
+
+from panscan.analysis.floors import floor_of
+from panscan.analysis.recommend import recommend
+from panscan.records.cells import cell_metrics
+from panscan.records.quality import quality_of
+from panscan.records.store import Run
 
 BUSY = (
     "Some figures are below their floor: the machine was busy when its ceilings were measured, so floors are too high"

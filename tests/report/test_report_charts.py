@@ -8,14 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from panscan.records.metrics import cell_metrics
-from panscan.records.store import Run
-from panscan.report.draw import LIGHT
-from panscan.report.report_data import report_data_of
-
-from . import synthetic
-from .report_known import (
+from tests.records import synthetic
+from tests.report.report_known import (
     BATCHES,
     GRID,
     NUMBERS,
@@ -25,7 +19,12 @@ from .report_known import (
     known_run,
     throughput,
 )
-from .report_page import Element, check_bounds, close_to, page_of, section, value
+from tests.report.report_page import Element, check_bounds, close_to, page_of, section, value
+
+from panscan.records.cells import cell_metrics
+from panscan.records.store import Run
+from panscan.report.draw import LIGHT
+from panscan.report.report_data import report_data_of
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.records import synthetic
+from tests.report.report_known import known_run
+from tests.report.report_page import Element, page_of, rows_of, section
 
 from panscan.core import RecordsError
 from panscan.records.store import read_run
 from panscan.report import write_pictures
-
-from . import synthetic
-from .report_known import known_run
-from .report_page import Element, page_of, rows_of, section
 
 
 def cells_of(page: Element) -> list[dict[str, Element]]:

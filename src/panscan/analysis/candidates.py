@@ -62,7 +62,7 @@ def candidates_of(run: Run) -> tuple[list[Candidate], dict[str, str]]:
     """The finished cells of a run, and why each of the others is none, by cell id.
 
     Raises:
-        RecordsError: see :func:`panscan.records.metrics.cell_metrics`.
+        RecordsError: see :func:`panscan.records.cells.cell_metrics`.
     """
     rows = {row.cell: row for row in measured_rows(run)}
     views: dict[tuple[tuple[str, Any], ...], float] = {}

@@ -23,7 +23,8 @@ from panscan.analysis.significance import (
 )
 from panscan.core import SettingError
 from panscan.records.intervals import Interval
-from panscan.records.metrics import LEAST_SAMPLES, RequestMetrics
+from panscan.records.metrics import LEAST_SAMPLES
+from panscan.records.requests import RequestMetrics
 from panscan.records.store import Record
 from panscan.settings import nearest
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from panscan.core import RecordsError
 from panscan.model.shapes import Shape
-from panscan.records.metrics import CellMetrics
+from panscan.records.metrics import Metrics
 from panscan.records.store import Run
 from panscan.settings import ALL_AT_ONCE
 
@@ -94,7 +94,7 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     return Floor(vision, prefill, decode, throughput, memory)
 
 
-def ratios(floor: Floor, metrics: CellMetrics) -> dict[str, float]:
+def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
     """How many times its floor each metric is, by the metric's name; for ``request_throughput`` the floor's over it.
 
     A stage without a floor (no views, one output token) or that was not measured is absent. Vision that could not be

@@ -12,6 +12,7 @@ from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.quality.scores import scores_of
+from panscan.records.requests import request_fields
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
@@ -207,15 +208,7 @@ def _request_record(plan: SweepPlan, cell: Cell, repeat: int, batch: int, item: 
         "image_sha256": [document.sha256 for document in item.documents],
         "image_size": [[document.width, document.height] for document in item.documents],
         "prompt_sha256": item.prompt_sha256,
-        "views": result.views,
-        "crops": result.crops,
-        "image_tokens": result.image_tokens,
-        "prompt_tokens": result.prompt_tokens,
-        "cached_tokens": result.cached_tokens,
-        "output_tokens": result.output_tokens,
-        "finish_reason": result.finish_reason,
-        "stamps": asdict(result.stamps),
-        "error": None,
+        **request_fields(result),
     }
     if item.tags:
         record["tags"] = item.tag_values

@@ -12,32 +12,33 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from panscan.core import RecordsError, Stamps
 from panscan.records.intervals import Interval, cluster_intervals, ratio_interval
-from panscan.records.store import Run
+from panscan.records.requests import STAGES, RequestMetrics
 
 __all__ = [
     "COLUMNS",
     "INTERVALS",
     "LAUNCHER",
     "LEAST_SAMPLES",
-    "STAGES",
     "Batch",
-    "CellMetrics",
+    "Metrics",
+    "Repeat",
     "ReplicaShare",
-    "RequestMetrics",
     "batches_of",
-    "cell_metrics",
-    "replica_shares",
+    "metrics_of",
+    "shares_of",
     "window_seconds",
 ]
 
 _Record = Mapping[str, Any]
+
+
+Repeat = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+"""A ``repeat`` record and the ``request`` records of its window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,6 @@ def _timed(process: _Record, records: Sequence[_Record]) -> list[tuple[float, fl
     return found
 
 
-STAGES = ("load", "preprocess", "queue", "vision", "prefill", "decode")
 _PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
 LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
 """Fewer samples do not certify a percentile with 99% confidence (MLPerf's early-stopping rule)."""
@@ -163,103 +163,6 @@ INTERVALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """Times of one request, in seconds.
-
-    The stages add up to ``e2e``. ``queue`` is the wait for an engine's first step, ``vision`` the time in the vision
-    tower, ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its
-    time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e,
-    prefill or decode.
-    """
-
-    output_tokens: int
-    ttft: float | None
-    e2e: float | None
-    tpot: float | None
-    itl: tuple[float, ...]
-    load: float | None
-    preprocess: float | None
-    queue: float | None
-    vision: float | None
-    prefill: float | None
-    decode: float | None
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> RequestMetrics:
-        """Of a ``request`` record.
-
-        Raises:
-            RecordsError: there are token stamps, but not one for each output token.
-        """
-        stamps, count = record["stamps"], record["output_tokens"]
-        tokens: list[float] = stamps["tokens"]
-        if tokens and len(tokens) != count:
-            raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
-        seen = Stamps(**stamps)
-        stages = seen.stages()
-        decode = stages["decode"]
-        return cls(
-            output_tokens=count,
-            ttft=seen.ttft,
-            e2e=seen.e2e,
-            tpot=decode / (count - 1) if decode is not None and count >= 2 else None,
-            itl=tuple(later - earlier for earlier, later in pairwise(tokens)),
-            **stages,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CellMetrics:
-    """Metrics of a cell over its complete repeats. Requests that failed are counted, and in no other number.
-
-    Args:
-        cell: its id.
-        values: every name of :data:`COLUMNS`, None where nothing was measured. ``duration`` and the throughputs are in
-            seconds; ``latency_*`` and ``tokens_per_s_mean`` are of batches, from accepted to the last token of any
-            of its requests. Stage means are over all requests (one without a stage spent no time in it) and add up to
-            ``mean_e2el_ms``. Peaks are the highest of the repeats.
-        intervals: (low, high) with 95% confidence by names of :data:`INTERVALS`; absent below two batches.
-        uncertified: percentiles of too few samples.
-    """
-
-    cell: str
-    values: Mapping[str, float | None]
-    intervals: Mapping[str, Interval]
-    uncertified: tuple[str, ...]
-
-
-def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> CellMetrics | None:
-    """Metrics of one cell; None if no request of a complete repeat of it succeeded.
-
-    Raises:
-        RecordsError: the run has no such cell, or its stamps contradict its counts.
-    """
-    if cell_id not in run.cells:
-        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
-    keys = sorted(key for key in run.repeats if key[0] == cell_id)
-    requests = [record for key in keys for record in run.requests[key]]
-    done = [record for record in requests if record["error"] is None]
-    if not done:
-        return None
-    single = [RequestMetrics.from_record(record) for record in done]
-    batches = [batch for key in keys for batch in batches_of(run.repeats[key], run.requests[key])]
-    duration = sum(window_seconds(run.repeats[key]) for key in keys)
-    values: dict[str, float | None] = dict.fromkeys(COLUMNS)
-    values |= {
-        "measured_repeats": len(keys),
-        "measured_batches": sum(batch.requests > 0 for batch in batches),
-        "failed": len(requests) - len(done),
-    }
-    values |= _throughputs(done, batches, duration) | _means(done, single)
-    values |= {name: max(_known(run.repeats[key][name] for key in keys), default=None) for name in _PEAKS}
-    uncertified = _batch_latencies(values, batches)
-    samples = _samples(done, single)
-    for time, sample in samples.items():
-        uncertified += _distribution(values, time, [seconds for seconds, _ in sample])
-    return CellMetrics(cell_id, values, _intervals(batches, samples, seed), tuple(uncertified))
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaShare:
     """What one of several replicas contributed to a cell, over its complete repeats.
 
@@ -276,9 +179,59 @@ class ReplicaShare:
     share: float | None
 
 
-def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
-    """Each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
-    repeats = [(record, run.requests[key]) for key, record in sorted(run.repeats.items()) if key[0] == cell_id]
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Metrics of requests over their repeats. Requests that failed are counted, and in no other number.
+
+    Args:
+        values: every name of :data:`COLUMNS`, None where nothing was measured. ``duration`` and the throughputs are in
+            seconds; ``latency_*`` and ``tokens_per_s_mean`` are of batches, from accepted to the last token of any
+            of its requests. Stage means are over all requests (one without a stage spent no time in it) and add up to
+            ``mean_e2el_ms``. Peaks are the highest of the repeats.
+        intervals: (low, high) with 95% confidence by names of :data:`INTERVALS`; absent below two batches.
+        uncertified: percentiles of too few samples.
+    """
+
+    values: Mapping[str, float | None]
+    intervals: Mapping[str, Interval]
+    uncertified: tuple[str, ...]
+
+
+def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0) -> Metrics | None:
+    """Metrics of measured repeats; None if no request of them succeeded.
+
+    Args:
+        repeats: each with its ``repeat`` record (its window and peaks) and its ``request`` records. Requests that were
+            answered by one call share a ``batch``; a source that takes them one by one numbers each its own.
+        seed: of the bootstrap.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    requests = [record for _, records in repeats for record in records]
+    done = [record for record in requests if record["error"] is None]
+    if not done:
+        return None
+    single = [RequestMetrics.from_record(record) for record in done]
+    batches = [batch for window, records in repeats for batch in batches_of(window, records)]
+    duration = sum(window_seconds(window) for window, _ in repeats)
+    values: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    values |= {
+        "measured_repeats": len(repeats),
+        "measured_batches": sum(batch.requests > 0 for batch in batches),
+        "failed": len(requests) - len(done),
+    }
+    values |= _throughputs(done, batches, duration) | _means(done, single)
+    values |= {name: max(_known(window[name] for window, _ in repeats), default=None) for name in _PEAKS}
+    uncertified = _batch_latencies(values, batches)
+    samples = _samples(done, single)
+    for time, sample in samples.items():
+        uncertified += _distribution(values, time, [seconds for seconds, _ in sample])
+    return Metrics(values, _intervals(batches, samples, seed), tuple(uncertified))
+
+
+def shares_of(repeats: Sequence[Repeat]) -> list[ReplicaShare]:
+    """Each replica's part of the ``request_throughput`` of repeats; empty for those of one process."""
     repeats = [(record, requests) for record, requests in repeats if record.get("replicas")]
     seconds = sum(window_seconds(record) for record, _ in repeats)
     devices = {each["replica"]: each["device"] for record, _ in repeats for each in record["replicas"]}

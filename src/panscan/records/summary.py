@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from panscan.records.metrics import COLUMNS, INTERVALS, CellMetrics, cell_metrics
+from panscan.records.cells import cell_metrics
+from panscan.records.metrics import COLUMNS, INTERVALS, Metrics
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.schema import EXACT_MATCH
 from panscan.records.store import Run, outcome_of, write_atomically
@@ -77,7 +78,7 @@ def _answers(run: Run, cell: str) -> dict[str, str]:
     return row
 
 
-def _measured(metrics: CellMetrics | None) -> dict[str, str]:
+def _measured(metrics: Metrics | None) -> dict[str, str]:
     if metrics is None:
         return {}
     row = {name: _text(value) for name, value in metrics.values.items()}

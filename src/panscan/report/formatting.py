@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import number_text
-from panscan.records.metrics import CellMetrics
+from panscan.records.metrics import Metrics
 from panscan.records.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Measured:
         return f"{self.text} ({self.bounds})" if self.bounds else self.text
 
 
-def measured(metrics: CellMetrics, name: str) -> Measured:
+def measured(metrics: Metrics, name: str) -> Measured:
     """A metric of a cell, by its name in :data:`panscan.records.metrics.COLUMNS`."""
     low, high = metrics.intervals.get(name, (None, None))
     return Measured(metrics.values[name], low, high, name in metrics.uncertified)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from panscan.analysis.cells import count, number_text
-from panscan.records.metrics import STAGES
+from panscan.records.requests import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Front, Panel
 from panscan.report.formatting import percent, templates, times, verdict_figures

@@ -10,7 +10,7 @@ import numpy as np
 
 from panscan.analysis.cells import MeasuredCell, count, speed
 from panscan.records.intervals import cluster_intervals
-from panscan.records.metrics import RequestMetrics
+from panscan.records.requests import RequestMetrics
 from panscan.records.store import Record, Run
 from panscan.report.charts import MOST_SERIES, ChartGroup, Panel, Point, Series
 from panscan.report.formatting import Measured

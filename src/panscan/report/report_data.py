@@ -26,8 +26,10 @@ from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import recommend
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
-from panscan.records.metrics import STAGES, ReplicaShare, replica_shares
+from panscan.records.cells import replica_shares
+from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
+from panscan.records.requests import STAGES
 from panscan.records.store import Run
 from panscan.records.verdict import Verdict
 from panscan.report import definitions
@@ -48,7 +50,7 @@ class ReportCell:
         brief: its preset and swept settings; empty if nothing was swept.
         settings: values of the swept settings, in the order of :attr:`ReportData.swept`.
         footnote: the number of the reason why it is unverified, None if it is not.
-        stages: mean milliseconds, in the order of :data:`panscan.records.metrics.STAGES`.
+        stages: mean milliseconds, in the order of :data:`panscan.records.requests.STAGES`.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         replicas: empty for a run of one process.
     """

@@ -27,7 +27,8 @@ from panscan.analysis.cells import (
 )
 from panscan.analysis.significance import losses
 from panscan.quality.datasets import facts_of_header
-from panscan.records.metrics import CellMetrics, replica_shares
+from panscan.records.cells import replica_shares
+from panscan.records.metrics import Metrics
 from panscan.records.quality import empty_answers, metric_title, quality_of
 from panscan.records.store import Run
 from panscan.records.verdict import verdict_lines
@@ -132,7 +133,7 @@ def print_summary(run: Run, console: Console) -> None:
     """Print the measured cells as a table, then the others with their reasons.
 
     Settings that differ between the shown cells are columns, the others one line above. Raises RecordsError as
-    :func:`panscan.records.metrics.cell_metrics` does.
+    :func:`panscan.records.cells.cell_metrics` does.
     """
     rows = measured_rows(run)
     shown = [row.settings for row in rows] or list(run.cells.values())
@@ -252,7 +253,7 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> 
     return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
 
 
-def _throughput(metrics: CellMetrics) -> str:
+def _throughput(metrics: Metrics) -> str:
     value, interval = metrics.values["request_throughput"], metrics.intervals.get("request_throughput")
     if value is None or interval is None:
         return number_text(value)
@@ -261,7 +262,7 @@ def _throughput(metrics: CellMetrics) -> str:
     return f"{number_text(value)}±{(interval[1] - interval[0]) / 2:,.{decimals(value)}f}"
 
 
-def _marked(metrics: CellMetrics, name: str) -> str:
+def _marked(metrics: Metrics, name: str) -> str:
     return ("~" if name in metrics.uncertified else "") + number_text(metrics.values[name])
 
 

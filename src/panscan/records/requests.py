@@ -1,0 +1,80 @@
+"""One measured request: its part of a record, and the times derived from it, whatever answered it.
+
+Nothing here knows of cells, plans or loaded models: an engine, ``generate()`` or a server elsewhere leave the same
+time stamps (:class:`panscan.core.Stamps`) and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from panscan.core import RecordsError, Result, Stamps
+from panscan.records.schema import Record
+
+__all__ = ["STAGES", "RequestMetrics", "request_fields"]
+
+STAGES = ("load", "preprocess", "queue", "vision", "prefill", "decode")
+
+
+def request_fields(result: Result) -> Record:
+    """What was measured of one request, as a ``request`` record holds it."""
+    return {
+        "views": result.views,
+        "crops": result.crops,
+        "image_tokens": result.image_tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
+        "output_tokens": result.output_tokens,
+        "finish_reason": result.finish_reason,
+        "stamps": asdict(result.stamps),
+        "error": None if result.error is None else str(result.error),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds.
+
+    The stages add up to ``e2e``. ``queue`` is the wait for an engine's first step, ``vision`` the time in the vision
+    tower, ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its
+    time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e,
+    prefill or decode.
+    """
+
+    output_tokens: int
+    ttft: float | None
+    e2e: float | None
+    tpot: float | None
+    itl: tuple[float, ...]
+    load: float | None
+    preprocess: float | None
+    queue: float | None
+    vision: float | None
+    prefill: float | None
+    decode: float | None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RequestMetrics:
+        """Of a ``request`` record.
+
+        Raises:
+            RecordsError: there are token stamps, but not one for each output token.
+        """
+        stamps, count = record["stamps"], record["output_tokens"]
+        tokens: list[float] = stamps["tokens"]
+        if tokens and len(tokens) != count:
+            raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
+        seen = Stamps(**stamps)
+        stages = seen.stages()
+        decode = stages["decode"]
+        return cls(
+            output_tokens=count,
+            ttft=seen.ttft,
+            e2e=seen.e2e,
+            tpot=decode / (count - 1) if decode is not None and count >= 2 else None,
+            itl=tuple(later - earlier for earlier, later in pairwise(tokens)),
+            **stages,
+        )
