@@ -13,7 +13,7 @@ from panscan.analysis.compare import Comparison, compare_runs, pair_requests
 from panscan.analysis.comparison import build_report
 from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
 from panscan.core import RecordsError
-from panscan.records.cells import cell_metrics
+from panscan.records.summary import cell_metrics
 
 SMALL: dict[str, Any] = {"cells": ({"batch_size": 1}, {"batch_size": 2}), "batches": 3}
 

@@ -14,8 +14,8 @@ from tests.records.synthetic import header, load, repeat, request, stamps
 
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.records.cells import cell_metrics
 from panscan.records.store import Run
+from panscan.records.summary import cell_metrics
 
 # Parameters: decoder 464, tower 1,239, projector 10. Per view 9,776 FLOPs.
 SMALL = Shape(

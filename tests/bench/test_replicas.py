@@ -30,8 +30,8 @@ from panscan.bench.run import plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
-from panscan.records.cells import cell_metrics
 from panscan.records.store import Run, read_run
+from panscan.records.summary import cell_metrics
 from panscan.settings import Settings
 
 Act = Callable[[], None]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.records.synthetic import repeat, request, run_of
 
-from panscan.records.cells import cell_metrics, replica_shares
 from panscan.records.metrics import batches_of, window_seconds
 from panscan.records.schema import problem_of
+from panscan.records.summary import cell_metrics, replica_shares
 from panscan.report.terminal import print_summary
 
 Lane = tuple[float, list[tuple[float, int]]]

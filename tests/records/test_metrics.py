@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.records.synthetic import batches_of, header, repeat, request, run_of, stamps, write_run
 
 from panscan.core import RecordsError
-from panscan.records.cells import cell_metrics
 from panscan.records.metrics import COLUMNS, INTERVALS
 from panscan.records.requests import STAGES, RequestMetrics
 from panscan.records.store import Run
+from panscan.records.summary import cell_metrics
 
 
 def known_answer() -> Run:

@@ -27,9 +27,9 @@ from tests.report.report_page import Element, check_bounds, close_to, page_of, p
 
 from panscan.analysis.floors import floor_of
 from panscan.analysis.recommend import recommend
-from panscan.records.cells import cell_metrics
 from panscan.records.quality import quality_of
 from panscan.records.store import Run
+from panscan.records.summary import cell_metrics
 
 BUSY = (
     "Some figures are below their floor: the machine was busy when its ceilings were measured, so floors are too high"

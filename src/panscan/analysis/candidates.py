@@ -1,4 +1,4 @@
-"""The finished cells of a run as a recommendation sees them: speed with its interval, input, answers."""
+"""Finished cells as a recommendation sees them: speed with its interval, views, answers, and what a choice costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from panscan.records.intervals import Interval
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.store import Run, outcome_of
 
-__all__ = ["Candidate", "Selection", "candidates_of", "cell_name", "costs_of", "reason_of", "verdict_text"]
+__all__ = [
+    "Candidate",
+    "Selection",
+    "candidates_of",
+    "cell_name",
+    "costs_of",
+    "reason_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def candidates_of(run: Run) -> tuple[list[Candidate], dict[str, str]]:
     """The finished cells of a run, and why each of the others is none, by cell id.
 
     Raises:
-        RecordsError: see :func:`panscan.records.cells.cell_metrics`.
+        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
     """
     rows = {row.cell: row for row in measured_rows(run)}
     views: dict[tuple[tuple[str, Any], ...], float] = {}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import floor, isfinite, log10
 from typing import TYPE_CHECKING, Any
 
-from panscan.records.cells import cell_metrics
 from panscan.records.metrics import Metrics
 from panscan.records.store import Run, outcome_of
+from panscan.records.summary import cell_metrics
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 
@@ -60,7 +60,7 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
     """The measured cells of a run. Crop settings of a cell without pan and scan are None: they mean nothing there.
 
     Raises:
-        RecordsError: see :func:`panscan.records.cells.cell_metrics`.
+        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
     return [

@@ -1,4 +1,4 @@
-"""Which requests of two cells answer the same question, and which of them share their fate: clusters of batches."""
+"""Two runs side by side: which cells and which requests pair, and in what the runs differ as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison as lines and rows of text, and as JSON: what every way of showing it shares."""
+"""A comparison of two or more runs, as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two runs differ in, metric by metric, and which differences are beyond the noise."""
+"""Differences between paired cells that exceed the noise, metric by metric, and the ``--fail-on`` conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recommendation: which cell of a finished sweep to use, by fixed rules, with what speaks against it."""
+"""The recommended cell of a run: fastest among those whose answers can be trusted; and its preset file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import yaml
 
 from panscan.analysis.candidates import Candidate, Selection, candidates_of, cell_name, costs_of, reason_of
 from panscan.analysis.cells import label, number_text
-from panscan.analysis.significance import LEAST_QUESTIONS, WORST_LOSS, harmless, quality_difference
+from panscan.analysis.significance import harmless, quality_difference
 from panscan.core import RecordsError, SettingError
 from panscan.records.quality import metric_title
 from panscan.records.store import Run, write_atomically
 from panscan.records.verdict import verdict_of
 from panscan.settings import Settings, nearest
 
-__all__ = ["LEAST_QUESTIONS", "WORST_LOSS", "Recommendation", "preset_text", "recommend", "write_preset"]
+__all__ = ["Recommendation", "preset_text", "recommend", "write_preset"]
 
 _RANK = {"exact": 0, "close": 1}
 

@@ -1,4 +1,8 @@
-"""How far two sets of next-token distributions are apart, position by position."""
+"""The verdict of each cell: its next-token distributions against the truth's, through its own path.
+
+One truth per weights and views is found or computed before cells are measured; a cell is compared right after its last
+repeat, while what it compiled is there. All figures are divergences, position by position.
+"""
 
 from __future__ import annotations
 

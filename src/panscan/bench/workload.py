@@ -1,4 +1,4 @@
-"""What a run uses when the user brings no documents."""
+"""What a run asks: documents and prompts, or a dataset, become a list of requests that is the same in every cell."""
 
 from __future__ import annotations
 
@@ -36,12 +36,9 @@ __all__ = [
     "DEFAULT_PROMPT",
     "DocumentFile",
     "Item",
-    "Questions",
     "Source",
     "Workload",
     "build_workload",
-    "dataset_items",
-    "documents_of",
     "load_workload",
     "plans_of",
     "request_of",

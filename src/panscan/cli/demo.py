@@ -93,7 +93,7 @@ def _wanted(shares: Mapping[str, Quality]) -> tuple[str, ...]:
 def _story(run: Run, shares: Mapping[str, Quality]) -> Sequence[str]:
     """A line for each cell: right answers and what they cost."""
     from panscan.analysis.cells import number_text
-    from panscan.records.cells import cell_metrics
+    from panscan.records.summary import cell_metrics
 
     lines = []
     for cell, share in shares.items():

@@ -1,4 +1,4 @@
-"""A batch job's progress: a bar on a terminal, lines in a log."""
+"""Progress on the terminal: of a sweep and of a batch job."""
 
 from __future__ import annotations
 

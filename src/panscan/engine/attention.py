@@ -1,4 +1,4 @@
-"""What one pass asks of attention, and the interface of the backends that answer. No tensors."""
+"""The interface of paged attention backends, and the reference backend: PyTorch's SDPA, segment by segment."""
 
 from __future__ import annotations
 

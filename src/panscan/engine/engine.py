@@ -1,4 +1,4 @@
-"""One request's tokens as they come, for asyncio."""
+"""The engine's interface: continuous batching for Gemma 3 with pan and scan, offline or as streams of tokens."""
 
 from __future__ import annotations
 

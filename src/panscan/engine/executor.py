@@ -1,4 +1,4 @@
-"""Passes of few rows as CUDA graphs: one launch instead of thousands, for a few numbers of rows."""
+"""One pass through the decoder: chunks become logits, eagerly or as a CUDA graph; keys and values fill the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop: schedule, launch, hand out. Everything here happens in one thread, while the device computes."""
+"""The engine's thread: schedule, launch a pass, deliver its tokens, while requests are prepared ahead of need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend of paged attention an engine takes on a machine, and why."""
+"""What an engine does once, before its first pass: choose kernels, fuse, compile, allocate memory, record graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled mini model: a Gemma 3 trained to read made-up documents, in the package as a plain checkpoint."""
+"""The models that need no download: ``mini``, which was trained and is packaged, and ``tiny``, drawn at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile as the engine uses it: one function for all layers, one graph for all sizes."""
+"""The parts of a loaded Gemma 3 that an engine calls one by one: embedding, layers, output matrix, vision tower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from transformers import Gemma3ForCausalLM
 
 from panscan.model.paged_attention import NAME, Attend, attending
 
-__all__ = ["Decoder", "LayerFacts", "compiled"]
+__all__ = [
+    "Decoder",
+    "LayerFacts",
+]
 
 Result = TypeVar("Result")
 

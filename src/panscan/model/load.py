@@ -1,4 +1,4 @@
-"""Names of quantisations become Transformers' own configurations."""
+"""Settings become a loaded model: placed, quantised and in the precision that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights of our own under the names that Google's checkpoints use."""
+"""The bundled tiny model: a whole Gemma 3 checkpoint of 2 million random weights, written to the user's cache once.
+
+Its words mean nothing, but they depend on every pixel, word, mask and position, as those of a trained model do.
+"""
 
 from __future__ import annotations
 

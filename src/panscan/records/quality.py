@@ -1,4 +1,4 @@
-"""The quality axis: how right a cell's answers are by one metric, with intervals, and paired with another cell's."""
+"""How right a cell's answers are: the mean of one metric over its questions, with its interval."""
 
 from __future__ import annotations
 

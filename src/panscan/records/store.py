@@ -27,7 +27,6 @@ from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
 __all__ = [
     "FILE_NAME",
     "SCHEMA",
-    "UNFINISHED",
     "Record",
     "RecordWriter",
     "Run",

@@ -1,4 +1,4 @@
-"""``summary.csv``: one tidy row per cell, for spreadsheets and data frames."""
+"""What each cell measured: its metrics, and ``summary.csv``, one tidy row per cell for spreadsheets and data frames."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from panscan.records.cells import cell_metrics
-from panscan.records.metrics import COLUMNS, INTERVALS, Metrics
+from panscan.core import RecordsError
+from panscan.records.metrics import COLUMNS, INTERVALS, Metrics, Repeat, ReplicaShare, metrics_of, shares_of
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.schema import EXACT_MATCH
 from panscan.records.store import Run, outcome_of, write_atomically
 from panscan.records.verdict import verdict_of
 
-__all__ = ["summary_columns", "write_summary"]
+__all__ = ["cell_metrics", "replica_shares", "summary_columns", "write_summary"]
+
+
+def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
+    """Metrics of one cell over its complete repeats; None if no request of them succeeded.
+
+    Raises:
+        RecordsError: the run has no such cell, or its stamps contradict its counts.
+    """
+    if cell_id not in run.cells:
+        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
+    return metrics_of(_repeats(run, cell_id), seed=seed)
+
+
+def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
+    """Each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
+    return shares_of(_repeats(run, cell_id))
 
 
 def summary_columns(run: Run) -> list[str]:
@@ -91,3 +107,7 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return json.dumps(value)
+
+
+def _repeats(run: Run, cell_id: str) -> list[Repeat]:
+    return [(run.repeats[key], run.requests[key]) for key in sorted(run.repeats) if key[0] == cell_id]

@@ -1,4 +1,4 @@
-"""Quality by what a question is about and what its picture looks like: type, kind of document, aspect ratio. Pure."""
+"""Answer quality as a report shows it: each cell against the baseline, and by groups of questions."""
 
 from __future__ import annotations
 

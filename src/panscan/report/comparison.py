@@ -1,4 +1,4 @@
-"""A comparison in the terminal and as GitHub-flavoured markdown. Plain when piped."""
+"""A comparison of runs as a terminal table or as markdown."""
 
 from __future__ import annotations
 

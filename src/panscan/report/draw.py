@@ -1,4 +1,4 @@
-"""The report's colours, for a light and a dark page: one table for the style sheet and for the charts. Pure."""
+"""Charts drawn by matplotlib, as inline SVG in the page's colours or as PNG. The same data give the same bytes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ __all__ = [
     "LIGHT",
     "SERIES",
     "front_figure",
-    "inline",
     "key",
     "panel_figure",
     "png",
-    "stand_ins",
     "svg",
     "tips",
-    "variable",
 ]
 
 LIGHT = {

@@ -26,11 +26,11 @@ from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import recommend
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
-from panscan.records.cells import replica_shares
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.requests import STAGES
 from panscan.records.store import Run
+from panscan.records.summary import replica_shares
 from panscan.records.verdict import Verdict
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of

@@ -1,4 +1,4 @@
-"""Small curves of a run in the terminal: throughput and latency over each swept number, or bars. Plain when piped."""
+"""A finished run on the terminal: the table of cells, remarks on it, and throughput curves."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from panscan.analysis.cells import (
 )
 from panscan.analysis.significance import losses
 from panscan.quality.datasets import facts_of_header
-from panscan.records.cells import replica_shares
 from panscan.records.metrics import Metrics
 from panscan.records.quality import empty_answers, metric_title, quality_of
 from panscan.records.store import Run
+from panscan.records.summary import replica_shares
 from panscan.records.verdict import verdict_lines
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def print_summary(run: Run, console: Console) -> None:
     """Print the measured cells as a table, then the others with their reasons.
 
     Settings that differ between the shown cells are columns, the others one line above. Raises RecordsError as
-    :func:`panscan.records.cells.cell_metrics` does.
+    :func:`panscan.records.summary.cell_metrics` does.
     """
     rows = measured_rows(run)
     shown = [row.settings for row in rows] or list(run.cells.values())

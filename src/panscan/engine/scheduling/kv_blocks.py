@@ -1,4 +1,4 @@
-"""A pool of cache blocks: who holds how many, and which contents may be found again. No tensors."""
+"""KV cache blocks: allocated, shared by prefix, and freed. Numbers only; the tensors are in ``engine.kv_memory``."""
 
 from __future__ import annotations
 

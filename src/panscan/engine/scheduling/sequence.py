@@ -1,4 +1,4 @@
-"""Where image blocks stand in a prompt, and what follows: chunks that cut none, segments of attention. No tensors."""
+"""The nouns of scheduling: a request's tokens, image blocks and block tables, and the rows of one pass. No tensors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""DocVQA and InfographicVQA as the Robust Reading Competition publishes them (rrc.cvc.uab.es, challenge 17).
-
-``{"data": [{"questionId", "question", "answers", ...}]}`` in one file a split; test splits have no answers. DocVQA's
-rows name ``image`` ("documents/x.png") and ``question_types``, InfographicVQA's ``image_local_name`` and, with question
-types, ``answer_type``, ``evidence`` and ``operation/reasoning``.
-"""
+"""The formats that ``--dataset`` reads: one table of them, how a file's format is found, and the readers of JSON."""
 
 from __future__ import annotations
 
@@ -34,14 +29,8 @@ from panscan.settings import nearest
 __all__ = [
     "FORMATS",
     "DatasetFormat",
-    "data_rows",
     "dataset_rows",
     "load_dataset",
-    "read_chartqa",
-    "read_docvqa",
-    "read_infographicvqa",
-    "read_json_lines",
-    "read_textvqa",
 ]
 
 _DOCVQA_FOLDERS = ("documents", "spdocvqa_images", "images", "train/documents", "val/documents", "test/documents")

@@ -1,4 +1,4 @@
-"""Accepted answers as texts, whatever a dataset stores them as. Pure."""
+"""Rows of a dataset: questions with accepted answers and images, and what they are read from. Nothing is fetched."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""The structure that docs/architecture.md promises: rooms of a size that a newcomer can hold, and no deep chains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parent.parent
+ROOMS = sorted(path.parent.name for path in (ROOT / "src" / "panscan").glob("*/__init__.py"))
+MOST_MODULES = 30
+MOST_IMPORTS = 5  # one after the other, inside a room
+
+
+@cache
+def imports_inside(room: str) -> dict[str, set[str]]:
+    """Each module of a room, with the modules of the same room that it imports, at its top or inside a function."""
+    graph = grimp.build_graph("panscan", cache_dir=None)
+    name = f"panscan.{room}"
+    modules = {name, *graph.find_descendants(name)}
+    return {module: graph.find_modules_directly_imported_by(module) & modules for module in modules}
+
+
+def test_every_room_is_known_to_the_architecture_and_to_the_layers() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    layers = (ROOT / "pyproject.toml").read_text("utf-8")
+    for room in ROOMS:
+        assert f"`{room}/`" in page, room
+        assert f'"panscan.{room}"' in layers, room
+
+
+def test_no_room_has_more_modules_than_a_newcomer_can_hold() -> None:
+    sizes = {room: len(imports_inside(room)) for room in ROOMS}
+    assert {room: size for room, size in sizes.items() if size > MOST_MODULES} == {}
+    assert sizes["bench"] <= 25
+
+
+def test_no_chain_of_imports_inside_a_room_is_long() -> None:
+    deep = {}
+    for room in ROOMS:
+        chain = max(map(tuple, _chains(imports_inside(room))), key=len)
+        if len(chain) - 1 > MOST_IMPORTS:
+            deep[room] = " > ".join(chain)
+    assert deep == {}
+
+
+def _chains(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The longest chain that begins at each module. A room without cycles has one."""
+    longest: dict[str, list[str]] = {}
+    under_way: set[str] = set()
+
+    def chain(module: str) -> list[str]:
+        assert module not in under_way, f"a cycle of imports through {module}"
+        if module not in longest:
+            under_way.add(module)
+            longest[module] = [module, *max((chain(each) for each in imports[module]), key=len, default=[])]
+            under_way.discard(module)
+        return longest[module]
+
+    return [chain(module) for module in imports]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """No public class of one module has the name of another's, in another room or the same."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+        for line in path.read_text("utf-8").splitlines():
+            if line.startswith("class ") and not line.startswith("class _"):
+                found[line.removeprefix("class ").split("(")[0].split(":")[0]].append(path.name)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
