@@ -15,6 +15,26 @@ from panscan.settings import Settings
 __all__ = ["load_for", "quantization_config"]
 
 
+def load_for(settings: Settings) -> Loaded:
+    """Load the model that settings name, placed and quantised as they say."""
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if dtype == torch.float16:
+        message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
+        warnings.warn(message, PanscanWarning, stacklevel=2)
+    if settings.random_weights:
+        assert settings.model_shape is not None  # Settings holds this
+        return load_random(settings.model_name, settings.model_shape, dtype, device)
+    placement = Placement(
+        device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
+        quantization_config(settings.quantization, dtype),
+    )  # fmt: skip
+    loaded = load_model(settings.model, placement, revision=settings.revision)
+    if settings.quantization == "gptq" and getattr(loaded.model.config, "quantization_config", None) is None:
+        raise ModelError(f"--quantization gptq: --model {settings.model} is not a GPTQ checkpoint")
+    return loaded
+
+
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
     """The Transformers configuration of a quantisation; None for none, and for ``gptq`` (the checkpoint holds it).
 
@@ -48,23 +68,3 @@ def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
         "torchao-float8": Float8DynamicActivationFloat8WeightConfig,
     }
     return TorchAoConfig(kinds[name](), modules_to_not_convert=untouched)
-
-
-def load_for(settings: Settings) -> Loaded:
-    """Load the model that settings name, placed and quantised as they say."""
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
-    if dtype == torch.float16:
-        message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
-        warnings.warn(message, PanscanWarning, stacklevel=2)
-    if settings.random_weights:
-        assert settings.model_shape is not None  # Settings holds this
-        return load_random(settings.model_name, settings.model_shape, dtype, device)
-    placement = Placement(
-        device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
-        quantization_config(settings.quantization, dtype),
-    )  # fmt: skip
-    loaded = load_model(settings.model, placement, revision=settings.revision)
-    if settings.quantization == "gptq" and getattr(loaded.model.config, "quantization_config", None) is None:
-        raise ModelError(f"--quantization gptq: --model {settings.model} is not a GPTQ checkpoint")
-    return loaded

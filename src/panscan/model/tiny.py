@@ -37,27 +37,25 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+
 __all__ = ["rename_as_published", "tiny_directory", "write_tiny"]
-
-_OWN, _PUBLISHED = "vision_tower.", "vision_tower.vision_model."
-
-
-def rename_as_published(file: Path) -> None:
-    """Rename, in place, the vision tower that Transformers saved: it reads both names, vLLM the published ones only."""
-    renamed = {
-        name if name.startswith(_PUBLISHED) else name.replace(_OWN, _PUBLISHED, 1): tensor
-        for name, tensor in load_file(file).items()
-    }
-    save_file(renamed, file, metadata={"format": "pt"})
 
 
 _RECIPE = ("config.py", "shapes.py", "tiny.py", "tokenizer.py")
+
+
 _MANIFEST = "manifest.json"
 
+
 _SEED = 11
+
+
 _EMBEDDING = 0.03
+
+
 _MARK_ROWS, _END_ROWS, _BYTE_ROWS = 0.3, 1.2, 0.5
 """The longer its row of the embedding, the oftener a token is the likeliest: marks never, single bytes seldom."""
+
 
 _RULES: tuple[tuple[str, float, float, bool], ...] = (
     # parameter, mean, standard deviation, whether that is divided by the square root of the inputs
@@ -73,7 +71,10 @@ _RULES: tuple[tuple[str, float, float, bool], ...] = (
 )
 """The first rule that fits draws a parameter. Queries and keys are long, so that attention picks few positions."""
 
+
 _POST_NORMS = {"post_attention_layernorm.weight": 0.18, "post_feedforward_layernorm.weight": 0.72}
+
+
 _GROWTH = 1.25
 """What layer 0 adds to the residual stream, and how much more each next layer adds. So the last token's embedding is
 heard at first but drowns before it meets itself in the tied output matrix: else a random model repeats one token."""
@@ -206,3 +207,15 @@ def _temporary_tiny() -> tempfile.TemporaryDirectory[str]:
     holder = tempfile.TemporaryDirectory(prefix="panscan-tiny-")
     write_tiny(Path(holder.name))
     return holder
+
+
+_OWN, _PUBLISHED = "vision_tower.", "vision_tower.vision_model."
+
+
+def rename_as_published(file: Path) -> None:
+    """Rename, in place, the vision tower that Transformers saved: it reads both names, vLLM the published ones only."""
+    renamed = {
+        name if name.startswith(_PUBLISHED) else name.replace(_OWN, _PUBLISHED, 1): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
