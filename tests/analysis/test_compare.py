@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from tests.analysis.noisy_runs import CELLS, in_memory, noisy_records, noisy_run, verdict
 
-from panscan.analysis.compare import compare_runs
 from panscan.analysis.comparison import Report, as_json, build_report
 from panscan.analysis.differences import METRICS, evaluate, parse_condition
+from panscan.analysis.pairing import compare_runs
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.report.comparison import markdown_text, print_comparison

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.analysis.noisy_runs import in_memory, noisy_records, noisy_run
 
-from panscan.analysis.compare import Comparison, compare_runs, pair_requests
 from panscan.analysis.comparison import build_report
 from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
+from panscan.analysis.pairing import Comparison, compare_runs, pair_requests
 from panscan.core import RecordsError
 from panscan.records.summary import cell_metrics
 

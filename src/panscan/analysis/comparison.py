@@ -8,7 +8,6 @@ from string import ascii_uppercase
 from typing import Any
 
 from panscan.analysis.cells import cell_title, count, label, number_text, shown, telling
-from panscan.analysis.compare import CellPair, Comparison, compare_runs
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -21,6 +20,7 @@ from panscan.analysis.differences import (
     repeats_needed,
     score_names,
 )
+from panscan.analysis.pairing import CellPair, Comparison, compare_runs
 from panscan.analysis.significance import ALPHA
 from panscan.records.quality import metric_of
 from panscan.records.schema import METRICS as METRIC_NAMES

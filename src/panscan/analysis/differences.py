@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from panscan.analysis.compare import CellPair, Comparison, PairedRequests
+from panscan.analysis.pairing import CellPair, Comparison, PairedRequests
 from panscan.analysis.significance import (
     Paired,
     Rates,
