@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from panscan.bench.grid import Cell, build_cells
 from panscan.core import SettingError
-from panscan.presets import load_preset, preset_names, read_grid_file, single_preset
+from panscan.presets.parse import load_preset, preset_names, read_grid_file, single_preset
 from panscan.settings import Settings
 
 FIELDS = {

@@ -13,7 +13,8 @@ from tests.engine.pages import Pages, ask, decoder_of
 from tests.engine.test_executor import check, led
 from tests.triton_here import interpreted
 
-from panscan.engine.executor import Executor, Graphs, decode_sizes, graph_sizes
+from panscan.engine.executor import Executor
+from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes
 from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence
 from panscan.engine.triton_attention import TritonBackend
 

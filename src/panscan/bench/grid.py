@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.presets import Axes, load_preset, parse_axes
+from panscan.presets.parse import Axes, load_preset, parse_axes
 from panscan.settings import ALL_AT_ONCE, Settings, axes, foreign_settings
 
 __all__ = ["Cell", "build_cells"]

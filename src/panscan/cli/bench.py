@@ -187,7 +187,7 @@ def _show(measured: Any, directory: Path) -> int:
 
 def _cells(options: dict[str, Any]) -> list[Any]:
     from panscan.bench.grid import build_cells
-    from panscan.presets import read_grid_file
+    from panscan.presets.parse import read_grid_file
 
     flags = given_axes(options)
     if options["no_pan_and_scan"]:

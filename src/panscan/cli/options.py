@@ -165,7 +165,7 @@ def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str,
     Raises:
         SettingError: no such preset, or one with several values of a setting.
     """
-    from panscan.presets import single_preset
+    from panscan.presets.parse import single_preset
 
     if name is None:
         return {}

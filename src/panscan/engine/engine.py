@@ -33,7 +33,7 @@ from panscan.model.load import load_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.support import require_supported
-from panscan.presets import single_preset
+from panscan.presets.parse import single_preset
 from panscan.settings import Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine", "Stream"]

@@ -12,7 +12,8 @@ import torch
 from panscan.core import SettingError, UnsupportedError, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
-from panscan.engine.executor import Executor, Graphs
+from panscan.engine.executor import Executor
+from panscan.engine.graphs import Graphs
 from panscan.engine.kv_memory import KVCache, choose_blocks
 from panscan.engine.options import EngineOptions
 from panscan.engine.triton_attention import TritonBackend

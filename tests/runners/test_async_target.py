@@ -16,7 +16,7 @@ from panscan import Engine, Request, Sampling
 from panscan.core import ImageError, Result, Stamps, TokenEvent, now
 from panscan.records.metrics import metrics_of
 from panscan.records.requests import RequestMetrics, request_fields
-from panscan.runners.target import answer_all, answer_one
+from panscan.runners.async_target import answer_all, answer_one
 
 
 @dataclass

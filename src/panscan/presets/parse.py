@@ -1,0 +1,107 @@
+"""Presets and grid files: settings in YAML, parsed and checked; the shipped presets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from panscan.core import SettingError
+from panscan.settings import axis_name, nearest, parse_value
+
+__all__ = ["Axes", "load_preset", "parse_axes", "preset_names", "read_grid_file", "single_preset"]
+
+Axes = dict[str, list[Any]]
+"""Settings by their canonical name, each with its values."""
+
+
+def preset_names() -> list[str]:
+    """The shipped presets."""
+    return sorted(item.name.removesuffix(".yaml") for item in _presets().iterdir() if item.name.endswith(".yaml"))
+
+
+def load_preset(name: str) -> Axes:
+    """A shipped preset by name, or a YAML file by path.
+
+    Raises:
+        SettingError: neither; the nearest preset is suggested.
+    """
+    if name in preset_names():
+        return _axes_of(yaml.safe_load((_presets() / f"{name}.yaml").read_text("utf-8")), f"preset {name}")
+    if Path(name).suffix in (".yaml", ".yml"):
+        return read_grid_file(Path(name))
+    raise SettingError(
+        f"--preset takes {', '.join(preset_names())} or a YAML file; got {name!r}{nearest(name, preset_names())}"
+    )
+
+
+def single_preset(name: str, takes: Collection[str] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a preset for whoever runs once, and the names of those that are left out.
+
+    Args:
+        name: a shipped preset, or a YAML file.
+        takes: settings that are wanted; None: all.
+
+    Raises:
+        SettingError: no such preset, or several values of a wanted setting.
+    """
+    found: dict[str, Any] = {}
+    left_out = []
+    for setting, values in load_preset(name).items():
+        if takes is not None and setting not in takes:
+            left_out.append(setting)
+        elif len(values) > 1:
+            raise SettingError(
+                f"--preset {name}: one {setting} is wanted, not {len(values)}; panscan bench sweeps several"
+            )
+        else:
+            found[setting] = values[0]
+    return found, left_out
+
+
+def read_grid_file(path: Path) -> Axes:
+    """Axes from a YAML file of ``setting: value`` or ``setting: [values]``.
+
+    Raises:
+        SettingError: no such file, not such a mapping, or an unknown setting.
+    """
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    return _axes_of(content, str(path))
+
+
+def parse_axes(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
+    """Typed values of settings in any spelling.
+
+    Raises:
+        SettingError: an unknown setting or value, or one without values; the message begins with ``where``.
+    """
+    found: Axes = {}
+    for spelling, values in given.items():
+        try:
+            name = axis_name(spelling)
+            if name in found:
+                raise SettingError(f"{name} is set twice")
+            if not values:
+                raise SettingError(f"{name} has no value")
+            found[name] = [parse_value(name, value) for value in values]
+        except SettingError as error:
+            raise SettingError(f"{where}: {error}") from None
+    return found
+
+
+def _presets() -> Any:
+    return files("panscan.presets")
+
+
+def _axes_of(content: Any, where: str) -> Axes:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingError(f"{where}: expected lines of 'setting: value' or 'setting: [values]'")
+    return parse_axes({key: value if isinstance(value, list) else [value] for key, value in content.items()}, where)
