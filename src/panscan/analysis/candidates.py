@@ -26,6 +26,7 @@ __all__ = [
     "candidates_of",
     "cell_name",
     "costs_of",
+    "pareto_front",
     "reason_of",
 ]
 
@@ -87,6 +88,19 @@ def candidates_of(run: Run) -> tuple[list[Candidate], dict[str, str]]:
             row, crops = rows[cell], _crops(rows[cell].settings)
             found.append(Candidate(row, cell_name(run, cell), crops, views[crops], throughput, quality_of(run, cell)))
     return found, others
+
+
+def pareto_front(merits: Sequence[tuple[float, float]]) -> list[bool]:
+    """Whether each point is on the Pareto front: no other is at least as good in both merits and better in one.
+
+    Args:
+        merits: two of each point, such as speed and quality; larger is better. Equal points do not beat each other.
+    """
+
+    def beats(other: tuple[float, float], own: tuple[float, float]) -> bool:
+        return other != own and other[0] >= own[0] and other[1] >= own[1]
+
+    return [not any(beats(other, own) for other in merits) for own in merits]
 
 
 def cell_name(run: Run, cell: str) -> str:

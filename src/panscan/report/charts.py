@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from panscan.analysis.candidates import pareto_front
 from panscan.analysis.cells import MeasuredCell, Sweep, count, short, shown, speed, sweeps
 from panscan.records.quality import Quality
 from panscan.records.schema import VERDICTS
@@ -173,10 +174,10 @@ def front_of(
             speed=own[0],
             value=value,
             word=row.verdict.word,
-            on_front=not any(_beats(other, own) for other in merits),
+            on_front=on_front,
             recommended=numbers[row.cell] == recommended,
         )
-        for (row, value), own in zip(placed, merits, strict=True)
+        for (row, value), own, on_front in zip(placed, merits, pareto_front(merits), strict=True)
     )
     present = {point.cell for point in points}
     absent = tuple(numbers[row.cell] for row in rows if numbers[row.cell] not in present)
@@ -189,7 +190,3 @@ def _merit(value: Measured, by_quality: bool) -> float:
     """Larger is better. Ratios within the limit of exact are equal: what differs there is noise."""
     known = value.value or 0.0
     return known if by_quality else -max(known, EXACT_RATIO)
-
-
-def _beats(other: tuple[float, float], own: tuple[float, float]) -> bool:
-    return other != own and other[0] >= own[0] and other[1] >= own[1]
