@@ -88,7 +88,7 @@ class Truth:
     weights: str
     views: str
     model: str
-    leads: list[TruthRequest]
+    requests: list[TruthRequest]
     noise: dict[str, Noise] = field(default_factory=dict)
 
     @property
@@ -97,11 +97,11 @@ class Truth:
 
     @property
     def tokens(self) -> int:
-        return sum(len(lead.tokens) for lead in self.leads)
+        return sum(len(expected.tokens) for expected in self.requests)
 
     @property
     def image_positions(self) -> int:
-        return sum(len(lead.places) for lead in self.leads)
+        return sum(len(expected.places) for expected in self.requests)
 
 
 def eager_settings(settings: Settings, pixels: str) -> Settings:
@@ -140,15 +140,15 @@ def compute_truth(
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
             lambda done: on_step(f"truth: {done} of {len(requests)} requests"),
         )
-        leads = [_lead(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
-    return Truth(*names, leads)
+        found = [_truth_request(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
+    return Truth(*names, found)
 
 
 def observe_eager(
     loaded: Loaded, settings: Settings, requests: Sequence[Request], truth: Truth, on_step: Callable[[str], None]
 ) -> Iterator[Observation]:
     """The same requests at the model's own precision, along the truth's tokens: the yardstick's observations."""
-    forced = [lead.forced_tokens(len(lead.tokens)) for lead in truth.leads]
+    forced = [expected.forced_tokens(len(expected.tokens)) for expected in truth.requests]
     return _in_groups(
         loaded,
         requests,
@@ -181,7 +181,7 @@ def _in_groups(
             at += together
 
 
-def _lead(request: str, seen: Observation) -> TruthRequest:
+def _truth_request(request: str, seen: Observation) -> TruthRequest:
     assert seen.answer_hidden is not None  # its tokens were not forced
     hidden = seen.answer_hidden.shape[-1]
     image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
@@ -195,14 +195,17 @@ def save_truth(truth: Truth, path: Path) -> None:
         RecordsError: the disk does not take it.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for index, lead in enumerate(truth.leads):
-        tensors |= {f"{index}.answer": lead.answer.contiguous(), f"{index}.image": lead.image.contiguous()}
+    for index, expected in enumerate(truth.requests):
+        tensors |= {f"{index}.answer": expected.answer.contiguous(), f"{index}.image": expected.image.contiguous()}
     header = {
         "weights": truth.weights,
         "views": truth.views,
         "model": truth.model,
         "noise": {name: asdict(noise) for name, noise in truth.noise.items()},
-        "leads": [{"request": lead.request, "tokens": lead.tokens, "places": lead.places} for lead in truth.leads],
+        "leads": [
+            {"request": expected.request, "tokens": expected.tokens, "places": expected.places}
+            for expected in truth.requests
+        ],
     }
     with _readable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,12 +223,12 @@ def load_truth(path: Path) -> Truth:
         if metadata.get("panscan_truth") != FORMAT:
             raise RecordsError(f"{path} is not a truth that this panscan reads")
         header: dict[str, Any] = json.loads(metadata["header"])
-        leads = [
-            TruthRequest(**lead, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
-            for index, lead in enumerate(header.pop("leads"))
+        found = [
+            TruthRequest(**expected, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
+            for index, expected in enumerate(header.pop("leads"))
         ]
         noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
-        return Truth(**header, leads=leads, noise=noise)
+        return Truth(**header, requests=found, noise=noise)
 
 
 def find_references(path: Path) -> list[tuple[Path, Truth]]:

@@ -370,13 +370,15 @@ class Verifier:
         """The yardstick. In float32 eager attention is the truth itself, and the noise its floor."""
         if loaded.dtype == torch.float32:
             return Noise(
-                [[0.0] * len(lead.tokens) for lead in truth.leads], 0.0 if truth.image_positions else None, 0.0
+                [[0.0] * len(expected.tokens) for expected in truth.requests],
+                0.0 if truth.image_positions else None,
+                0.0,
             )
         tally = DivergenceTally()
         requests = self._requests(plain)
         seen = observe_eager(loaded, plain, requests, truth, self.say)
-        for lead, observation in zip(truth.leads, seen, strict=True):
-            tally.add(loaded, lead.answer, observation.answer, lead.image, observation.image)
+        for expected, observation in zip(truth.requests, seen, strict=True):
+            tally.add(loaded, expected.answer, observation.answer, expected.image, observation.image)
         return tally.noise()
 
     def _compare(self, runner: Runner, settings: Settings, truth: Truth) -> Record:
@@ -386,11 +388,11 @@ class Verifier:
         todo = calls(views, settings)
         for number, batch in enumerate(todo):
             self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
-            forced = [truth.leads[index].forced_tokens(settings.max_new_tokens) for index in batch]
+            forced = [truth.requests[index].forced_tokens(settings.max_new_tokens) for index in batch]
             for index, seen in zip(batch, runner.observe([requests[i] for i in batch], forced), strict=True):
-                lead = truth.leads[index]
+                expected = truth.requests[index]
                 likeliest = seen.likeliest
-                pairs = lead.answer[: len(seen.tokens)], seen.answer, lead.image, seen.image
+                pairs = expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image
                 tally.add(runner.loaded, *pairs, partial=likeliest is not None)
         precision = _precision(settings)
         note = {} if likeliest is None else {"reason": f"from top {likeliest} log-probabilities"}
@@ -403,7 +405,7 @@ class Verifier:
         origin = next((path for path, each in self.references if each.id == truth.id), None)
         file = origin if origin is not None else Path("truth") / f"{truth.id}.safetensors"
         facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
-        counts = {"requests": len(truth.leads), "tokens": truth.tokens, "image_positions": truth.image_positions}
+        counts = {"requests": len(truth.requests), "tokens": truth.tokens, "image_positions": truth.image_positions}
         self.write([{"type": "truth", **facts, **counts}])
 
 
