@@ -12,7 +12,7 @@ from tests.records import synthetic
 
 from panscan.cli.main import run
 from panscan.records.store import read_run
-from panscan.report import markdown
+from panscan.report import to_markdown
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def test_a_page_in_the_run_s_folder(home: Path, capsys: pytest.CaptureFixture[st
 
 def test_markdown_to_standard_output_or_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(home), "--format", "md"]) == 0
-    assert capsys.readouterr().out == markdown(read_run(home))
+    assert capsys.readouterr().out == to_markdown(read_run(home))
     assert run(["report", str(home), "--format", "md", "-o", str(home / "issue.md")]) == 0
     assert capsys.readouterr().out == f"{home / 'issue.md'}\n"
-    assert (home / "issue.md").read_text("utf-8") == markdown(read_run(home))
+    assert (home / "issue.md").read_text("utf-8") == to_markdown(read_run(home))
 
 
 def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

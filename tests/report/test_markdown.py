@@ -13,7 +13,7 @@ from tests.report.report_known import NUMBERS, SECONDS, UNKNOWN, known_run
 from tests.report.report_page import Element, page_of, parse, rows_of, section
 
 from panscan.records.store import Run
-from panscan.report import markdown
+from panscan.report import to_markdown
 from panscan.report.formatting import clean
 
 
@@ -25,7 +25,7 @@ def rendered(text: str) -> Element:
 def test_the_table_is_the_page_s(tmp_path: Path) -> None:
     """Every cell's figures are those of the HTML page, whose test holds them against the records."""
     run = known_run(tmp_path, scores=True)
-    document = rendered(markdown(run))
+    document = rendered(to_markdown(run))
     table, *_ = document.all("table")
     rows = rows_of(table)
     page = rows_of(next(section(page_of(run), "cells").all("table")))
@@ -50,7 +50,7 @@ def test_the_table_is_the_page_s(tmp_path: Path) -> None:
 
 
 def test_the_rest_is_there_too(tmp_path: Path) -> None:
-    text = rendered(markdown(known_run(tmp_path))).text
+    text = rendered(to_markdown(known_run(tmp_path))).text
     for wanted in (
         "tiny on 2 × NVIDIA H200",
         "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2.",
@@ -64,7 +64,7 @@ def test_the_rest_is_there_too(tmp_path: Path) -> None:
         "torch 2.11.0",
     ):
         assert wanted in text, wanted
-    block = next(rendered(markdown(known_run(tmp_path))).all("pre"))
+    block = next(rendered(to_markdown(known_run(tmp_path))).all("pre"))
     assert block.text == """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
 
 
@@ -91,7 +91,7 @@ LETTERS = "ab01|\\`*_[]<>~@#&!-+().{}\n$é\U0001f600 "
 @example("a__b _ c_d __e")
 @example("\\|")
 def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
-    source = markdown(hostile(text, tmp_path))
+    source = to_markdown(hostile(text, tmp_path))
     document = rendered(source)
     rows = rows_of(next(document.all("table")))
     assert len(rows) == 2

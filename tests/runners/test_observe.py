@@ -59,11 +59,11 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
     runner.configure(replace(runner.settings, **settings))
     ids = prompts(runner)
     places = [image_places(each, runner.loaded.reader.prompts.soft_id) for each in ids]
-    forced = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
-    forced = [ForcedTokens(tokens, place, STEPS) for tokens, place in zip(forced, places, strict=True)]
+    tokens = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
+    forced = [ForcedTokens(each, place, STEPS) for each, place in zip(tokens, places, strict=True)]
     for row, seen in enumerate(runner.observe(BATCH, forced)):
-        full = teacher(runner, BATCH[row], forced[row])
-        assert seen.tokens == forced[row]
+        full = teacher(runner, BATCH[row], tokens[row])
+        assert seen.tokens == tokens[row]
         expected = full[len(ids[row]) - 1 : -1]
         torch.testing.assert_close(seen.answer, expected, rtol=1e-4, atol=2e-3)
         assert (seen.image is None) == (not places[row])

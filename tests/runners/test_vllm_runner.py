@@ -402,7 +402,7 @@ def vllm_runner(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> VllmRu
     """On a stand-in for the package, as if a GPU were here."""
     Llm.tiny, Llm.started = tiny, []
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm, SamplingParams=SimpleNamespace))
-    monkeypatch.setattr("panscan.runners.vllm.unsupported_reason", lambda settings: None)
+    monkeypatch.setattr("panscan.model.support.unsupported_reason", lambda settings: None)
     runner = VllmRunner(replace(tiny.settings, runner="vllm"))
     runner.configure(runner.settings)
     return runner

@@ -8,7 +8,15 @@ from pathlib import Path
 from panscan.core import RecordsError
 from panscan.records.store import Run, write_atomically
 
-__all__ = ["GALLERY_NAME", "HTML_NAME", "markdown", "write_gallery", "write_markdown", "write_pictures", "write_report"]
+__all__ = [
+    "GALLERY_NAME",
+    "HTML_NAME",
+    "to_markdown",
+    "write_gallery",
+    "write_markdown",
+    "write_pictures",
+    "write_report",
+]
 
 HTML_NAME = "report.html"
 GALLERY_NAME = "gallery.html"
@@ -39,7 +47,7 @@ def write_gallery(run: Run, path: Path) -> None:
     write_atomically(path, render_gallery(run).encode())
 
 
-def markdown(run: Run) -> str:
+def to_markdown(run: Run) -> str:
     """A run's report as GitHub-flavoured markdown, for an issue tracker.
 
     Raises:
@@ -52,12 +60,12 @@ def markdown(run: Run) -> str:
 
 
 def write_markdown(run: Run, path: Path) -> None:
-    """Write :func:`markdown` as a file; an older one is replaced in one step.
+    """Write :func:`to_markdown` as a file; an older one is replaced in one step.
 
     Raises:
         RecordsError: the file could not be written, or a cell's stamps contradict its counts.
     """
-    write_atomically(path, markdown(run).encode())
+    write_atomically(path, to_markdown(run).encode())
 
 
 def write_pictures(run: Run, directory: Path) -> list[Path]:
