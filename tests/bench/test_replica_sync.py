@@ -43,7 +43,7 @@ Script = Generator[Message, Answer | None, None]
 
 def plan() -> SweepPlan:
     cells = [Cell(name, Settings()) for group in GROUPS for name in group]
-    return SweepPlan(cells, [], Source(no_images=True, prompt="x"), repeats=REPEATS)
+    return SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"), repeats=REPEATS)
 
 
 def replica(number: int, faults: Faults) -> Script:

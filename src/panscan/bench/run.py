@@ -156,7 +156,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
         )
-    return SweepPlan(cells, items, source, **chosen)
+    return SweepPlan(cells=cells, items=items, source=source, **chosen)
 
 
 def check_same_machine(run: Run) -> None:

@@ -95,10 +95,20 @@ def command(**options: Any) -> int:
     if options["no_verify"] and options["reference"] is not None:
         raise SettingError("--no-verify and --reference exclude each other")
     plan = SweepPlan(
-        cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"],
-        not options["no_verify"], options["reference"], options["replicas"], options["gpus_per_replica"],
-        workload.dataset, metric,
-    )  # fmt: skip
+        cells=cells,
+        items=items,
+        source=source,
+        repeats=options["repeats"],
+        warmup=options["warmup"],
+        seed=options["seed"],
+        include_content=options["include_content"],
+        verify=not options["no_verify"],
+        reference=options["reference"],
+        replicas=options["replicas"],
+        gpus_per_replica=options["gpus_per_replica"],
+        dataset=workload.dataset,
+        quality_metric=metric,
+    )
     if plan.replicas * plan.gpus_per_replica > 1:
         from panscan.bench.replicas import slots
 
