@@ -131,11 +131,9 @@ def run_replicas(
         replicas = [stack.enter_context(_Replica(i, slot, threads, inbox)) for i, slot in enumerate(chosen)]
         for number, replica in enumerate(replicas):
             replica.send(Start(number, plan, done, directory))
-
-        def answer(number: int, answer: Answer) -> None:
-            replicas[number].send(answer)
-
-        sync = ReplicaSync(plan, done, devices, writer=writer, observer=observer, answer=answer)
+        sync = ReplicaSync(
+            plan, done, devices, writer=writer, observer=observer, answer=lambda i, answer: replicas[i].send(answer)
+        )
         running = set(range(len(replicas)))
         while running:
             number, message = inbox.get()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import PIL
 
@@ -43,6 +44,7 @@ __all__ = [
     "plans_of",
     "request_of",
     "sample_dataset",
+    "source_or_samples",
 ]
 
 
@@ -243,6 +245,37 @@ class Source:
             raise SettingError("--no-images needs --prompts or --prompt")
         if self.num_samples is not None and self.num_samples < 1:
             raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
+
+
+def source_or_samples(
+    *,
+    images: Sequence[str] = (),
+    dataset: str | None = None,
+    prompts: str | None = None,
+    prompt: str | None = None,
+    no_images: bool = False,
+    on_default: Callable[[str], None],
+    **others: Any,
+) -> Source:
+    """Return a :class:`Source`, with the bundled sample documents if it names no documents.
+
+    Prompts are asked of the samples' pictures; without prompts, the samples' own questions are asked.
+
+    Args:
+        images: see :class:`Source`, as are the others.
+        on_default: called with a remark about each default that is used.
+    """
+    prompted = prompts is not None or prompt is not None
+    if not images and dataset is None and not no_images:
+        samples = sample_dataset()
+        on_default(f"no --images given: using the bundled sample documents ({samples.parent})")
+        if prompted:
+            images = (str(samples.parent),)
+        else:
+            dataset = str(samples)
+    if dataset is None and not prompted and not no_images:
+        on_default(f"no -p given: asking {DEFAULT_PROMPT!r}")
+    return Source(images=tuple(images), dataset=dataset, prompts=prompts, prompt=prompt, no_images=no_images, **others)
 
 
 @dataclass(frozen=True, slots=True)
