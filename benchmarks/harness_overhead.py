@@ -70,7 +70,7 @@ def main() -> None:
         source = Source(dataset=str(write_samples(Path(folder) / "samples")), num_samples=8)
         items = build_workload(source, on_problem=print)
         cell = Cell.of(settings)
-        plan = SweepPlan([cell], items, source, repeats=ROUNDS, warmup=0)
+        plan = SweepPlan(cells=[cell], items=items, source=source, repeats=ROUNDS, warmup=0)
         ratios = []
         with RecordWriter(Path(folder) / "run") as writer:
             writer.write([header(plan, ["harness_overhead"])])

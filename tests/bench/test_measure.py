@@ -63,7 +63,13 @@ def plan(runner: GenerateRunner, tmp_path: Path) -> SweepPlan:
     noise(300, 900).save(tmp_path / "doc.png")
     source = Source(images=(str(tmp_path / "doc.png"),), prompt="What?", num_samples=3)
     settings = Settings(model="tiny", dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
-    return SweepPlan([Cell.of(settings)], build_workload(source, on_problem=print), source, repeats=2, seed=7)
+    return SweepPlan(
+        cells=[Cell.of(settings)],
+        items=build_workload(source, on_problem=print),
+        source=source,
+        repeats=2,
+        seed=7,
+    )
 
 
 def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
@@ -127,7 +133,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
     watcher, lines = Watcher(), Lines()
     gc.disable()
     try:
-        sweep._visit(plan, [(plan.cells[0], 0), (other, 0)], Failing(), lines, watcher, None)
+        sweep._visit(plan, [(plan.cells[0], 0), (other, 0)], Failing(), writer=lines, observer=watcher, verifier=None)
     finally:
         gc.enable()
     assert alive_at_next == [False]

@@ -29,7 +29,7 @@ def refuse(problem: InputError) -> None:
 def one(**settings: Any) -> Prediction:
     """The prediction of one cell for a page."""
     axes = {"device": ["cpu"], "dtype": ["fp32"], **{name: [value] for name, value in settings.items()}}
-    [found] = predict(SweepPlan(build_cells(axes), [PAGE], Source(prompt="x", no_images=True)))
+    [found] = predict(SweepPlan(cells=build_cells(axes), items=[PAGE], source=Source(prompt="x", no_images=True)))
     return found
 
 
@@ -39,7 +39,7 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
     source = Source(images=(str(tmp_path),), prompt="What is the total?")
     axes = {"model": ["tiny"], "do_pan_and_scan": ["true", "false"], "batch_size": ["2"], "equal_views": ["true"],
             "pan_and_scan_max_num_crops": ["2", "4"], "max_new_tokens": ["1"], "device": ["cpu"]}  # fmt: skip
-    plan = SweepPlan(build_cells(axes), build_workload(source, on_problem=refuse), source, warmup=0)
+    plan = SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, warmup=0)
     with SweepProgress(plan, set(), errors()) as progress:
         measured = start(plan, tmp_path / "run", [], progress)
     predictions = predict(plan)

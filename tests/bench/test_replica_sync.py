@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,21 @@ from tests.records.synthetic import outcome, repeat, request
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
-from panscan.bench.replica_sync import Failed, Message, Ready, ReplicaSync, Told, Warned, Wrote, merged
+from panscan.bench.replica_sync import (
+    Answer,
+    BatchDone,
+    Failed,
+    GiveUp,
+    Go,
+    Loading,
+    Message,
+    Ready,
+    ReplicaSync,
+    Stage,
+    Warned,
+    Wrote,
+    merged,
+)
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
 from panscan.settings import Settings
@@ -23,12 +38,12 @@ GROUPS = (("a0", "a1"), ("b0",))
 REPEATS = 2
 Faults = Mapping[tuple[str, int | None], str]
 """Where a replica fails: at (cell, repeat) "before" it is ready or "measuring"; at (first cell of a load, None)."""
-Script = Generator[Message, bool, None]
+Script = Generator[Message, Answer | None, None]
 
 
 def plan() -> SweepPlan:
     cells = [Cell(name, Settings()) for group in GROUPS for name in group]
-    return SweepPlan(cells, [], Source(no_images=True, prompt="x"), repeats=REPEATS)
+    return SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"), repeats=REPEATS)
 
 
 def replica(number: int, faults: Faults) -> Script:
@@ -44,7 +59,7 @@ def replica(number: int, faults: Faults) -> Script:
                 if cell in broken:
                     continue
                 fault = faults.get((cell, turn))
-                go = fault != "before" and (yield Ready(cell, turn))
+                go = fault != "before" and (yield Ready(cell, turn)) == Go()
                 if go and fault is None:
                     done = [outcome(cell, "done")] if turn == REPEATS - 1 else []
                     yield Wrote([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
@@ -65,12 +80,16 @@ class Desk:
     started: list[tuple[str, int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     batches: int = 0
+    progress: list[str] = field(default_factory=list)
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         self.records += records
 
-    def loading(self, settings: Settings) -> None: ...
-    def stage(self, what: str) -> None: ...
+    def loading(self, settings: Settings) -> None:
+        self.progress.append(f"loading {settings.model_name}")
+
+    def stage(self, what: str) -> None:
+        self.progress.append(what)
 
     def ready(self, cell: Cell, repeat: int) -> None:
         self.started.append((cell.id, repeat))
@@ -89,14 +108,14 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> Desk:
     saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
     waiting: dict[int, Ready] = {}
 
-    def answer(number: int, go: bool) -> None:
-        if go:
+    def answer(number: int, answer: Answer) -> None:
+        if answer == Go():
             assert len({*waiting.values()}) <= 1, "some started another visit than the others"
         visit = waiting.pop(number)
-        assert not go or (visit.cell, visit.repeat) == desk.started[-1]
-        saying[number] = send(scripts[number], go)
+        assert answer == GiveUp() or (visit.cell, visit.repeat) == desk.started[-1]
+        saying[number] = send(scripts[number], pickled(answer))
 
-    step = ReplicaSync(plan(), set(), [""] * len(faults), desk, desk, answer)
+    step = ReplicaSync(plan(), set(), [""] * len(faults), writer=desk, observer=desk, answer=answer)
     while speakers := [number for number, message in saying.items() if message is not None]:
         number = data.draw(st.sampled_from(speakers))
         message = saying[number]
@@ -104,15 +123,23 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> Desk:
         if isinstance(message, Ready):
             waiting[number], saying[number] = message, None
         else:
-            saying[number] = send(scripts[number], True)
-        step.take(number, message)
+            saying[number] = send(scripts[number], None)
+        step.take(number, pickled(message))
     assert waiting == {}, "somebody waits for ever"
     return desk
 
 
-def send(script: Script, value: bool) -> Message | None:
+def pickled(message: Any) -> Any:
+    """Return the message as the other process receives it."""
+    return pickle.loads(pickle.dumps(message))
+
+
+def ignore(number: int, answer: Answer) -> None: ...
+
+
+def send(script: Script, answer: Answer | None) -> Message | None:
     try:
-        return script.send(value)
+        return script.send(answer)
     except StopIteration:
         return None
 
@@ -159,7 +186,7 @@ def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[
 
 def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
     desk = Desk()
-    step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], desk, desk, lambda number, go: None)
+    step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     for number in (0, 1):
         step.take(number, Wrote([{"type": "load", "cells": ["a0"]}]))
     step.take(0, Wrote([{"type": "verdict", "cell": "a0"}]))
@@ -169,7 +196,7 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
     desk = Desk()
-    step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], desk, desk, lambda number, go: None)
+    step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
     step.take(0, Wrote(last[0]))
     step.take(0, Wrote([outcome("a0", "failed", "while answers were compared")]))
@@ -180,9 +207,11 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
 
 def test_what_else_a_replica_says() -> None:
     desk = Desk()
-    step = ReplicaSync(plan(), set(), ["", ""], desk, desk, lambda number, go: None)
-    step.take(0, Told("batch_done"))
-    assert desk.batches == 1
+    step = ReplicaSync(plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
+    step.take(0, Loading(Settings()))
+    step.take(0, Stage("computing the truth"))
+    step.take(0, BatchDone())
+    assert (desk.progress, desk.batches) == (["loading mini", "computing the truth"], 1)
     with pytest.warns(PanscanWarning, match="overflow"):
         step.take(1, Warned("overflow"))
     with pytest.raises(RecordsError, match=r"^replica 1: --reference"):

@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> SweepPlan:
     source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
     axes = {"model": ["tiny"], "batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
-    return SweepPlan(build_cells(axes), build_workload(source, on_problem=print), source, **fields)
+    return SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=print), source=source, **fields)
 
 
 def workers(parent: int | None = None) -> list[psutil.Process]:

@@ -63,7 +63,7 @@ def refuse(problem: InputError) -> None:
 
 def plan(axes: dict[str, list[Any]], **fields: Any) -> SweepPlan:
     source = Source(images=("a.png", "b.png"), prompt="What?", system="Be brief.", num_samples=3, seed=5)
-    return SweepPlan(build_cells(axes), build_workload(source, on_problem=refuse), source, **fields)
+    return SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, **fields)
 
 
 def edited(run: Run, edit: Any) -> Run:

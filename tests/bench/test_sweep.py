@@ -173,7 +173,9 @@ def test_order_is_random_but_seeded() -> None:
     cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
 
     def order(seed: int, *, verify: bool = False) -> list[list[tuple[str, int | None]]]:
-        plan = SweepPlan(cells, [], Source(no_images=True, prompt="x"), repeats=2, seed=seed, verify=verify)
+        plan = SweepPlan(
+            cells=cells, items=[], source=Source(no_images=True, prompt="x"), repeats=2, seed=seed, verify=verify
+        )
         return [[(cell.id, repeat) for cell, repeat in visits] for visits in plan.order()]
 
     assert order(1) == order(1)
@@ -196,7 +198,7 @@ def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
     from panscan.bench.workload import Source
 
     cells = build_cells({"quantization": ["torchao-int8", "none"], "dtype": ["fp32", "bf16"]})
-    plan = SweepPlan(cells, [], Source(no_images=True, prompt="x"))
+    plan = SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"))
     kinds = [visits[0][0].settings.quantization for visits in plan.order()]
     assert kinds == [None, None, "torchao-int8", "torchao-int8"]
 

@@ -259,7 +259,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     verifier = bench.verifier(tmp_path, source=source)
     verifier.items = items
     lines = Lines()
-    run_sweep(SweepPlan([cell], items, source), lines, set(), Watcher(), verifier)
+    run_sweep(SweepPlan(cells=[cell], items=items, source=source), lines, set(), Watcher(), verifier)
     assert [record["outcome"] for record in lines.records] == ["skipped"]
 
 

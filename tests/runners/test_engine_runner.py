@@ -106,7 +106,7 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
     ]
     source = Source(images=(str(tmp_path / "*.png"),), prompt="What is it?")
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
-    plan = SweepPlan(cells, items, source, include_content=True)
+    plan = SweepPlan(cells=cells, items=items, source=source, include_content=True)
     lines = Lines()
     run_sweep(plan, lines, set(), Watcher(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None))
     verdicts = {line["cell"]: line for line in lines.records if line["type"] == "verdict"}

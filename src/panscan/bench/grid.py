@@ -13,7 +13,7 @@ from panscan.core import SettingError
 from panscan.presets.parse import Axes, load_preset, parse_axes
 from panscan.settings import ALL_AT_ONCE, Settings, axes, foreign_settings
 
-__all__ = ["Cell", "build_cells"]
+__all__ = ["Cell", "build_cells", "without_pan_and_scan"]
 
 _CROP_AXES = tuple(name for name in axes() if name.startswith("pan_and_scan_"))
 
@@ -64,6 +64,17 @@ def build_cells(
     if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):
         raise SettingError(f"--no-pan-and-scan contradicts --{crops[0].replace('_', '-')}")
     return list(cells.values())
+
+
+def without_pan_and_scan(flags: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return the flags with pan and scan off, as ``--no-pan-and-scan`` asks.
+
+    Raises:
+        SettingError: ``do_pan_and_scan`` has another value.
+    """
+    if flags.get("do_pan_and_scan", ["false"]) != ["false"]:
+        raise SettingError("--no-pan-and-scan contradicts --do-pan-and-scan")
+    return {**flags, "do_pan_and_scan": ["false"]}
 
 
 _GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "device_map": ("max_memory",)}

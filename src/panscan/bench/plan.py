@@ -40,7 +40,7 @@ class Observer(Protocol):
     def problem(self, cell: Cell, outcome: str, reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepPlan:
     """What a sweep does; the same plan gives the same cells, requests and order.
 

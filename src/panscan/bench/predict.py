@@ -41,7 +41,16 @@ def predict(plan: SweepPlan) -> list[Prediction]:
 
 def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str | None) -> Prediction:
     if skipped is not None:
-        return Prediction(cell, settings, 0, 0, 0, 0, None, skipped)
+        return Prediction(
+            cell=cell,
+            settings=settings,
+            batches=0,
+            views=0,
+            image_tokens=0,
+            prompt_tokens=0,
+            seconds=None,
+            skipped=skipped,
+        )
     shape = shape_of(settings)
     cost = GEMMA3_COST if shape is None else replace(GEMMA3_COST, image_tokens=shape.image_tokens)
     per_item = [plans_of(item, settings, cost) for item in plan.items]
@@ -53,7 +62,16 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
     if shape is not None:
         together = [each for call in todo for each in _together(call, settings)]
         seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in together)
-    return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
+    return Prediction(
+        cell=cell,
+        settings=settings,
+        batches=len(todo),
+        views=sum(views),
+        image_tokens=sum(views) * cost.image_tokens,
+        prompt_tokens=sum(tokens),
+        seconds=seconds,
+        skipped=None,
+    )
 
 
 def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:

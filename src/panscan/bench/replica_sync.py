@@ -1,10 +1,12 @@
-"""Keeps replicas of one sweep in step and makes one run of their records. No process, no tensor: only decisions.
+"""Synchronizes the replicas of a sweep and merges their records into one run. Only decisions: no process, no tensor.
 
-Every replica makes the same visits (a cell, a repeat) in the same order. It passes a visit in one of two ways: it asks
-to start, and all start together; or it has said what became of the cell instead, and then no other may wait for it
-there. So nobody waits for a replica that never comes, in whatever order their messages arrive.
+Every replica visits the same cells and repeats in the same order. For each visit it either sends :class:`Ready` and
+waits for an answer, or it sends the cell's outcome, and then no other replica waits to start that cell. So no replica
+waits for one that never arrives, whatever order the messages arrive in.
 
-The first replica alone compares answers, after a cell's last repeat; what it says then is not waited for.
+Only the first replica compares answers, after a cell's last repeat; the others do not wait for its verdict.
+
+Messages are plain data: they are pickled on their way between the processes.
 """
 
 from __future__ import annotations
@@ -14,20 +16,44 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from panscan.core import PanscanError, PanscanWarning
 from panscan.records.schema import Record
 
 if TYPE_CHECKING:
     from panscan.bench.plan import Observer, SweepPlan, Writer
+    from panscan.settings import Settings
 
-__all__ = ["Failed", "Finished", "Message", "Ready", "ReplicaSync", "Start", "Told", "Warned", "Wrote", "merged"]
+__all__ = [
+    "Answer",
+    "BatchDone",
+    "Failed",
+    "Finished",
+    "GiveUp",
+    "Go",
+    "Loading",
+    "Message",
+    "Ready",
+    "ReplicaSync",
+    "Stage",
+    "Start",
+    "Warned",
+    "Wrote",
+    "merged",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first thing that a replica is told: its number, the sweep, the visits that are done, the run directory."""
+    """The first message to a replica.
+
+    Args:
+        replica: its number.
+        plan: the sweep to run.
+        done: finished visits, as (cell id, repeat).
+        directory: the run directory.
+    """
 
     replica: int
     plan: SweepPlan
@@ -36,60 +62,84 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Go:
+    """Answers :class:`Ready`: every replica is ready, start measuring."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Answers :class:`Ready`: another replica failed in this cell, skip it."""
+
+
+Answer = Go | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The replica starts loading a model."""
+
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """Warmed up, and waiting for an answer: True to start measuring, False to give the cell up."""
+    """The warm-up is over; the replica waits for an :data:`Answer`."""
 
     cell: str
     repeat: int
 
 
 @dataclass(frozen=True, slots=True)
+class BatchDone:
+    """The replica measured a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The replica starts work that is not measured, such as computing the truth."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wrote:
-    """Records of a repeat, of what became of a cell, or of the run as a whole."""
+    """Records of a repeat, of a cell's outcome, or of the whole run."""
 
     records: Sequence[Record]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A call of the observer's, by name."""
-
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning of panscan's own."""
+    """The replica issued a :class:`panscan.core.PanscanWarning`."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sweep as a whole cannot go on."""
+    """The replica cannot continue its sweep."""
 
     error: PanscanError
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The sweep is through; the replica ends."""
+    """The replica finished its sweep, and its process exits."""
 
 
-Message = Ready | Wrote | Told | Warned | Failed | Finished
+Message = Loading | Ready | BatchDone | Stage | Wrote | Warned | Failed | Finished
 
 
 class ReplicaSync:
-    """Takes the replicas' messages in the order in which they come, one at a time.
+    """Handles the replicas' messages one at a time, in the order in which they arrive.
 
     Args:
         plan: the sweep.
-        done: its visits that an earlier start finished.
-        devices: where each replica runs, as its records shall say; "" where the replica's own word is right.
-        writer: of the run's records.
-        observer: sees the sweep as if it were one process.
-        answer: tells a replica to start (True) or to give up the cell that it is ready for (False).
+        done: visits that an earlier start finished.
+        devices: the device of each replica for its records; "" keeps the name that the replica uses.
+        writer: takes the run's records.
+        observer: observes the sweep as if it ran in one process.
+        answer: sends an answer to the replica of this number.
     """
 
     def __init__(
@@ -97,9 +147,10 @@ class ReplicaSync:
         plan: SweepPlan,
         done: set[tuple[str, int | None]],
         devices: Sequence[str],
+        *,
         writer: Writer,
         observer: Observer,
-        answer: Callable[[int, bool], None],
+        answer: Callable[[int, Answer], None],
     ) -> None:
         self._cells = {cell.id: cell for cell in plan.cells}
         self._devices = devices
@@ -111,26 +162,39 @@ class ReplicaSync:
         self._replies: dict[str, list[deque[Sequence[Record]]]] = defaultdict(lambda: [deque() for _ in devices])
         self._broken: set[str] = set()
         self._gave_up: set[tuple[int, str]] = set()
+        self._finished: set[int] = set()
         measured = [cell for cell in self._cells if all((cell, repeat) in done for repeat in range(plan.repeats))]
         self._through = {(replica, cell) for cell in measured for replica in range(len(devices))}
 
+    def has_finished(self, replica: int) -> bool:
+        """Whether a replica finished its sweep, so that the end of its process is no failure."""
+        return replica in self._finished
+
     def take(self, replica: int, message: Message) -> None:
-        """One message of a replica.
+        """Handle a message of a replica.
 
         Raises:
-            PanscanError: the replica cannot go on, so the run cannot.
+            PanscanError: the replica cannot continue, so the run cannot.
         """
         match message:
+            case Loading(settings):
+                self._observer.loading(settings)
             case Ready():
                 self._ready(replica, message)
+            case BatchDone():
+                self._observer.batch_done()
+            case Stage(text):
+                self._observer.stage(text)
             case Wrote(records):
                 self._wrote(replica, records)
-            case Told(method, arguments):
-                getattr(self._observer, method)(*arguments)
             case Warned(text):
                 warnings.warn(text, PanscanWarning, stacklevel=2)
             case Failed(error):
                 raise type(error)(f"replica {replica}: {error}")
+            case Finished():
+                self._finished.add(replica)
+            case _:
+                assert_never(message)
 
     def _ready(self, replica: int, visit: Ready) -> None:
         self._waiting[replica] = visit
@@ -140,19 +204,19 @@ class ReplicaSync:
             self._waiting.clear()
             self._observer.ready(self._cells[visit.cell], visit.repeat)
             for each in range(len(self._devices)):
-                self._answer(each, True)
+                self._answer(each, Go())
 
     def _give_up(self, cell: str) -> None:
-        """Whoever waits to start this cell does not."""
+        """Tell the replicas that wait to start a cell to skip it."""
         for replica in [replica for replica, visit in self._waiting.items() if visit.cell == cell]:
             del self._waiting[replica]
             self._gave_up.add((replica, cell))
-            self._answer(replica, False)
+            self._answer(replica, GiveUp())
 
     def _wrote(self, replica: int, records: Sequence[Record]) -> None:
         kind, cell = records[0]["type"], records[0].get("cell", "")
         if kind not in ("request", "repeat", "cell") or (replica, cell) in self._through:
-            if replica == 0:  # about loads and answers one speaks for all
+            if replica == 0:  # all replicas load the same, and only the first compares answers
                 self._writer.write(records)
             return
         replies = self._replies[cell]
@@ -166,7 +230,7 @@ class ReplicaSync:
             self._close(cell, [each.popleft() for each in replies])
 
     def _close(self, cell: str, replies: Sequence[Sequence[Record]]) -> None:
-        """All replicas are through with a visit: it becomes one repeat, or one reason why not."""
+        """Write a visit that all replicas ended: one merged repeat, or one outcome with its reason."""
         outcomes = {each: records[0] for each, records in enumerate(replies) if records[0]["type"] == "cell"}
         if not outcomes:
             self._writer.write(merged(replies, self._devices))
@@ -184,17 +248,19 @@ _OWN = ("started", "ended", "warmup_s", "peak_allocated_bytes", "peak_rss_bytes"
 
 
 def merged(parts: Sequence[Sequence[Record]], devices: Sequence[str]) -> list[Record]:
-    """One repeat's records out of each replica's: all requests, one ``repeat`` line, the first replica's other lines.
+    """Merge the records of one repeat: all requests, one ``repeat`` line, the first replica's other lines.
 
     The line's ``started`` and ``ended`` are the common window, from the latest start to the earliest end; peaks are
-    sums. Batch numbers are moved so that no two replicas share one.
+    sums. Batch numbers are shifted so that no two replicas share one.
     """
     requests = [
         [record | {"replica": replica} for record in part if record["type"] == "request"]
         for replica, part in enumerate(parts)
     ]
     batches = 1 + max((record["batch"] for part in requests for record in part), default=0)
-    moved = [record | {"batch": record["batch"] + record["replica"] * batches} for part in requests for record in part]
+    shifted = [
+        record | {"batch": record["batch"] + record["replica"] * batches} for part in requests for record in part
+    ]
     lines = [next(record for record in part if record["type"] == "repeat") for part in parts]
     line = lines[0] | {
         "started": max(each["started"] for each in lines),
@@ -203,7 +269,7 @@ def merged(parts: Sequence[Sequence[Record]], devices: Sequence[str]) -> list[Re
         **{name: _total([each[name] for each in lines]) for name in _PEAKS},
         "replicas": [_own(replica, each, devices[replica]) for replica, each in enumerate(lines)],
     }
-    return [*moved, line, *(record for record in parts[0] if record["type"] not in ("request", "repeat"))]
+    return [*shifted, line, *(record for record in parts[0] if record["type"] not in ("request", "repeat"))]
 
 
 def _total(values: Sequence[int | None]) -> int | None:
@@ -212,7 +278,7 @@ def _total(values: Sequence[int | None]) -> int | None:
 
 
 def _own(replica: int, line: Mapping[str, Any], device: str) -> Record:
-    """A replica's part of the line. Each process calls its own GPU cuda:0; the run needs their names apart."""
+    """Return a replica's part of the line. Each process calls its own GPU cuda:0, so the run's name replaces it."""
     own = {name: line[name] for name in _OWN if name in line}
     return {
         "replica": replica,

@@ -1,6 +1,6 @@
-"""One replica: a process that runs a sweep and talks with the one that started it over its standard input and output.
+"""The process of one replica: runs a sweep and exchanges messages with its parent over standard input and output.
 
-It ends when its input closes, so that nothing is left running when that process is killed.
+It exits when its input closes, so that nothing keeps running when the parent is killed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,23 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
-from panscan.bench.replica_sync import Failed, Finished, Message, Ready, Start, Told, Warned, Wrote
+from panscan.bench.replica_sync import (
+    Answer,
+    BatchDone,
+    Failed,
+    Finished,
+    GiveUp,
+    Go,
+    Loading,
+    Message,
+    Ready,
+    Stage,
+    Start,
+    Warned,
+    Wrote,
+)
 from panscan.core import PanscanError, PanscanWarning
 
 if TYPE_CHECKING:
@@ -27,20 +41,20 @@ __all__ = ["main"]
 
 
 class _Link:
-    """The writer and the observer of this process' sweep: all that they are given goes to the other process."""
+    """The writer and the observer of this process's sweep; both send messages to the parent."""
 
     def __init__(self) -> None:
         self._incoming = os.fdopen(os.dup(0), "rb")
         self._outgoing = os.fdopen(os.dup(1), "wb")
         with Path(os.devnull).open("rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        os.dup2(2, 1)  # what libraries print must not come between the messages
-        self._one_at_a_time = threading.Lock()
-        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        os.dup2(2, 1)  # what libraries print must not mix with the messages
+        self._sending = threading.Lock()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._replica = 0
 
     def start(self) -> Start:
-        """The sweep to run. From then on, answers are listened for."""
+        """Receive the sweep to run, then start listening for answers."""
         start: Start = pickle.load(self._incoming)
         self._replica = start.replica
         threading.Thread(target=self._listen, daemon=True).start()
@@ -51,52 +65,61 @@ class _Link:
             while True:
                 self._answers.put(pickle.load(self._incoming))
         finally:
-            os._exit(1)  # the other process is gone; this one may be deep inside of a batch
+            os._exit(1)  # the parent is gone; the main thread may be in the middle of a batch
 
     def send(self, message: Message) -> None:
-        with self._one_at_a_time:
+        with self._sending:
             pickle.dump(message, self._outgoing)
             self._outgoing.flush()
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Records, each ``repeat`` line with the number of threads that this process computes with."""
+        """Send records; each ``repeat`` line gets the number of threads that this process computes with."""
         from panscan.model.machine import thread_count
 
         threads = {"torch_threads": thread_count()}
         self.send(Wrote([{**record, **(threads if record["type"] == "repeat" else {})} for record in records]))
 
     def loading(self, settings: Settings) -> None:
-        self._tell("loading", settings)
+        self._report(Loading(settings))
 
     def ready(self, cell: Cell, repeat: int) -> None:
-        """Wait until every replica is as far."""
+        """Wait until every replica is ready to start this repeat.
+
+        Raises:
+            PanscanError: another replica failed in this cell.
+        """
         self.send(Ready(cell.id, repeat))
-        if not self._answers.get():
-            raise PanscanError("given up, because another replica could not go on with it")
+        match answer := self._answers.get():
+            case Go():
+                return
+            case GiveUp():
+                raise PanscanError("given up, because another replica failed in this cell")
+            case _:
+                assert_never(answer)
 
     def batch_done(self) -> None:
-        self._tell("batch_done")
+        self._report(BatchDone())
 
     def stage(self, what: str) -> None:
-        self._tell("stage", what)
+        self._report(Stage(what))
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:
-        """Told of by whoever has all replicas' records."""
+        """Do nothing: the parent reports the outcome once it has the records of all replicas."""
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        """All replicas do the same, so the first one's progress stands for all."""
+    def _report(self, progress: Loading | BatchDone | Stage) -> None:
+        """Send progress, if this is the first replica: all replicas make the same progress."""
         if self._replica == 0:
-            self.send(Told(method, arguments))
+            self.send(progress)
 
     def warning(self, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        """In the place of ``warnings.showwarning``; other libraries' warnings stay theirs."""
+        """Replace ``warnings.showwarning``: send panscan's warnings, ignore those of other libraries."""
         if issubclass(category, PanscanWarning):
             self.send(Warned(str(message)))
 
 
 def main() -> None:
-    """Run the sweep that the other process sends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; one of them decides
+    """Run the sweep that the parent sends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent decides
     link = _Link()
     start = link.start()
     from panscan.bench.run import verifier_of

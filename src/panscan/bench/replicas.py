@@ -1,4 +1,4 @@
-"""Several copies of one sweep on disjoint devices, each a process of its own, measured in step into one run."""
+"""Replicas of one sweep on disjoint devices: one process each, measured at the same time into one run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from panscan.bench.plan import Observer, SweepPlan, Writer
-from panscan.bench.replica_sync import Finished, Message, ReplicaSync, Start
+from panscan.bench.replica_sync import Answer, Message, ReplicaSync, Start
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
 
 __all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
@@ -26,11 +26,11 @@ __all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one replica runs.
+    """The devices of one replica.
 
     Args:
-        visible: its CUDA_VISIBLE_DEVICES; None to leave that as it is.
-        device: the same devices by their names in this process, such as ``cuda:2,3``; "" on a CPU.
+        visible: its CUDA_VISIBLE_DEVICES; None to leave the variable unchanged.
+        device: the same devices as this process names them, such as ``cuda:2,3``; "" on a CPU.
     """
 
     visible: str | None = None
@@ -38,13 +38,13 @@ class Slot:
 
 
 def slots(plan: SweepPlan) -> list[Slot]:
-    """The devices of each replica of a plan: slices of the visible GPUs, or nothing in particular on a CPU.
+    """Return the devices of each replica of a plan: slices of the visible GPUs, or empty slots on a CPU.
 
-    No CUDA context is made.
+    Creates no CUDA context.
 
     Raises:
-        SettingError: a setting that does not go with replicas.
-        UnsupportedError: more GPUs than there are.
+        SettingError: a setting is not supported with replicas.
+        UnsupportedError: the plan needs more GPUs than are visible.
     """
     from panscan.model.machine import gpu_count
 
@@ -61,12 +61,16 @@ def slots(plan: SweepPlan) -> list[Slot]:
 
 
 def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot]:
-    """``count`` slices of ``each`` GPUs out of ``there`` visible ones.
+    """Return ``count`` slices of ``each`` GPUs from ``there`` visible ones.
 
-    An outer CUDA_VISIBLE_DEVICES is cut up, whether it holds numbers or UUIDs.
+    Args:
+        count: slices.
+        each: GPUs in a slice.
+        there: visible GPUs.
+        outer: this process's CUDA_VISIBLE_DEVICES, of numbers or UUIDs; None if it is not set.
 
     Raises:
-        UnsupportedError: more GPUs than there are.
+        UnsupportedError: the slices need more GPUs than are visible.
     """
     if count * each > there:
         raise UnsupportedError(
@@ -78,7 +82,11 @@ def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot
 
 
 def _on_gpus(plan: SweepPlan) -> bool:
-    """Whether any cell of a plan needs a GPU; its devices are checked."""
+    """Return whether any cell of a plan needs a GPU.
+
+    Raises:
+        SettingError, UnsupportedError: a cell's devices are not supported with replicas.
+    """
     from panscan.model.machine import resolve_device
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -99,46 +107,46 @@ def _on_gpus(plan: SweepPlan) -> bool:
 def run_replicas(
     plan: SweepPlan, directory: Path, writer: Writer, done: set[tuple[str, int | None]], observer: Observer
 ) -> None:
-    """Run a plan's sweep in each of its replicas at the same time, every repeat from one common start.
+    """Run a plan's sweep in each of its replicas at the same time; all replicas start each repeat together.
 
-    A cell that one replica cannot do is given up by all, with the replica named in the reason; the sweep goes on.
+    If one replica fails in a cell, all skip that cell, its reason names the replica, and the sweep continues. No
+    process is left when this returns or raises.
 
     Args:
         plan: what to measure, and in how many replicas.
-        directory: of the run.
-        writer: of its records, the header already written.
+        directory: the run directory.
+        writer: takes the run's records; it already wrote the header.
         done: visits that an earlier start of this run finished.
-        observer: sees the sweep as if it were one process.
+        observer: observes the sweep as if it ran in one process.
 
     Raises:
         SettingError, UnsupportedError: see :func:`slots`.
-        PanscanError: a replica died. No process is left when this returns, in whatever way.
+        PanscanError: a replica died.
     """
-    places = slots(plan)
+    chosen = slots(plan)
+    devices = [slot.device for slot in chosen]
     inbox: _Inbox = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        threads = _threads_each(len(places), on_cpu=not any(place.device for place in places))
-        replicas = [stack.enter_context(_Replica(i, place, threads, inbox)) for i, place in enumerate(places)]
+        threads = _threads_each(len(chosen), on_cpu=not any(devices))
+        replicas = [stack.enter_context(_Replica(i, slot, threads, inbox)) for i, slot in enumerate(chosen)]
         for number, replica in enumerate(replicas):
             replica.send(Start(number, plan, done, directory))
-        step = ReplicaSync(
-            plan, done, [place.device for place in places], writer, observer, lambda i, go: replicas[i].send(go)
+        sync = ReplicaSync(
+            plan, done, devices, writer=writer, observer=observer, answer=lambda i, answer: replicas[i].send(answer)
         )
-        running, finished = set(range(len(replicas))), set()
+        running = set(range(len(replicas)))
         while running:
             number, message = inbox.get()
-            if isinstance(message, Finished):
-                finished.add(number)
-            elif message is not None:
-                step.take(number, message)
-            elif number in finished:
+            if message is not None:
+                sync.take(number, message)
+            elif sync.has_finished(number):
                 running.remove(number)
             else:
                 raise replicas[number].death()
 
 
 def _threads_each(replicas: int, *, on_cpu: bool) -> int:
-    """Threads of each process, so that all of them together have the cores that this one may use."""
+    """Return the threads of each process, so that together they use the cores available to this one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if on_cpu and replicas > cores:
         message = f"--replicas {replicas} share {cores} CPU core(s): they wait for each other"
@@ -147,21 +155,21 @@ def _threads_each(replicas: int, *, on_cpu: bool) -> int:
 
 
 _Inbox = queue.SimpleQueue[tuple[int, Message | None]]
-"""A replica's number and what it said; None when it will say no more."""
+"""A replica's number and its message; None once its output has ended."""
 
 
 class _Replica:
-    """A process with a replica in it. Leaving the context ends it."""
+    """The process of one replica. Leaving the context kills it."""
 
-    def __init__(self, number: int, place: Slot, threads: int, inbox: _Inbox) -> None:
+    def __init__(self, number: int, slot: Slot, threads: int, inbox: _Inbox) -> None:
         self._number = number
         self._inbox = inbox
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if place.visible is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = place.visible
+        if slot.visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = slot.visible
         self._process = subprocess.Popen(
-            # -P: a module in the working directory must not take the place of a library's
+            # -P: a module in the working directory must not shadow a library
             [sys.executable, "-P", "-m", "panscan.bench.replica_worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment,
         )  # fmt: skip
@@ -174,19 +182,19 @@ class _Replica:
                 while True:
                     self._inbox.put((self._number, pickle.load(stream)))
         except (EOFError, OSError, pickle.UnpicklingError):
-            pass  # it ended, perhaps in the middle of a message
+            pass  # the process ended, perhaps in the middle of a message
         finally:
             self._inbox.put((self._number, None))
 
-    def send(self, message: Any) -> None:
-        """Say something; a replica that is dead does not hear it, which its silence tells."""
+    def send(self, message: Start | Answer) -> None:
+        """Send a message; a dead replica is noticed by the end of its output, not here."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
     def death(self) -> PanscanError:
-        """Why this replica ended before its sweep did."""
+        """Return why this replica ended before it finished its sweep."""
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._errors.seek(0)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
-from panscan.bench.replicas import run_replicas
+from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
-from panscan.core import InputError, RecordsError
+from panscan.core import InputError, RecordsError, SettingError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment
 from panscan.records.store import SCHEMA, RecordWriter, Run, read_run
@@ -29,7 +29,19 @@ from panscan.settings import Settings
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
 
-__all__ = ["check_same_machine", "follow", "header", "new_directory", "plan_of", "resume", "start", "verifier_of"]
+__all__ = [
+    "check_plan",
+    "check_same_machine",
+    "finish",
+    "follow",
+    "header",
+    "new_directory",
+    "plan_of",
+    "plan_to_resume",
+    "resume",
+    "start",
+    "verifier_of",
+]
 
 
 def start(plan: SweepPlan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
@@ -115,13 +127,20 @@ def verifier_of(
     return verifier
 
 
-def check_reference(plan: SweepPlan) -> None:
-    """Whether a plan's ``--reference`` can be used, as far as that is known before a model is loaded.
+def check_plan(plan: SweepPlan) -> None:
+    """Check that a plan can run on this machine, before its run directory is made and a model is loaded.
 
     Raises:
-        RecordsError: it names no truth, or one of other views.
+        SettingError: settings exclude each other, or are not supported with replicas.
+        UnsupportedError: the replicas need more GPUs than are visible.
+        RecordsError: ``--reference`` names no truth, or one of other views.
     """
-    verifier_of(plan, _Nowhere(), lambda _: None, None)
+    if not plan.verify and plan.reference is not None:
+        raise SettingError("--no-verify and --reference exclude each other")
+    if plan.replicas * plan.gpus_per_replica > 1:
+        slots(plan)
+    if plan.reference is not None:
+        verifier_of(plan, _Nowhere(), lambda _: None, None)
 
 
 class _Nowhere:
@@ -134,6 +153,16 @@ def finish(directory: Path) -> Run:
     run = read_run(directory)
     write_summary(run, directory / "summary.csv")
     return run
+
+
+def plan_to_resume(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
+    """Return the plan that continues a run on this machine.
+
+    Raises:
+        RecordsError: the run began on another machine or with other libraries; or see :func:`plan_of`.
+    """
+    check_same_machine(run)
+    return plan_of(run, on_problem=on_problem)
 
 
 def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
@@ -156,7 +185,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
         )
-    return SweepPlan(cells, items, source, **chosen)
+    return SweepPlan(cells=cells, items=items, source=source, **chosen)
 
 
 def check_same_machine(run: Run) -> None:

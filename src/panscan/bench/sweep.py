@@ -46,7 +46,7 @@ def run_sweep(
     for visits in plan.order():
         left = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
         for cell in dict.fromkeys(cell for cell, _ in left if cell.id in plan.skipped):
-            _outcome(writer, observer, cell, None, "skipped", plan.skipped[cell.id])
+            _write_outcome(cell, None, ("skipped", plan.skipped[cell.id]), writer=writer, observer=observer)
         todo = [(cell, repeat) for cell, repeat in left if cell.id not in plan.skipped]
         if todo:
             _run_loaded(plan, todo, writer, observer, verifier)
@@ -74,13 +74,13 @@ def _run_loaded(
             writer.write([_load_record(cells, runner, now() - started)])
             if verifier is not None and compared:
                 verifier.prepare(runner, compared)
-            _visit(plan, visits, runner, writer, observer, verifier)
+            _visit(plan, visits, runner, writer=writer, observer=observer, verifier=verifier)
         finally:
             runner.close()
         return
     release_memory()
     for cell in cells:
-        _outcome(writer, observer, cell, None, *failure)
+        _write_outcome(cell, None, failure, writer=writer, observer=observer)
 
 
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[str, Any]:
@@ -121,6 +121,7 @@ def _visit(
     plan: SweepPlan,
     visits: list[Visit],
     runner: Runner,
+    *,
     writer: Writer,
     observer: Observer,
     verifier: Verifier | None,
@@ -145,7 +146,7 @@ def _visit(
             continue
         release_memory()  # not above: there the traceback still holds what the cell had
         broken.add(cell.id)
-        _outcome(writer, observer, cell, repeat, *failure)
+        _write_outcome(cell, repeat, failure, writer=writer, observer=observer)
 
 
 def measure(plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
@@ -169,7 +170,10 @@ def measure(plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: 
         observer.batch_done()
     line: dict[str, Any] = {"type": "repeat", "cell": cell.id, "repeat": repeat, "started": started, "ended": now()}
     # Scoring an answer takes time that is no part of the measurement.
-    records = [_request_record(plan, cell, repeat, number, plan.items[at], result) for number, at, result in answered]
+    records = [
+        _request_record(plan, cell, plan.items[at], result, repeat=repeat, batch=number)
+        for number, at, result in answered
+    ]
     line |= {"warmup_s": started - warm_started, **peak_memory()}
     line |= {"device": str(runner.loaded.device), "dtype": str(runner.loaded.dtype).removeprefix("torch.")}
     if not cell.settings.sampling.greedy:
@@ -197,7 +201,9 @@ def _seeded(batch: list[Request], seed: int, repeat: int) -> list[Request]:
     return [replace(request, sampling=replace(sampling, seed=chosen + repeat)) for request in batch]
 
 
-def _request_record(plan: SweepPlan, cell: Cell, repeat: int, batch: int, item: Item, result: Result) -> dict[str, Any]:
+def _request_record(
+    plan: SweepPlan, cell: Cell, item: Item, result: Result, *, repeat: int, batch: int
+) -> dict[str, Any]:
     record: dict[str, Any] = {
         "type": "request",
         "cell": cell.id,
@@ -225,7 +231,10 @@ def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | Non
     return {"type": "cell", "cell": cell.id, "repeat": repeat, "outcome": outcome, "reason": reason, "time": now()}
 
 
-def _outcome(writer: Writer, observer: Observer, cell: Cell, repeat: int | None, outcome: str, reason: str) -> None:
+def _write_outcome(
+    cell: Cell, repeat: int | None, failure: tuple[str, str], *, writer: Writer, observer: Observer
+) -> None:
+    outcome, reason = failure
     writer.write([_cell_record(cell, repeat, outcome, reason)])
     observer.problem(cell, outcome, reason)
 

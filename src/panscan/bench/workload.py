@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import PIL
 
@@ -43,6 +44,7 @@ __all__ = [
     "plans_of",
     "request_of",
     "sample_dataset",
+    "source_or_samples",
 ]
 
 
@@ -82,46 +84,24 @@ class DocumentFile:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """Questions with their documents, in the order of the dataset, and what became of the others.
-
-    ``metric`` is the dataset's own.
-    """
-
-    questions: list[tuple[DatasetRow, tuple[DocumentFile, ...]]]
-    facts: DatasetFacts
-    metric: str
-
-
-def dataset_items(
-    path: Path,
-    layout: str | None,
-    split: str | None,
-    count: int | None,
-    seed: int,
-    on_problem: Callable[[InputError], None],
-) -> Questions:
-    """The questions of a dataset, or ``count`` of them: a seeded draw, kept in order.
+def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputError], None]) -> Workload:
+    """Return the questions of a dataset, or a seeded draw of ``num_samples`` of them, in the dataset's order.
 
     Args:
-        path: of the dataset.
-        layout: see :func:`panscan.quality.datasets.load_dataset`.
-        split: see there.
-        count: at most so many; None for all.
-        seed: of the draw.
-        on_problem: told of the first few files that cannot be used, each once, and of how many more there are.
+        path: the dataset.
+        source: how to read it and how many questions to draw.
+        on_problem: called with each of the first few unusable files, and with the number of the others.
 
     Raises:
-        InputError: the dataset cannot be read, or nothing usable is left.
+        InputError: the dataset cannot be read, or none of its questions is usable.
     """
-    loaded = load_dataset(path, layout=layout, split=split)
-    rows = loaded.rows
+    loaded = load_dataset(path, layout=source.dataset_format, split=source.dataset_split)
+    rows, count = loaded.rows, source.num_samples
     wanted = len(rows) if count is None else min(count, len(rows))
     opening = _Opening(f"--dataset {path}", on_problem)
     found: list[tuple[int, tuple[DocumentFile, ...]]] = []
     unreadable = 0
-    order = _order(len(rows), wanted, seed)
+    order = _order(len(rows), wanted, source.seed)
     while len(found) < wanted and (numbers := order[: wanted - len(found)]):
         order = order[len(numbers) :]
         for number, documents in zip(numbers, opening.open([rows[number] for number in numbers]), strict=True):
@@ -130,11 +110,12 @@ def dataset_items(
             else:
                 unreadable += 1
     opening.finish()
-    questions = [(rows[number], documents) for number, documents in sorted(found, key=lambda each: each[0])]
-    facts = counted(loaded, [row for row, _ in questions], unreadable)
-    if not questions:
+    used = [(rows[number], documents) for number, documents in sorted(found, key=lambda each: each[0])]
+    facts = counted(loaded, [row for row, _ in used], unreadable)
+    if not used:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
-    return Questions(questions, facts, loaded.metric)
+    items = [Item(row.id, documents, row.question, row.answers, row.tags) for row, documents in used]
+    return Workload(_sampled(items, count, source.seed), facts, loaded.metric)
 
 
 def _order(rows: int, wanted: int, seed: int) -> list[int]:
@@ -175,7 +156,7 @@ class _Opening:
 
     def _documents(self, place: str) -> list[DocumentFile]:
         if place not in self._known:
-            self._known[place] = documents_of(find_pages([place], on_problem=self._problem), self._problem)
+            self._known[place] = _documents_of(find_pages([place], on_problem=self._problem), self._problem)
         return self._known[place]
 
     def _problem(self, problem: InputError) -> None:
@@ -184,8 +165,8 @@ class _Opening:
             self._on_problem(problem)
 
 
-def documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[DocumentFile]:
-    """Pages as documents, each decoded once; ``on_problem`` is told of those that cannot be."""
+def _documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[DocumentFile]:
+    """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
     found = []
     for page in pages:
         try:
@@ -266,6 +247,37 @@ class Source:
             raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
 
 
+def source_or_samples(
+    *,
+    images: Sequence[str] = (),
+    dataset: str | None = None,
+    prompts: str | None = None,
+    prompt: str | None = None,
+    no_images: bool = False,
+    on_default: Callable[[str], None],
+    **others: Any,
+) -> Source:
+    """Return a :class:`Source`, with the bundled sample documents if it names no documents.
+
+    Prompts are asked of the samples' pictures; without prompts, the samples' own questions are asked.
+
+    Args:
+        images: see :class:`Source`, as are the others.
+        on_default: called with a remark about each default that is used.
+    """
+    prompted = prompts is not None or prompt is not None
+    if not images and dataset is None and not no_images:
+        samples = sample_dataset()
+        on_default(f"no --images given: using the bundled sample documents ({samples.parent})")
+        if prompted:
+            images = (str(samples.parent),)
+        else:
+            dataset = str(samples)
+    if dataset is None and not prompted and not no_images:
+        on_default(f"no -p given: asking {DEFAULT_PROMPT!r}")
+    return Source(images=tuple(images), dataset=dataset, prompts=prompts, prompt=prompt, no_images=no_images, **others)
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The items of a run. ``dataset`` and ``metric`` (its own metric of quality) are None without a dataset."""
@@ -314,12 +326,9 @@ def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -
         UnsupportedError: a dataset in a format that needs a library which is missing.
     """
     if source.dataset is not None:
-        place, layout, split = Path(source.dataset), source.dataset_format, source.dataset_split
-        found = dataset_items(place, layout, split, source.num_samples, source.seed, on_problem)
-        items = [Item(row.id, documents, row.question, row.answers, row.tags) for row, documents in found.questions]
-        return Workload(_sampled(items, source.num_samples, source.seed), found.facts, found.metric)
+        return _dataset_workload(Path(source.dataset), source, on_problem)
     prompts = _prompts(source)
-    documents = [] if source.no_images else documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
+    documents = [] if source.no_images else _documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
     if not documents and not source.no_images:
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
     pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]

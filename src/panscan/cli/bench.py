@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,7 +23,14 @@ from panscan.cli.options import (
 )
 from panscan.core import InputError, PanscanError, SettingError
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from panscan.bench.grid import Cell
+    from panscan.bench.plan import SweepPlan
+    from panscan.bench.workload import Source
+    from panscan.cli.progress import SweepProgress
+    from panscan.records.store import Run
+
+__all__ = ["command", "exit_code", "print_files", "print_run", "say_dataset", "say_start", "sweep_progress"]
 
 EPILOG = """\b
 Examples
@@ -83,66 +90,26 @@ def command(**options: Any) -> int:
     if options["resume"] is not None:
         return _resume(options)
     from panscan.bench import run
-    from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import load_workload
 
-    cells = _cells(options)
-    source = _source(options)
-    workload = load_workload(source, on_problem=_say_problem)
-    items, metric = workload.items, workload.quality_metric(options["quality_metric"])
-    if options["dataset"] is not None:
-        _say_dataset(workload)
-    if options["no_verify"] and options["reference"] is not None:
-        raise SettingError("--no-verify and --reference exclude each other")
-    plan = SweepPlan(
-        cells, items, source, options["repeats"], options["warmup"], options["seed"], options["include_content"],
-        not options["no_verify"], options["reference"], options["replicas"], options["gpus_per_replica"],
-        workload.dataset, metric,
-    )  # fmt: skip
-    if plan.replicas * plan.gpus_per_replica > 1:
-        from panscan.bench.replicas import slots
-
-        slots(plan)  # what this machine cannot give is said before a run directory is made
-    if options["reference"] is not None:
-        run.check_reference(plan)
+    plan = _plan(options)
+    run.check_plan(plan)
     if options["dry_run"]:
         from panscan.cli.tables import print_predictions
 
         print_predictions(plan, out())
         return 0
-    from panscan.cli.progress import SweepProgress
-
     if not first_process():
-        with SweepProgress(plan, set(), errors()) as progress:
-            run.follow(plan, set(), progress)
-        return 0
-    directory = run.new_directory(Path(options["output_dir"]), cells[0].settings.model_name)
+        return _follow(plan, set())
+    directory = run.new_directory(Path(options["output_dir"]), plan.cells[0].settings.model_name)
     line = ["panscan", *click.get_current_context().obj["arguments"]]
-    errors().print(f"cells: {len(cells)}, requests each: {len(items)}; records in {directory}", soft_wrap=True)
-    with _resumable(directory), SweepProgress(plan, set(), errors()) as progress:
+    say_start(plan, directory)
+    with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
     return _show(measured, directory)
 
 
-@contextmanager
-def _resumable(directory: Path) -> Iterator[None]:
-    """A run that is interrupted, or that a dead replica ends, keeps a summary of what is done; how to go on is said."""
-    from panscan.bench.run import finish
-
-    try:
-        yield
-    except (KeyboardInterrupt, PanscanError) as error:
-        goes_on = not isinstance(error, InputError | SettingError)  # which would stop it again
-        with suppress(PanscanError):  # stopped before there was anything
-            finish(directory)
-            if goes_on:
-                errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
-        raise
-
-
 def _resume(options: dict[str, Any]) -> int:
     from panscan.bench import run
-    from panscan.cli.progress import SweepProgress
     from panscan.records.store import read_run
 
     context = click.get_current_context()
@@ -156,44 +123,61 @@ def _resume(options: dict[str, Any]) -> int:
         raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
     directory = Path(options["resume"])
     before = read_run(directory)
-    run.check_same_machine(before)
-    plan = run.plan_of(before, on_problem=_say_problem)
+    plan = run.plan_to_resume(before, on_problem=_say_problem)
     done = before.finished()
     if not first_process():
-        with SweepProgress(plan, done, errors()) as progress:
-            run.follow(plan, done, progress)
-        return 0
+        return _follow(plan, done)
     repeats = len(plan.cells) * plan.repeats
     errors().print(f"resuming {directory}: {len(before.repeats)} of {repeats} repeats are done", soft_wrap=True)
-    with _resumable(directory), SweepProgress(plan, done, errors()) as progress:
+    with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
     return _show(measured, directory)
 
 
-def _show(measured: Any, directory: Path) -> int:
-    from panscan.report import HTML_NAME, write_report
-    from panscan.report.terminal import print_curves, print_summary
+def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
+    """Do the part of a process beside torchrun's first; that one prints and returns the exit code."""
+    from panscan.bench.run import follow
+    from panscan.cli.progress import SweepProgress
 
-    console = out()
-    print_summary(measured, console)
-    print_curves(measured, console)
-    with errors().status("writing the report"):
-        write_report(measured, directory / HTML_NAME)
-    for name, file in (("records", "records.jsonl"), ("summary", "summary.csv"), ("report", HTML_NAME)):
-        console.print(f"{name}: {directory / file}", soft_wrap=True)
-    finished = [cell for cell in measured.cells if measured.outcomes.get(cell, {}).get("outcome") == "done"]
-    return 0 if len(finished) == len(measured.cells) else 4
+    with SweepProgress(plan, done, errors()) as progress:
+        follow(plan, done, progress)
+    return 0
 
 
-def _cells(options: dict[str, Any]) -> list[Any]:
-    from panscan.bench.grid import build_cells
+def _plan(options: dict[str, Any]) -> SweepPlan:
+    from panscan.bench.plan import SweepPlan
+    from panscan.bench.workload import load_workload
+
+    cells = _cells(options)
+    source = _source(options)
+    workload = load_workload(source, on_problem=_say_problem)
+    plan = SweepPlan(
+        cells=cells,
+        items=workload.items,
+        source=source,
+        repeats=options["repeats"],
+        warmup=options["warmup"],
+        seed=options["seed"],
+        include_content=options["include_content"],
+        verify=not options["no_verify"],
+        reference=options["reference"],
+        replicas=options["replicas"],
+        gpus_per_replica=options["gpus_per_replica"],
+        dataset=workload.dataset,
+        quality_metric=workload.quality_metric(options["quality_metric"]),
+    )
+    if options["dataset"] is not None:
+        say_dataset(plan)
+    return plan
+
+
+def _cells(options: dict[str, Any]) -> list[Cell]:
+    from panscan.bench.grid import build_cells, without_pan_and_scan
     from panscan.presets.parse import read_grid_file
 
     flags = given_axes(options)
     if options["no_pan_and_scan"]:
-        if flags.get("do_pan_and_scan", ["false"]) != ["false"]:
-            raise SettingError("--no-pan-and-scan contradicts --do-pan-and-scan")
-        flags["do_pan_and_scan"] = ["false"]
+        flags = without_pan_and_scan(flags)
     file = read_grid_file(Path(options["grid_file"])) if options["grid_file"] else None
     presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
     cells = build_cells(flags, file=file, presets=presets)
@@ -202,27 +186,14 @@ def _cells(options: dict[str, Any]) -> list[Any]:
     return cells
 
 
-def _source(options: dict[str, Any]) -> Any:
-    from panscan.bench.workload import DEFAULT_PROMPT, Source
+def _source(options: dict[str, Any]) -> Source:
+    from panscan.bench.workload import source_or_samples
 
-    images = (*options["images"], *options["more_images"])
-    dataset = options["dataset"]
-    if not images and dataset is None and not options["no_images"]:
-        from panscan.bench.workload import sample_dataset
-
-        place = sample_dataset()
-        errors().print(f"no --images given: using the bundled sample documents ({place.parent})", soft_wrap=True)
-        if options["prompts"] is not None or options["prompt"] is not None:
-            images = (str(place.parent),)
-        else:
-            dataset = str(place)
-    if dataset is None and options["prompts"] is None and options["prompt"] is None and not options["no_images"]:
-        errors().print(f"no -p given: asking {DEFAULT_PROMPT!r}", soft_wrap=True)
-    return Source(
-        images=images,
+    return source_or_samples(
+        images=(*options["images"], *options["more_images"]),
         prompts=options["prompts"],
         prompt=utf8("--prompt", options["prompt"]),
-        dataset=dataset,
+        dataset=options["dataset"],
         no_images=options["no_images"],
         num_samples=options["num_samples"],
         system=utf8("--system", options["system"]),
@@ -230,16 +201,82 @@ def _source(options: dict[str, Any]) -> Any:
         seed=options["seed"],
         dataset_format=options["dataset_format"],
         dataset_split=options["dataset_split"],
+        on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 
 
-def _say_dataset(workload: Any) -> None:
-    facts = workload.dataset
+def _say_problem(problem: InputError) -> None:
+    errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+
+
+def say_dataset(plan: SweepPlan) -> None:
+    """Report how many questions of the plan's dataset are used, and why others are not."""
+    facts = plan.dataset
+    if facts is None:
+        return
     others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
     errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
     if facts.unscored == facts.used:
         errors().print("none of these questions has answers, so quality cannot be measured", soft_wrap=True)
 
 
-def _say_problem(problem: InputError) -> None:
-    errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+def say_start(plan: SweepPlan, directory: Path) -> None:
+    """Report the size of a sweep that starts, and its run directory."""
+    size = f"cells: {len(plan.cells)}, requests each: {len(plan.items)}"
+    errors().print(f"{size}; records in {directory}", soft_wrap=True)
+
+
+@contextmanager
+def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory: Path) -> Iterator[SweepProgress]:
+    """Show a sweep's progress. If it is interrupted or fails, write its summary so far and report how to resume it.
+
+    Args:
+        plan: the sweep.
+        done: visits that an earlier start finished.
+        directory: the run directory.
+    """
+    from panscan.bench.run import finish
+    from panscan.cli.progress import SweepProgress
+
+    try:
+        with SweepProgress(plan, done, errors()) as progress:
+            yield progress
+    except (KeyboardInterrupt, PanscanError) as error:
+        resumable = not isinstance(error, InputError | SettingError)  # these would stop it again
+        with suppress(PanscanError):  # there is no summary of a run without records
+            finish(directory)
+            if resumable:
+                errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+        raise
+
+
+def _show(measured: Run, directory: Path) -> int:
+    from panscan.report import HTML_NAME, write_report
+
+    print_run(measured)
+    with errors().status("writing the report"):
+        write_report(measured, directory / HTML_NAME)
+    print_files(directory)
+    return exit_code(measured)
+
+
+def print_run(run: Run) -> None:
+    """Print the table and the curves of a finished run."""
+    from panscan.report.terminal import print_curves, print_summary
+
+    console = out()
+    print_summary(run, console)
+    print_curves(run, console)
+
+
+def print_files(directory: Path) -> None:
+    """Print the paths of a finished run's files."""
+    from panscan.report import HTML_NAME
+
+    for name, file in (("records", "records.jsonl"), ("summary", "summary.csv"), ("report", HTML_NAME)):
+        out().print(f"{name}: {directory / file}", soft_wrap=True)
+
+
+def exit_code(run: Run) -> int:
+    """Return 0 if every cell is done, else 4."""
+    return 0 if all(run.outcomes.get(cell, {}).get("outcome") == "done" for cell in run.cells) else 4

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from panscan.analysis.recommend import Recommendation
     from panscan.records.store import Run
 
-__all__ = ["command"]
+__all__ = ["command", "print_recommendation"]
 
 EPILOG = """\b
 Examples
@@ -62,10 +62,11 @@ def command(directory: Path, output: Path, **options: Any) -> None:
     if options["as_json"]:
         click.echo(json.dumps({**asdict(found), "preset": str(output)}, ensure_ascii=False))
     else:
-        _show(run, found, output)
+        print_recommendation(run, found, output)
 
 
-def _show(run: Run, found: Recommendation, output: Path) -> None:
+def print_recommendation(run: Run, found: Recommendation, preset: Path) -> None:
+    """Print the recommended cell, the reason, its costs, the other cells and the path of the preset."""
     from panscan.analysis.candidates import cell_name
     from panscan.analysis.cells import safe_text
 
@@ -74,6 +75,6 @@ def _show(run: Run, found: Recommendation, output: Path) -> None:
     lines = [f"cell: {cell_name(run, found.cell)}", f"reason: {found.reason}", f"runner-up: {runner_up}"]
     lines += [f"cost: {cost}" for cost in found.cost]
     lines += [f"not taken: {cell_name(run, cell)}: {why}" for cell, why in found.rejected.items()]
-    lines += [f"preset: {output}"]
+    lines += [f"preset: {preset}"]
     for line in lines:
         console.print(safe_text(console, " ".join(line.split())), soft_wrap=True)

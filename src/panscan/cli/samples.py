@@ -9,7 +9,7 @@ import click
 
 from panscan.cli.options import common_options, out
 
-__all__ = ["command"]
+__all__ = ["command", "print_samples"]
 
 EPILOG = """\b
 Examples
@@ -36,6 +36,11 @@ def command(directory: Path, **options: Any) -> None:
     from panscan.images.samples import write_samples
 
     questions = write_samples(directory, **options)
+    print_samples(questions, options["count"])
+
+
+def print_samples(questions: Path, count: int) -> None:
+    """Print where samples were written, and the command that uses them."""
     console = out()
-    console.print(f"{options['count']} documents in {directory}", soft_wrap=True)
+    console.print(f"{count} documents in {questions.parent}", soft_wrap=True)
     console.print(f"next: panscan bench --dataset {questions}", soft_wrap=True)
