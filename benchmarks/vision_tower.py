@@ -35,11 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", default="cudnn,hopper")
     given = parser.parse_args(argv)
     kernels = given.kernels.split(",")
-    # The text model is not used: one layer of it.
+    # The text model is not used: one layer of it is enough.
     shape = SHAPES["4b"]
-    model, _ = random_model(
-        replace(shape, name="vision", text=replace(shape.text, layers=1, vocabulary=1024)), dtype=torch.bfloat16, device="cuda"
-    )
+    text = replace(shape.text, layers=1, vocabulary=1024)
+    model, _ = random_model(replace(shape, name="vision", text=text), dtype=torch.bfloat16, device="cuda")
     fuse_projections(model)
     tower = VisionTower(model)
     chosen = f"{tower.attention} ({tower.reason})"
