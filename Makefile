@@ -1,40 +1,75 @@
-# make demo   installs into .venv and shows what pan and scan brings and costs, on made-up documents (into demo/)
-# make test   the suite        make check   ruff, mypy, import-linter        make format   mend what can be mended
+# make demo     compare answers with and without pan and scan on sample documents (writes demo/)
+# make test     run the test suite
+# make check    run ruff, mypy and import-linter
+# make format   fix lint findings and format the code
+# make docs     build the documentation site (writes site/)
+# make clean    remove .venv and everything that these targets write
 #
-# Without an NVIDIA GPU on Linux, PyTorch's CPU build saves gigabytes; see "Install" in README.md for TORCH_INDEX.
+# Each target installs only what it needs into .venv, the first time and after a change of pyproject.toml or
+# constraints.txt: demo the package, test and check also the dev and training extras, docs only MkDocs.
+#
+# On Linux without an NVIDIA GPU, the CPU build of PyTorch saves gigabytes; see TORCH_INDEX under "Install" in README.md.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PINNED := $(PIP) -c constraints.txt
 
-.PHONY: install demo test check format clean
+# Stamps: a file's time says when the step last succeeded.
+CREATED := $(VENV)/.created
+TORCH := $(VENV)/.installed-torch
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 
-install: $(VENV)/.installed
+.PHONY: install demo test check format docs clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+install: $(BASE)
+
+$(CREATED):
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep '^torch==' constraints.txt))
-	$(PIP) -e ".[dev,training]"
 	touch $@
 
-demo: install
-	$(BIN)/panscan demo --again
-	@echo "Next: source $(VENV)/bin/activate, then panscan --help"
+$(TORCH): constraints.txt | $(CREATED)
+	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) $(shell grep '^torch==' constraints.txt))
+	touch $@
 
-test: install
+$(BASE): pyproject.toml constraints.txt $(TORCH)
+	$(PINNED) -e .
+	touch $@
+
+# Includes everything in $(BASE), so that 'make demo' after 'make test' has nothing to install.
+$(DEV): pyproject.toml constraints.txt $(TORCH)
+	$(PINNED) -e ".[dev,training]"
+	touch $(BASE) $@
+
+# The requirements of the extra without the package itself, which would install PyTorch.
+$(DOCS): pyproject.toml constraints.txt | $(CREATED)
+	$(PINNED) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+demo: $(BASE)
+	$(BIN)/panscan demo --again
+	@echo "Next: source $(BIN)/activate, then panscan --help"
+
+test: $(DEV)
 	$(BIN)/python -m pytest -n 2
 
-check: install
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: install
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(DOCS)
+	$(BIN)/mkdocs build --strict
+	@echo "Open site/index.html, or run '$(BIN)/mkdocs serve' for a live preview with search"
+
 clean:
-	rm -rf $(VENV) runs demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs demo site .mypy_cache .ruff_cache .pytest_cache .hypothesis
