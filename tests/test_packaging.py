@@ -13,14 +13,17 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from hatchling.builders.sdist import SdistBuilder
 from markdown_it import MarkdownIt
 
 from panscan.images.decode import MAX_PIXELS, PDF_MAX_SIDE
 from panscan.images.fetch import MAX_BYTES, TIMEOUT_S
+
+if TYPE_CHECKING:
+    from hatchling.builders.sdist import SdistBuilder
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -114,6 +117,8 @@ def test_every_address_of_the_repository_is_the_source_url():
 
 @pytest.fixture(scope="module")
 def builder() -> SdistBuilder:
+    from hatchling.builders.sdist import SdistBuilder  # not at the top: pytest -m gpu does not need it
+
     return SdistBuilder(str(ROOT))
 
 
