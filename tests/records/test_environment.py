@@ -68,10 +68,11 @@ def test_a_gpus_peak_starts_anew() -> None:
     del held
     torch.cuda.empty_cache()
     reset_peak_memory()
+    others = torch.cuda.memory_allocated()  # of fixtures that are still alive
     small = torch.ones(2**20, dtype=torch.uint8, device="cuda")
     peak = peak_memory()["peak_allocated_bytes"]
     assert peak is not None
-    assert small.numel() <= peak < 2**28
+    assert small.numel() <= peak - others < 2**28
 
 
 def test_the_sample_documents_are_drawn_into_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
