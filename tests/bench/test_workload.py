@@ -13,7 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import noise
 
-from panscan.bench.workload import DEFAULT_PROMPT, Item, Source, build_workload, plans_of, request_of
+from panscan.bench.workload import (
+    DEFAULT_PROMPT,
+    Item,
+    Source,
+    build_workload,
+    plans_of,
+    request_of,
+    sample_dataset,
+    source_or_samples,
+)
 from panscan.core import DatasetError, InputError, PanAndScan, SettingError
 from panscan.images.files import Page, load_page, page_digest
 from panscan.images.views import plan_views
@@ -196,3 +205,29 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
 def test_sources_that_contradict_themselves_are_refused(source: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         Source(**source)
+
+
+def test_a_source_without_documents_gets_the_samples() -> None:
+    remarks: list[str] = []
+    questions = sample_dataset()
+    own = source_or_samples(on_default=remarks.append, dataset_format="jsonl", num_samples=3)
+    assert own == Source(dataset=str(questions), dataset_format="jsonl", num_samples=3)
+    asked = source_or_samples(on_default=remarks.append, prompt="Who?")
+    assert asked == Source(images=(str(questions.parent),), prompt="Who?")
+    samples = f"no --images given: using the bundled sample documents ({questions.parent})"
+    assert remarks == [samples, samples]
+
+
+@pytest.mark.parametrize(
+    ("fields", "remarks"),
+    [
+        ({"images": ("a.png",)}, [f"no -p given: asking {DEFAULT_PROMPT!r}"]),
+        ({"images": ("a.png",), "prompts": "prompts.txt"}, []),
+        ({"dataset": "q.jsonl"}, []),
+        ({"no_images": True, "prompt": "Who?"}, []),
+    ],
+)
+def test_a_source_with_documents_is_kept(fields: dict[str, Any], remarks: list[str]) -> None:
+    said: list[str] = []
+    assert source_or_samples(on_default=said.append, **fields) == Source(**fields)
+    assert said == remarks

@@ -36,6 +36,7 @@ CASES = [
     (["bench", "doc.png", "--grid-min-crop-size", "0"], 2, "min_crop_size"),
     (["bench", "doc.png", "--no-pan-and-scan", "--grid-max-crops", "4"], 2, "contradicts"),
     (["bench", "doc.png", "--no-pan-and-scan", "--do-pan-and-scan", "true"], 2, "contradicts"),
+    (["bench", "doc.png", "--no-verify", "--reference", "truth.pt"], 2, "exclude each other"),
     (["bench", "doc.png", "--device-map", "auto", "--device", "cpu"], 2, "exclude each other"),
     (["bench", "doc.png", "--random-weights"], 2, "--random-weights and --model-shape"),
     (["bench", "doc.png", "-p", "x", "--prompts", "prompts.txt"], 2, "exclude each other"),
