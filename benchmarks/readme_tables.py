@@ -223,6 +223,27 @@ def questions() -> str:
     return table(["", "engine", "of the prompt cached"], rows) + "\n\n" + workload_machine(record, "w2-27b")
 
 
+def vision_tower() -> str:
+    """The vision tower by attention kernel: milliseconds per view, by views encoded at once."""
+    record = json.loads((RECORDS / "vision-tower.json").read_text())
+    kernels = list(record["ms_per_view"])
+    base = record["ms_per_view"][kernels[0]]
+    rows = []
+    for kernel in kernels:
+        for views, values in record["ms_per_view"][kernel].items():
+            ratio = statistics.median(values) / statistics.median(base[views])
+            rows.append([kernel, views, ranged(values, 2), number(ratio, 2) + "x"])
+    facts, power = record["environment"], record["power"]
+    packages = facts["packages"]
+    where = (
+        f"SigLIP at its true shape, random weights, bfloat16; both kernels in one run, in turns; one"
+        f" {facts['gpus'][0]['name']} at {number(power['mean_w'], 0)} W and {number(power['median_sm_mhz'], 0)} MHz"
+        f" (driver {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, triton"
+        f" {packages['triton']}. Record: `benchmarks/records/vision-tower.json`. Command: `{' '.join(record['command'])}`"
+    )
+    return table(["attention kernel", "views at once", "ms per view", f"times {kernels[0]}"], rows) + "\n\n" + where
+
+
 def harness() -> str:
     """The harness's own speed."""
     overhead = json.loads((RECORDS / "harness-overhead.json").read_text())
@@ -245,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "w1-27b": distinct_documents("w1-27b"),
     "w2-27b": questions,
     "w4-4b": distinct_documents("w4-4b"),
+    "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,
     "mini-quality": mini_quality,
