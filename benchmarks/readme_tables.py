@@ -235,11 +235,12 @@ def vision_tower() -> str:
             rows.append([kernel, views, ranged(values, 2), number(ratio, 2) + "x"])
     facts, power = record["environment"], record["power"]
     packages = facts["packages"]
+    gpu = facts["gpus"][0]
     where = (
-        f"SigLIP at its true shape, random weights, bfloat16; both kernels in one run, in turns; one"
-        f" {facts['gpus'][0]['name']} at {number(power['mean_w'], 0)} W and {number(power['median_sm_mhz'], 0)} MHz"
-        f" (driver {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, triton"
-        f" {packages['triton']}. Record: `benchmarks/records/vision-tower.json`. Command: `{' '.join(record['command'])}`"
+        "SigLIP at its true shape, random weights, bfloat16; both kernels in one run, in turns; one"
+        f" {gpu['name']} at {number(power['mean_w'], 0)} W and {number(power['median_sm_mhz'], 0)} MHz"
+        f" (driver {gpu['driver']}), {facts['cpu']}, torch {packages['torch']}, triton {packages['triton']}."
+        f" Record: `benchmarks/records/vision-tower.json`. Command: `{' '.join(record['command'])}`"
     )
     return table(["attention kernel", "views at once", "ms per view", f"times {kernels[0]}"], rows) + "\n\n" + where
 
