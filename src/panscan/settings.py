@@ -28,11 +28,12 @@ __all__ = [
     "Settings",
     "axes",
     "axis_name",
+    "choose_runner",
     "foreign_settings",
     "nearest",
     "parse_value",
     "settings_from",
-]  # fmt: skip
+]
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")

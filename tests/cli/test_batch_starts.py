@@ -260,6 +260,12 @@ def test_the_line_to_go_on_with_does_what_was_typed(
     assert again.params == context.params | dropped | added
 
 
+def test_the_line_to_go_on_with_keeps_debug() -> None:
+    words = ["docs", "-p", "What?", "-o", "a", "--debug"]
+    context = batch.command.make_context("batch", list(words), obj={"debug": False})
+    assert typed_again(context) == words
+
+
 def test_a_log_has_a_line_soon_and_then_now_and_then(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

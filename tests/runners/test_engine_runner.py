@@ -76,7 +76,7 @@ def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: 
         tiny.configure(before)
         engine.drop()
     for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
-        assert ours.tokens == theirs.tokens == forced[place].tokens[: STEPS - place]  # type: ignore[index]  # every forced_tokens has tokens
+        assert ours.tokens == theirs.tokens == forced[place].tokens[: STEPS - place]  # type: ignore[index]  # every request has tokens to force
         torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
         if theirs.image is None:
             assert ours.image is None

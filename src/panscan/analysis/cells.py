@@ -49,6 +49,8 @@ _CROPS = "pan_and_scan_"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
+    """A cell with metrics: its id, its settings (None for those that mean nothing), its verdict and preset."""
+
     cell: str
     settings: Mapping[str, Any]
     metrics: Metrics
@@ -258,13 +260,13 @@ def speedup_lines(rows: Sequence[MeasuredCell]) -> list[str]:
 
 def _lines(group: Sequence[MeasuredCell]) -> Iterator[str]:
     fastest: dict[str, MeasuredCell] = {}
-    for row in sorted(group, key=_throughput):
+    for row in sorted(group, key=speed):
         fastest[row.settings.get("runner", "generate")] = row
     engine = fastest.pop("engine", None)
     if engine is None:
         return
     for runner, row in fastest.items():
-        ours, theirs = _throughput(engine), _throughput(row)
+        ours, theirs = speed(engine), speed(row)
         if not ours or not theirs:
             continue
         size = row.settings.get("batch_size")
@@ -273,10 +275,6 @@ def _lines(group: Sequence[MeasuredCell]) -> Iterator[str]:
         alone = "request_throughput" not in engine.metrics.intervals
         doubt = "; measured once: --repeats tells how far noise moves it" if alone else ""
         yield f"engine to {runner}{batch}: {ours / theirs:.2f}x the requests per second; {words}{doubt}."
-
-
-def _throughput(row: MeasuredCell) -> float:
-    return row.metrics.values["request_throughput"] or 0.0
 
 
 _WORDS = {"oom": "out of memory"}

@@ -41,7 +41,7 @@ ALPHA = 0.05
 _LEAST_DRAWS = 9_999
 _DRAWS_AT_ONCE = 1_000  # draws looked at together
 _NOTHING = 1e-9  # a difference of rounding
-_HOPELESS = 0.2  # after the first block, more than this is never going to be an alarm
+_HOPELESS = 0.2  # after the first draws, more than this is never going to be an alarm
 
 Floats = NDArray[np.float64]
 
@@ -276,7 +276,6 @@ def _interval(above: Floats, below: Floats) -> Interval | None:
     return bounds(above[usable] / below[usable] - 1) if usable.any() else None
 
 
-_SAME = 1e-9  # a difference of rounding
 LEAST_QUESTIONS = 30
 """Fewer different questions show nothing about answers."""
 WORST_LOSS = 0.02
@@ -437,7 +436,7 @@ def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None
         low=max(-1.0, centre - Z95 * spread),
         high=min(1.0, centre + Z95 * spread),
         questions=len(means),
-        better=sum(mean > _SAME for mean in means),
-        worse=sum(mean < -_SAME for mean in means),
+        better=sum(mean > _NOTHING for mean in means),
+        worse=sum(mean < -_NOTHING for mean in means),
         p_value=sign_flip_p_value(means),
     )

@@ -82,8 +82,11 @@ class DemoObserver(Protocol):
     def measuring(self, plan: SweepPlan, directory: Path) -> AbstractContextManager[Observer]:
         """Return what observes the sweep while it runs."""
 
-    def measured(self, run: Run, directory: Path) -> None:
-        """The sweep is over and its report is written."""
+    def measured(self, run: Run) -> None:
+        """The sweep is over."""
+
+    def report_written(self, directory: Path) -> None:
+        """The run directory has its report."""
 
     def gallery_written(self, path: Path) -> None:
         """The page of all answers is written."""
@@ -142,9 +145,9 @@ def _measure(questions: Path, runs: Path, observer: DemoObserver) -> tuple[Run, 
     directory = new_directory(runs, plan.cells[0].settings.model_name)
     with observer.measuring(plan, directory) as progress:
         run = start(plan, directory, command, progress)
-        progress.stage("writing the report")
-        report.write_report(run, directory / report.HTML_NAME)
-    observer.measured(run, directory)
+    observer.measured(run)
+    report.write_report(run, directory / report.HTML_NAME)
+    observer.report_written(directory)
     return run, directory
 
 

@@ -10,7 +10,6 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
-from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.quality.scores import scores_of
 from panscan.records.requests import request_fields
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -151,7 +150,7 @@ def _visit(
 
 def measure(plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
     """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
-    from panscan.model.machine import release_memory
+    from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]

@@ -29,9 +29,10 @@ from panscan.bench.truth import (
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, UnsupportedError, now
 from panscan.model.checkpoint import Loaded
-from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.reference import head_logits, weights_digest
 from panscan.model.runtime import reference_computation
+from panscan.records.schema import Record
 from panscan.records.verdict import MARGIN_FLOOR, Divergence, Top1, judge
 from panscan.runners.base import calls
 from panscan.settings import Settings
@@ -173,7 +174,6 @@ class DivergenceTally:
         return {"verdict": word, **figures, "top1": asdict(top1), "equal_tokens": equal}
 
 
-Record = dict[str, Any]
 _Identity = tuple[Any, ...]
 _ANY = ""
 """In place of a fingerprint of views: all of them."""
@@ -338,7 +338,7 @@ class Verifier:
     def _computed(
         self, loaded: Loaded, settings: Settings, plain: Settings, truth: Truth | None, digests: tuple[str, str]
     ) -> Truth:
-        """A truth, computed unless it is known, with its noise at the precision of ``settings``; stored."""
+        """Compute the missing parts of a truth, its noise at the precision of ``settings`` among them, and store it."""
         if truth is None:
             names = *digests, settings.model_name
             truth = compute_truth(loaded, plain, self._requests(settings), names, self.steps, self.say)
@@ -423,8 +423,6 @@ def _identity(settings: Settings) -> _Identity:
 
 def _precision(settings: Settings) -> str:
     """The name of a cell's precision: ``auto`` is resolved."""
-    from panscan.model.machine import resolve_device, resolve_dtype
-
     dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 

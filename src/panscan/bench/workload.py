@@ -208,7 +208,7 @@ class Source:
         images: globs, directories, files, URLs.
         prompts: a file of one prompt a line.
         prompt: one prompt, instead of a file.
-        dataset: a file or folder of one of :data:`panscan.quality.datasets.LAYOUTS`.
+        dataset: a file or folder of one of :data:`panscan.quality.datasets.FORMATS`.
         dataset_format: its layout; None to find out.
         dataset_split: which of its splits; None for the one that the layout prefers.
         no_images: prompts alone.

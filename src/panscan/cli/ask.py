@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -58,12 +59,13 @@ def command(**options: Any) -> None:
 
     request = Request(
         prompt=prompt,
-        images=expand_images(options["images"]),  # a missing file is reported before a model is loaded
+        images=options["images"],
         system=utf8("--system", options["system"]),
         raw=options["raw_prompt"],
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
     )
+    request = replace(request, images=expand_images(request.images))  # a missing file is reported before a model loads
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     _show(_answer(request, settings), settings.runner, as_json=options["as_json"])

@@ -41,10 +41,8 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
     from panscan.bench.demo import run_demo
     from panscan.cli.bench import exit_code
     from panscan.cli.recommend import print_recommendation
-    from panscan.model.runtime import quiet_libraries
 
     show_warnings(errors())
-    quiet_libraries()
     demo = run_demo(directory, count=count, seed=seed, again=again, observer=_Steps(count))
     print_recommendation(demo.run, demo.recommendation, demo.preset)
     _print_results(demo)
@@ -68,17 +66,23 @@ class _Steps:
     @contextmanager
     def measuring(self, plan: SweepPlan, directory: Path) -> Iterator[Observer]:
         from panscan.cli.bench import say_dataset, say_start, sweep_progress
+        from panscan.model.runtime import quiet_libraries
 
+        quiet_libraries()
         say_mini()
         say_dataset(plan)
         say_start(plan, directory)
         with sweep_progress(plan, set(), directory) as progress:
             yield progress
 
-    def measured(self, run: Run, directory: Path) -> None:
-        from panscan.cli.bench import print_files, print_run
+    def measured(self, run: Run) -> None:
+        from panscan.cli.bench import print_run
 
         print_run(run)
+
+    def report_written(self, directory: Path) -> None:
+        from panscan.cli.bench import print_files
+
         print_files(directory)
 
     def gallery_written(self, path: Path) -> None:

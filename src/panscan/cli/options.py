@@ -254,6 +254,8 @@ def typed_again(context: click.Context, *, without: Collection[str] = (), extra:
             places += [str(each) for each in (value if isinstance(value, tuple) else (value,))]
         else:
             options += _words_of(parameter, value)
+    if (context.obj or {}).get("debug"):
+        options.append("--debug")
     before = ["--"] if any(place.startswith("-") for place in places) else []
     found = [*options, *extra]
     return [*found, *before, *places] if before else [*places, *found]

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from panscan.bench.grid import Cell
-from panscan.bench.plan import SweepPlan
 from panscan.core import now
-from panscan.settings import Settings
+
+if TYPE_CHECKING:
+    from panscan.bench.grid import Cell
+    from panscan.bench.plan import SweepPlan
+    from panscan.settings import Settings
 
 __all__ = ["SweepProgress", "batch_progress"]
 

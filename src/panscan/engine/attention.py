@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.sequence import AttentionRows, ChunkRows, Segment
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["AttentionPlan", "Backend", "SegmentsBackend"]
 

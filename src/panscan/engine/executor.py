@@ -47,7 +47,7 @@ class Pending:
 
 
 class Replay(Protocol):
-    """Passes that were recorded. :class:`panscan.engine.graphs.Graphs` are."""
+    """Replays recorded passes; implemented by :class:`panscan.engine.graphs.Graphs`."""
 
     def run(self, rows: AttentionRows, embedded: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Final hidden states ``[1, T, hidden]`` of a pass; None if no recorded one is large enough."""

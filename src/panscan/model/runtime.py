@@ -59,7 +59,7 @@ def apply_compile(model: Any, mode: str | None) -> None:
 def reference_computation(model: Any) -> Iterator[None]:
     """Eager attention, nothing compiled and no TF32 while in the block: what the truth is computed with.
 
-    Afterwards the model computes as before, so that whoever configured it need not know.
+    The model's configuration is restored afterwards.
     """
     attention = model.config._attn_implementation
     compiled = [(module, module._compiled_call_impl) for module in _compilable(model)]

@@ -15,7 +15,7 @@ from panscan.core import UnsupportedError
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
 
-__all__ = ["quantization_reason", "require_supported", "unsupported_reason"]
+__all__ = ["attention_reason", "quantization_reason", "require_supported", "unsupported_reason"]
 
 _FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", (8, 0)),

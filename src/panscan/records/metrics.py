@@ -34,8 +34,6 @@ __all__ = [
     "window_seconds",
 ]
 
-_Record = Mapping[str, Any]
-
 
 Repeat = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 """A ``repeat`` record and the ``request`` records of its window."""
@@ -79,13 +77,13 @@ class Batch:
         return self.share * self.inside / self.replicas
 
 
-def window_seconds(repeat: _Record) -> float:
+def window_seconds(repeat: Mapping[str, Any]) -> float:
     """How long a repeat's window is; 0 where a replica ended before another had started."""
     seconds: float = repeat["ended"] - repeat["started"]
     return max(seconds, 0.0) if repeat.get("replicas") else seconds
 
 
-def batches_of(repeat: _Record, records: Sequence[_Record]) -> list[Batch]:
+def batches_of(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Batch]:
     """The batches of a ``repeat`` record and its ``request`` records, by when they ended, replica by replica.
 
     Requests that failed are left out.
@@ -109,9 +107,9 @@ def _inside(at: float, until: float, opens: float, closes: float) -> float:
     return max(0.0, min(until, closes) - max(at, opens)) / (until - at)
 
 
-def _timed(process: _Record, records: Sequence[_Record]) -> list[tuple[float, float, Batch]]:
+def _timed(process: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, Batch]]:
     """Each batch of one process that ``started`` and ``ended``, with when the one before it ended and when it did."""
-    groups: dict[tuple[int, int], list[_Record]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         if record["error"] is None:
             groups[record.get("replica", 0), record["batch"]].append(record)
@@ -201,15 +199,17 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0) -> Metrics | None:
     """Metrics of measured repeats; None if no request of them succeeded.
 
     Args:
-        repeats: each with its ``repeat`` record (its window and peaks) and its ``request`` records. Requests that were
-            answered by one call share a ``batch``; a source that takes them one by one numbers each its own.
+        repeats: each a window (``started``, ``ended``, perhaps peaks of memory and ``replicas``) with its requests: the
+            fields of :func:`panscan.records.requests.request_fields`, ``request`` (an id) and ``batch``. Requests that
+            one call answered share a ``batch``; a source that takes them one by one numbers each its own.
         seed: of the bootstrap.
 
     Raises:
         RecordsError: stamps contradict counts.
     """
-    requests = [record for _, records in repeats for record in records]
-    done = [record for record in requests if record["error"] is None]
+    requests = [(number, record) for number, (_, records) in enumerate(repeats) for record in records]
+    answered = [(number, record) for number, record in requests if record["error"] is None]
+    done = [record for _, record in answered]
     if not done:
         return None
     single = [RequestMetrics.from_record(record) for record in done]
@@ -222,9 +222,9 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0) -> Metrics | None:
         "failed": len(requests) - len(done),
     }
     values |= _throughputs(done, batches, duration) | _means(done, single)
-    values |= {name: max(_known(window[name] for window, _ in repeats), default=None) for name in _PEAKS}
+    values |= {name: max(_known(window.get(name) for window, _ in repeats), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
-    samples = _samples(done, single)
+    samples = _samples(answered, single)
     for time, sample in samples.items():
         uncertified += _distribution(values, time, [seconds for seconds, _ in sample])
     return Metrics(values, _intervals(batches, samples, seed), tuple(uncertified))
@@ -304,10 +304,12 @@ _Sample = Sequence[tuple[float, tuple[int, int]]]
 """Seconds, and the (repeat, batch) they come from."""
 
 
-def _samples(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, _Sample]:
+def _samples(
+    answered: Sequence[tuple[int, Mapping[str, Any]]], single: Sequence[RequestMetrics]
+) -> dict[str, _Sample]:  # fmt: skip
     found: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in _TIMES}
-    for record, one in zip(done, single, strict=True):
-        batch = record["repeat"], record["batch"]
+    for (repeat, record), one in zip(answered, single, strict=True):
+        batch = repeat, record["batch"]
         for time, seconds in (("ttft", one.ttft), ("tpot", one.tpot), ("e2el", one.e2e)):
             if seconds is not None:
                 found[time].append((seconds, batch))

@@ -20,6 +20,7 @@ __all__ = [
     "metrics_in",
     "quality_of",
     "question_of",
+    "scores_of_cell",
     "with_metric",
 ]
 
@@ -113,6 +114,7 @@ _Score = tuple[tuple[Any, ...], tuple[Any, ...], float]
 
 
 def scores_of_cell(run: Run, cell: str, metric: str, among: Callable[[Record], bool] | None = None) -> list[_Score]:
+    """The scores of a cell\'s answered requests by one metric; of some requests only, with ``among``."""
     return [
         (question_of(record), (record["repeat"], record["request"], record.get("replica", 0)), score)
         for record in _answered(run, cell)

@@ -184,7 +184,7 @@ def _about_speed() -> list[tuple[str, str]]:
 def _about_answers() -> list[tuple[str, str]]:
     return [
         (
-            "TruthSummary",
+            "Truth",
             "float32 eager attention on the same weights and the same views. Compared are next-token distributions "
             "along the truth's greedy tokens, at answer positions and image positions.",
         ),

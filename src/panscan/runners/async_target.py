@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from panscan.core import PanscanError, Request, Result, TokenEvent, now
+from panscan.core import PanscanError, Request, Result, SettingError, TokenEvent, now
 
 __all__ = ["ResponseStream", "Target", "answer_all", "answer_one"]
 
@@ -40,8 +40,9 @@ class Target(Protocol):
 async def answer_one(target: Target, request: Request) -> Result:
     """The result of one request, with the client's time stamps.
 
-    ``accepted`` is when the request was submitted, ``tokens`` when each event was due, ``end`` when the stream had
-    ended. Stages that only the target sees keep the target's stamps. A failed request has its ``error``.
+    ``accepted`` is when the request was submitted, ``tokens`` the time in each event (a remote target sets it on
+    receipt), ``end`` when the stream ended. Stages that only the target sees keep the target's stamps. A failed request
+    has its ``error``.
     """
     accepted = now()
     tokens: list[float] = []
@@ -61,7 +62,12 @@ async def answer_all(target: Target, requests: Iterable[Request], *, max_concurr
         target: what answers.
         requests: any number; drawn as there is room for them.
         max_concurrency: requests in flight at most.
+
+    Raises:
+        SettingError: ``max_concurrency`` is below 1.
     """
+    if max_concurrency < 1:
+        raise SettingError(f"max_concurrency must be at least 1, got {max_concurrency}")
     results: dict[int, Result] = {}
     source = enumerate(requests)
 

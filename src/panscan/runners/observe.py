@@ -170,7 +170,7 @@ def observe(
     ]
     keep_hidden = forced is None
     if forced is None:
-        forced = [_own_script(item, loaded, steps) for item in prepared]
+        forced = [_own_tokens(item, loaded, steps) for item in prepared]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
     with Watch(loaded, forced, padding, keep_hidden) as watch:
@@ -178,5 +178,5 @@ def observe(
         return watch.observations()
 
 
-def _own_script(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:
+def _own_tokens(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:
     return ForcedTokens(None, image_places(item.prompt.ids, loaded.reader.prompts.soft_id), steps)
