@@ -153,7 +153,7 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
     assert next(results)[0] == 1
 
     def break_it() -> None:
-        [job] = engine._loop.jobs
+        [job] = engine._loop.states
         assert job.sequence is not None
         engine._loop.blocks.pools[0].release(job.sequence.tables[0][0])
         engine._loop.end(job, "cancelled")

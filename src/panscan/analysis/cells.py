@@ -15,8 +15,7 @@ from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+    pass
 
 __all__ = [
     "MeasuredCell",
@@ -31,8 +30,6 @@ __all__ = [
     "measured_rows",
     "memory_metric",
     "number_text",
-    "print_line",
-    "safe_text",
     "short",
     "shown",
     "speed",
@@ -43,7 +40,6 @@ __all__ = [
     "varying_names",
 ]
 
-_ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 _CROPS = "pan_and_scan_"
 
 
@@ -167,18 +163,6 @@ def decimals(value: float) -> int:
 def number_text(value: float | None) -> str:
     """Three digits, or a dash."""
     return "-" if value is None else f"{value:,.{decimals(value)}f}"
-
-
-def safe_text(console: Console, text: str) -> Text:
-    """Never markup, and only what the console can encode: names and reasons come from outside."""
-    from rich.text import Text
-
-    return Text(text.translate(_ASCII) if console.options.ascii_only else text)
-
-
-def print_line(console: Console, text: str) -> None:
-    """One line, wrapped by the console."""
-    console.print(safe_text(console, " ".join(text.split())))
 
 
 @dataclass(frozen=True, slots=True)

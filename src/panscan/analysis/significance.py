@@ -1,4 +1,9 @@
-"""Whether a difference is real: paired tests with p-values, and the rule for a measurable loss of quality."""
+"""Whether a difference is real: paired tests with p-values, and the rule for a measurable loss of quality.
+
+If two runs do not differ, the labels A and B of each cluster (batches that answered the same requests) could be
+swapped. A p-value is how often swapping gives evidence as strong as was seen. This assumes nothing about how latencies
+are distributed, and is valid for any number of clusters.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from math import ceil, log2, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.records.intervals import Z95, Interval, bounds, cluster_draws, weighted_percentiles
+from panscan.records.intervals import RESAMPLED_AT_ONCE, Z95, Interval, bounds, cluster_draws, weighted_percentiles
 from panscan.records.quality import metric_of, metric_title, quality_of, scores_of_cell
 from panscan.records.store import Run
 
@@ -156,8 +161,6 @@ def _random_signs(count: int, draws: int, seed: int) -> Iterator[Floats]:
 
 Counts = NDArray[np.int64]
 
-_BLOCK = 4_000_000  # numbers held at once while resampling: 32 MB
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:
@@ -226,7 +229,7 @@ class Values:
         if self.clusters < 2:
             return None
         draws = cluster_draws(self.clusters, seed)
-        blocks = np.array_split(draws, ceil(draws.shape[0] * len(self.a) / _BLOCK))
+        blocks = np.array_split(draws, ceil(draws.shape[0] * len(self.a) / RESAMPLED_AT_ONCE))
         below, above = (np.concatenate([self._resampled(side, block) for block in blocks]) for side in (self.a, self.b))
         return _interval(above, below)
 

@@ -7,7 +7,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -47,30 +46,7 @@ __all__ = [
     "source_or_samples",
 ]
 
-
-def sample_dataset() -> Path:
-    """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
-
-    Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
-    A cache that cannot be written is replaced by a fixed folder among the temporary files, so that a run can resume.
-    """
-    name = f"samples-{panscan.__version__}-{_digest()}"
-    try:
-        return write_samples(cache_directory() / name, overwrite=True)
-    except SettingError:
-        return write_samples(Path(tempfile.gettempdir()) / f"panscan-{name}", overwrite=True)
-
-
-def _digest() -> str:
-    """Changes with the source that draws the documents and with the library that does."""
-    images = files("panscan.images")
-    sources = [images / "ink.py", images / "samples.py", *(images / "documents").iterdir()]
-    digest = sha256(PIL.__version__.encode())
-    for source in sorted((each for each in sources if each.name.endswith(".py")), key=lambda each: each.name):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:12]
-
-
+DEFAULT_PROMPT = "What does this document say?"
 _MOST_SAID = 8  # files that are named; the count has them all
 
 
@@ -82,6 +58,152 @@ class DocumentFile:
     width: int
     height: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request of a workload, without the settings of a cell."""
+
+    id: str
+    documents: tuple[DocumentFile, ...]
+    prompt: str
+    answers: tuple[str, ...] = ()
+    tags: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def prompt_sha256(self) -> str:
+        return hashlib.sha256(self.prompt.encode()).hexdigest()
+
+    @property
+    def tag_values(self) -> dict[str, list[str]]:
+        """The values of each tag, by its name."""
+        return {name: [value for key, value in self.tags if key == name] for name in dict.fromkeys(dict(self.tags))}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a workload comes from, as the user said it; kept in the run's header so that it can resume.
+
+    Args:
+        images: globs, directories, files, URLs.
+        prompts: a file of one prompt a line.
+        prompt: one prompt, instead of a file.
+        dataset: a file or folder of one of :data:`panscan.quality.datasets.FORMATS`.
+        dataset_format: its layout; None to find out.
+        dataset_split: which of its splits; None for the one that the layout prefers.
+        no_images: prompts alone.
+        num_samples: requests; fewer than all are drawn with ``seed``, more repeat them.
+        system: a system message for every request.
+        raw_prompt: prompts go to the tokenizer as they are.
+        seed: of the draw.
+    """
+
+    images: tuple[str, ...] = ()
+    prompts: str | None = None
+    prompt: str | None = None
+    dataset: str | None = None
+    no_images: bool = False
+    num_samples: int | None = None
+    system: str | None = None
+    raw_prompt: bool = False
+    seed: int = 0
+    dataset_format: str | None = None
+    dataset_split: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset and (self.images or self.prompts or self.prompt):
+            raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
+        if not self.dataset and (self.dataset_format or self.dataset_split):
+            raise SettingError("--dataset-format and --dataset-split say how to read --dataset, which is missing")
+        if self.prompt is not None and self.prompts is not None:
+            raise SettingError("--prompt and --prompts exclude each other")
+        if self.prompt is not None and not self.prompt.strip():
+            raise SettingError("the prompt is empty")
+        if self.no_images and (self.images or self.dataset):
+            raise SettingError("--no-images contradicts --images and --dataset")
+        if self.no_images and not (self.prompts or self.prompt):
+            raise SettingError("--no-images needs --prompts or --prompt")
+        if self.num_samples is not None and self.num_samples < 1:
+            raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The items of a run. ``dataset`` and ``metric`` (its own metric of quality) are None without a dataset."""
+
+    items: list[Item]
+    dataset: DatasetFacts | None = None
+    metric: str | None = None
+
+    def quality_metric(self, wanted: str | None) -> str | None:
+        """The metric that is the run's quality: the one that the user wants, else the dataset's own, else exact match.
+
+        None where no question has answers.
+
+        Raises:
+            SettingError: no such metric, or no question's answers have it.
+        """
+        known = {name for item in self.items for name in metrics_for(item.answers)}
+        if wanted is None:
+            return self.metric if self.metric in known else EXACT_MATCH if known else None
+        if wanted not in METRICS:
+            raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {wanted!r}{nearest(wanted, METRICS)}")
+        if not known:
+            raise SettingError(f"--quality-metric {wanted}: there are no accepted answers (--dataset brings them)")
+        if wanted not in known:
+            raise SettingError(f"--quality-metric {wanted} needs {ANNOTATORS} people's answers to a question")
+        return wanted
+
+
+def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> Workload:
+    """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
+
+    Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
+    drawn in its place.
+
+    Args:
+        source: what the user gave.
+        on_problem: told of each file that cannot be used; the rest goes on.
+
+    Raises:
+        InputError: nothing usable is left, or a file of prompts or questions cannot be read.
+        UnsupportedError: a dataset in a format that needs a library which is missing.
+    """
+    if source.dataset is not None:
+        return _dataset_workload(Path(source.dataset), source, on_problem)
+    prompts = _prompts(source)
+    documents = [] if source.no_images else _documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
+    if not documents and not source.no_images:
+        raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
+    pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
+    items = [
+        Item(f"{number:05d}", picture, prompt)
+        for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
+    ]
+    return Workload(_sampled(items, source.num_samples, source.seed))
+
+
+def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> list[Item]:
+    """The items of :func:`load_workload`."""
+    return load_workload(source, on_problem=on_problem).items
+
+
+def request_of(item: Item, settings: Settings, source: Source) -> Request:
+    """The item as a request under a cell's settings."""
+    return Request(
+        prompt=item.prompt,
+        images=[document.name for document in item.documents],
+        system=source.system,
+        raw=source.raw_prompt,
+        pan_and_scan=settings.pan_and_scan,
+        sampling=settings.sampling,
+        id=item.id,
+    )
+
+
+def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> list[ViewPlan]:
+    """The views that a cell takes of an item's documents."""
+    return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
 
 
 def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputError], None]) -> Workload:
@@ -177,74 +299,31 @@ def _documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None
     return found
 
 
-DEFAULT_PROMPT = "What does this document say?"
+def _prompts(source: Source) -> list[str]:
+    if source.prompts is None:
+        return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
+    text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
+    return lines if source.raw_prompt else [line.strip() for line in lines]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One request of a workload, without the settings of a cell."""
-
-    id: str
-    documents: tuple[DocumentFile, ...]
-    prompt: str
-    answers: tuple[str, ...] = ()
-    tags: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def prompt_sha256(self) -> str:
-        return hashlib.sha256(self.prompt.encode()).hexdigest()
-
-    @property
-    def tag_values(self) -> dict[str, list[str]]:
-        """The values of each tag, by its name."""
-        return {name: [value for key, value in self.tags if key == name] for name in dict.fromkeys(dict(self.tags))}
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a workload comes from, as the user said it; kept in the run's header so that it can resume.
-
-    Args:
-        images: globs, directories, files, URLs.
-        prompts: a file of one prompt a line.
-        prompt: one prompt, instead of a file.
-        dataset: a file or folder of one of :data:`panscan.quality.datasets.FORMATS`.
-        dataset_format: its layout; None to find out.
-        dataset_split: which of its splits; None for the one that the layout prefers.
-        no_images: prompts alone.
-        num_samples: requests; fewer than all are drawn with ``seed``, more repeat them.
-        system: a system message for every request.
-        raw_prompt: prompts go to the tokenizer as they are.
-        seed: of the draw.
-    """
-
-    images: tuple[str, ...] = ()
-    prompts: str | None = None
-    prompt: str | None = None
-    dataset: str | None = None
-    no_images: bool = False
-    num_samples: int | None = None
-    system: str | None = None
-    raw_prompt: bool = False
-    seed: int = 0
-    dataset_format: str | None = None
-    dataset_split: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.dataset and (self.images or self.prompts or self.prompt):
-            raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
-        if not self.dataset and (self.dataset_format or self.dataset_split):
-            raise SettingError("--dataset-format and --dataset-split say how to read --dataset, which is missing")
-        if self.prompt is not None and self.prompts is not None:
-            raise SettingError("--prompt and --prompts exclude each other")
-        if self.prompt is not None and not self.prompt.strip():
-            raise SettingError("the prompt is empty")
-        if self.no_images and (self.images or self.dataset):
-            raise SettingError("--no-images contradicts --images and --dataset")
-        if self.no_images and not (self.prompts or self.prompt):
-            raise SettingError("--no-images needs --prompts or --prompt")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
+def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:
+    """``count`` items: a seeded draw of fewer, kept in order; or all of them again and again, with ids of their own."""
+    if count is None or count == len(items):
+        return items
+    if count < len(items):
+        return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), count))]
+    taken = {item.id for item in items}
+    repeated = list(items)
+    for number in range(len(items), count):
+        turn, index = divmod(number, len(items))
+        item_id = f"{items[index].id}+{turn}"
+        item_id = unique_id(item_id, taken) if item_id in taken else item_id
+        taken.add(item_id)
+        repeated.append(replace(items[index], id=item_id))
+    return repeated
 
 
 def source_or_samples(
@@ -278,107 +357,24 @@ def source_or_samples(
     return Source(images=tuple(images), dataset=dataset, prompts=prompts, prompt=prompt, no_images=no_images, **others)
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The items of a run. ``dataset`` and ``metric`` (its own metric of quality) are None without a dataset."""
+def sample_dataset() -> Path:
+    """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
 
-    items: list[Item]
-    dataset: DatasetFacts | None = None
-    metric: str | None = None
-
-    def quality_metric(self, wanted: str | None) -> str | None:
-        """The metric that is the run's quality: the one that the user wants, else the dataset's own, else exact match.
-
-        None where no question has answers.
-
-        Raises:
-            SettingError: no such metric, or no question's answers have it.
-        """
-        known = {name for item in self.items for name in metrics_for(item.answers)}
-        if wanted is None:
-            return self.metric if self.metric in known else EXACT_MATCH if known else None
-        if wanted not in METRICS:
-            raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {wanted!r}{nearest(wanted, METRICS)}")
-        if not known:
-            raise SettingError(f"--quality-metric {wanted}: there are no accepted answers (--dataset brings them)")
-        if wanted not in known:
-            raise SettingError(f"--quality-metric {wanted} needs {ANNOTATORS} people's answers to a question")
-        return wanted
-
-
-def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> list[Item]:
-    """The items of :func:`load_workload`."""
-    return load_workload(source, on_problem=on_problem).items
-
-
-def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> Workload:
-    """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
-
-    Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
-    drawn in its place.
-
-    Args:
-        source: what the user gave.
-        on_problem: told of each file that cannot be used; the rest goes on.
-
-    Raises:
-        InputError: nothing usable is left, or a file of prompts or questions cannot be read.
-        UnsupportedError: a dataset in a format that needs a library which is missing.
+    Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
+    A cache that cannot be written is replaced by a fixed folder among the temporary files, so that a run can resume.
     """
-    if source.dataset is not None:
-        return _dataset_workload(Path(source.dataset), source, on_problem)
-    prompts = _prompts(source)
-    documents = [] if source.no_images else _documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
-    if not documents and not source.no_images:
-        raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
-    pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
-    items = [
-        Item(f"{number:05d}", picture, prompt)
-        for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
-    ]
-    return Workload(_sampled(items, source.num_samples, source.seed))
+    name = f"samples-{panscan.__version__}-{_digest()}"
+    try:
+        return write_samples(cache_directory() / name, overwrite=True)
+    except SettingError:
+        return write_samples(Path(tempfile.gettempdir()) / f"panscan-{name}", overwrite=True)
 
 
-def request_of(item: Item, settings: Settings, source: Source) -> Request:
-    """The item as a request under a cell's settings."""
-    return Request(
-        prompt=item.prompt,
-        images=[document.name for document in item.documents],
-        system=source.system,
-        raw=source.raw_prompt,
-        pan_and_scan=settings.pan_and_scan,
-        sampling=settings.sampling,
-        id=item.id,
-    )
-
-
-def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> list[ViewPlan]:
-    """The views that a cell takes of an item's documents."""
-    return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
-
-
-def _prompts(source: Source) -> list[str]:
-    if source.prompts is None:
-        return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
-    text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
-    return lines if source.raw_prompt else [line.strip() for line in lines]
-
-
-def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:
-    """``count`` items: a seeded draw of fewer, kept in order; or all of them again and again, with ids of their own."""
-    if count is None or count == len(items):
-        return items
-    if count < len(items):
-        return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), count))]
-    taken = {item.id for item in items}
-    repeated = list(items)
-    for number in range(len(items), count):
-        turn, index = divmod(number, len(items))
-        item_id = f"{items[index].id}+{turn}"
-        item_id = unique_id(item_id, taken) if item_id in taken else item_id
-        taken.add(item_id)
-        repeated.append(replace(items[index], id=item_id))
-    return repeated
+def _digest() -> str:
+    """Changes with the source that draws the documents and with the library that does."""
+    images = files("panscan.images")
+    sources = [images / "ink.py", images / "samples.py", *(images / "documents").iterdir()]
+    digest = hashlib.sha256(PIL.__version__.encode())
+    for source in sorted((each for each in sources if each.name.endswith(".py")), key=lambda each: each.name):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]

@@ -68,7 +68,7 @@ def command(directory: Path, output: Path, **options: Any) -> None:
 def print_recommendation(run: Run, found: Recommendation, preset: Path) -> None:
     """Print the recommended cell, the reason, its costs, the other cells and the path of the preset."""
     from panscan.analysis.candidates import cell_name
-    from panscan.analysis.cells import safe_text
+    from panscan.report.formatting import safe_text
 
     console = out()
     runner_up = "none" if found.runner_up is None else cell_name(run, found.runner_up)

@@ -1,4 +1,8 @@
-"""The interface of paged attention backends, and the reference backend: PyTorch's SDPA, segment by segment."""
+"""The interface of paged attention backends, and the reference backend: PyTorch's SDPA, segment by segment.
+
+The reference runs everywhere. It attends decode rows in padded groups and prefill segment by segment. It gathers a
+sequence's keys once per layer, and uses a mask only where an interval of keys is not enough.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ from panscan.settings import Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine", "Stream"]
 
-
 _AHEAD = 8  # requests that are decoded while others compute
 
 
@@ -141,7 +140,7 @@ class Engine:
         try:
             while True:
                 for index, request in islice(source, most - len(flying)):
-                    flying[index] = self._job(request, _ignore, partial(_put, finished, index))
+                    flying[index] = self._state(request, _ignore, partial(_put, finished, index))
                     self._worker.accept(flying[index])
                 if not flying:
                     return
@@ -150,8 +149,8 @@ class Engine:
                 yield index, result
         finally:
             with suppress(EngineError):  # closed: they are cancelled already
-                for job in flying.values():
-                    self._worker.cancel(job)
+                for state in flying.values():
+                    self._worker.cancel(state)
 
     def submit(self, request: Request) -> Stream:
         """Answer one request; its tokens come by ``async for event in stream``. To be called where asyncio runs.
@@ -170,9 +169,9 @@ class Engine:
             self._streams.pop(name, None)
             stream.on_end(result)
 
-        job = self._streams[name] = self._job(replace(request, id=name), stream.on_event, on_end)
+        state = self._streams[name] = self._state(replace(request, id=name), stream.on_event, on_end)
         try:
-            self._worker.accept(job)
+            self._worker.accept(state)
         except EngineError:
             del self._streams[name]
             raise
@@ -180,9 +179,9 @@ class Engine:
 
     def cancel(self, id: str) -> None:
         """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
-        if (job := self._streams.get(id)) is not None:
+        if (state := self._streams.get(id)) is not None:
             with suppress(EngineError):  # closed: it is cancelled already
-                self._worker.cancel(job)
+                self._worker.cancel(state)
 
     def observe(self, requests: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Next-token distributions along given tokens, all requests at once: what the verdict compares.
@@ -193,7 +192,7 @@ class Engine:
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         watched = [Watched(forced_tokens) for forced_tokens in forced]
         for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):
-            self._worker.accept(self._job(request, _ignore, partial(_put, finished, index), watch))
+            self._worker.accept(self._state(request, _ignore, partial(_put, finished, index), watch))
         results = dict(finished.get() for _ in watched)
         for index in range(len(watched)):
             if (error := results[index].error) is not None:
@@ -228,7 +227,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _job(
+    def _state(
         self,
         request: Request,
         on_event: Callable[[TokenEvent], None],

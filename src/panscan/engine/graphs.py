@@ -19,14 +19,8 @@ from panscan.model.decoder import Decoder
 __all__ = ["Graphs", "decode_sizes", "graph_sizes"]
 
 _WARM_UPS = 2  # passes before a capture: what is compiled or allocated once must not happen while it is recorded
-
-
 _CHUNKS = 16  # of a pass, beside its decoding rows, at most
-
-
 _one_at_a_time = Lock()
-
-
 Size = tuple[int, int]
 """Rows of a recorded pass: single ones, each the last of its sequence, and behind them those of longer chunks."""
 

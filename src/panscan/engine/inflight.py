@@ -44,18 +44,18 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Seeing:
-    """Views that the pass encodes first: for which jobs, and from when to when."""
+    """Views that the pass encodes first: for which requests, and from when to when."""
 
-    jobs: Rows[RequestState]
+    states: Rows[RequestState]
     start: Mark
     end: Mark
 
     def tell(self, done: Any, landed: float) -> None:
-        """Stamp the jobs that have not ended meanwhile."""
-        for job in self.jobs:
-            if job.ended:
+        """Stamp the requests that have not ended meanwhile."""
+        for state in self.states:
+            if state.ended:
                 continue
-            job.saw(self.start.time(done, landed), self.end.time(done, landed))
+            state.saw(self.start.time(done, landed), self.end.time(done, landed))
 
 
 @dataclass(frozen=True, slots=True)

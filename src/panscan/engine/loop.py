@@ -42,7 +42,7 @@ __all__ = ["Loop", "Stats", "Worker"]
 
 
 class Loop:
-    """Prepared jobs in, events out; one :meth:`step` launches one pass through the model.
+    """Prepared requests in, events out; one :meth:`step` launches one pass through the model.
 
     Raises:
         UnsupportedError: the memory does not hold the KV cache.
@@ -73,8 +73,8 @@ class Loop:
         self._sampler = Sampler(loaded.model.generation_config.suppress_tokens or [], loaded.device)
         self.preparer = Preparer(loaded, options, self.vision.holds)
         self._overlap = self.started.fast if options.overlap is None else options.overlap
-        self._flight: InFlightPass | None = None
-        self._jobs: dict[Tokens, RequestState] = {}
+        self._inflight: InFlightPass | None = None
+        self._states: dict[Tokens, RequestState] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def step(self) -> bool:
@@ -88,7 +88,7 @@ class Loop:
         if step is None:
             return self.land()
         try:
-            flight = self._launch(step)
+            inflight = self._launch(step)
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
             self.land()  # before anything is scheduled again: who was preempted may wait for a token of that pass
@@ -96,47 +96,47 @@ class Loop:
         self._count(step)
         self.land()
         self._scheduler.advance(step)
-        self._flight = flight
-        if not self._overlap or any(self._jobs[each].looks_back for each in flight.sampled if each in self._jobs):
+        self._inflight = inflight
+        if not self._overlap or any(self._states[each].looks_back for each in inflight.sampled if each in self._states):
             self.land()
         return True
 
     def land(self) -> bool:
         """Wait for the pass under way and hand out its tokens; False if there is none."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        inflight, self._inflight = self._inflight, None
+        if inflight is None:
             return False
         try:
-            chosen = flight.draws.wait()
+            chosen = inflight.draws.wait()
         except Exception as error:  # a device tells what went wrong when it is waited for
-            for chunk in flight.step.chunks:
-                if chunk.sequence in self._jobs:
-                    self.end(self._jobs[chunk.sequence], "error", _explained(error))
+            for chunk in inflight.step.chunks:
+                if chunk.sequence in self._states:
+                    self.end(self._states[chunk.sequence], "error", _explained(error))
             return True
         landed = now()
-        if flight.seeing is not None:
-            flight.seeing.tell(flight.draws.download.done, landed)
-        self._hand_out(self._settle(flight, chosen), landed)
+        if inflight.seeing is not None:
+            inflight.seeing.tell(inflight.draws.readback.done, landed)
+        self._hand_out(self._settle(inflight, chosen), landed)
         return True
 
-    def add(self, job: RequestState) -> None:
-        """Take a prepared job; one that can never run is told so at once."""
-        sequence = job.sequence
+    def add(self, state: RequestState) -> None:
+        """Take a prepared request; one that can never run is told so at once."""
+        sequence = state.sequence
         assert sequence is not None  # it is prepared
         sequence.limit = min(sequence.limit, self.decoder.max_positions)
-        if (refusal := self._refusal(job, sequence)) is not None:
-            job.end("error", refusal)
+        if (refusal := self._refusal(state, sequence)) is not None:
+            state.end("error", refusal)
         else:
-            self._jobs[sequence] = job
+            self._states[sequence] = state
             self._scheduler.add(sequence)
 
-    def end(self, job: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
-        """End a job now, with the tokens it has, wherever it stands."""
-        if job.sequence is not None and job.sequence in self._jobs:
-            self._cached_tokens += job.sequence.cached or 0
-            self._scheduler.remove(job.sequence)
-            del self._jobs[job.sequence]
-        job.end(reason, error)
+    def end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
+        """End a request now, with the tokens it has, wherever it stands."""
+        if state.sequence is not None and state.sequence in self._states:
+            self._cached_tokens += state.sequence.cached or 0
+            self._scheduler.remove(state.sequence)
+            del self._states[state.sequence]
+        state.end(reason, error)
 
     def close(self) -> None:
         """Wait for the pass under way, of which nothing may be freed, and give the model back as it was."""
@@ -149,13 +149,13 @@ class Loop:
         self.vision.clear()
 
     @property
-    def jobs(self) -> list[RequestState]:
-        """Jobs that compute or wait for their turn."""
-        return list(self._jobs.values())
+    def states(self) -> list[RequestState]:
+        """Requests that compute or wait for their turn."""
+        return list(self._states.values())
 
     @property
     def waiting(self) -> int:
-        """Prepared jobs that wait for their turn."""
+        """Prepared requests that wait for their turn."""
         return len(self._scheduler.waiting)
 
     def stats(self) -> Stats:
@@ -182,12 +182,12 @@ class Loop:
         """Encoded views that the vision cache has room for."""
         return self.vision.max_bytes // self.decoder.view_bytes if self.decoder.view_bytes else 0
 
-    def _refusal(self, job: RequestState, sequence: Tokens) -> SettingError | None:
-        """Why a job can never run here."""
-        what = f"the prompt has {sequence.prompt_tokens} tokens ({job.views} views)"
+    def _refusal(self, state: RequestState, sequence: Tokens) -> SettingError | None:
+        """Why a request can never run here."""
+        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
         if sequence.prompt_tokens >= self.decoder.max_positions:
             return SettingError(f"{what}; the model's context ends at {self.decoder.max_positions}")
-        if job.sights and not self._views_held:
+        if state.sights and not self._views_held:
             least = ceil(self.decoder.view_bytes / 1e4) / 1e5
             return SettingError(
                 f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
@@ -204,7 +204,7 @@ class Loop:
     def _launch(self, step: Step) -> InFlightPass:
         try:
             seeing = self._see(step)
-            pending = None if self._flight is None else self._flight.pending
+            pending = None if self._inflight is None else self._inflight.pending
             done = self._executor.run(step, self.vision.features, self._places(step), pending)
         finally:
             self._encoder.release()
@@ -216,11 +216,11 @@ class Loop:
         """Have the features of every view whose block this step computes; tells if any had to be encoded."""
         wanted, seeing = [], []
         for chunk in step.chunks:
-            job = self._jobs[chunk.sequence]
-            job.stamps.scheduled = job.stamps.scheduled or now()
+            state = self._states[chunk.sequence]
+            state.stamps.scheduled = state.stamps.scheduled or now()
             if spans := chunk.sequence.layout.within(chunk.start, chunk.end):
-                seeing.append(job)
-                wanted += [(span.key, job.sights[span.key]) for span in spans]
+                seeing.append(state)
+                wanted += [(span.key, state.sights[span.key]) for span in spans]
         if not wanted:
             return None
         start = Mark.set(self.loaded.device)
@@ -237,42 +237,42 @@ class Loop:
         """Positions of this step whose hidden states somebody wants."""
         found = {}
         for chunk in step.chunks:
-            watched = self._jobs[chunk.sequence].watched if chunk.sequence in self._jobs else None
+            watched = self._states[chunk.sequence].watched if chunk.sequence in self._states else None
             if watched is not None:
                 found[chunk.sequence] = [at for at in watched.forced_tokens.places if chunk.start <= at < chunk.end]
         return {tokens: places for tokens, places in found.items() if places}
 
-    def _settle(self, flight: InFlightPass, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:
+    def _settle(self, inflight: InFlightPass, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:
         """The tokens of a pass that is over, of the sequences that are still there."""
-        for tokens, places in self._places(flight.step).items():
-            watched = self._jobs[tokens].watched
+        for tokens, places in self._places(inflight.step).items():
+            watched = self._states[tokens].watched
             if watched is not None:
-                watched.places |= zip(places, flight.done.hidden[tokens], strict=True)
+                watched.places |= zip(places, inflight.done.hidden[tokens], strict=True)
         settled = {}
-        for row, tokens in enumerate(flight.sampled):
-            if tokens not in self._jobs:
+        for row, tokens in enumerate(inflight.sampled):
+            if tokens not in self._states:
                 continue
             settled[tokens] = chosen[row]
-            watched = self._jobs[tokens].watched
+            watched = self._states[tokens].watched
             if watched is not None:
-                watched.answer.append(flight.done.logits[row].float().cpu())
+                watched.answer.append(inflight.done.logits[row].float().cpu())
                 if (forced := watched.next(len(tokens.outputs))) is not None:
                     settled[tokens] = Chosen(forced, None)
             tokens.settle(settled[tokens].token)
         return settled
 
     def _row(self, tokens: Tokens) -> SamplingRow:
-        job = self._jobs[tokens]
-        sampling = job.request.sampling if job.watched is None else Sampling()
-        return SamplingRow(sampling, job.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
+        state = self._states[tokens]
+        sampling = state.request.sampling if state.watched is None else Sampling()
+        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
 
     def _hand_out(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
-        """Tell jobs their new tokens, and end those whose token was the last."""
+        """Tell requests their new tokens, and end those whose token was the last."""
         self._output_tokens += len(chosen)
         for tokens, each in chosen.items():
-            job = self._jobs[tokens]
-            if (reason := job.take(each, at, self.loaded.eos_ids, full=tokens.full)) is not None:
-                self.end(job, reason)
+            state = self._states[tokens]
+            if (reason := state.take(each, at, self.loaded.eos_ids, full=tokens.full)) is not None:
+                self.end(state, reason)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests that came into this step with more than one token, or all if there are none.
@@ -283,7 +283,7 @@ class Loop:
             release_memory()
         came = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
         for tokens in came or [chunk.sequence for chunk in step.chunks]:
-            self.end(self._jobs[tokens], "error", _explained(error))
+            self.end(self._states[tokens], "error", _explained(error))
 
     def _count(self, step: Step) -> None:
         self._steps += 1
@@ -309,7 +309,7 @@ class Worker:
 
     Args:
         build: makes the loop, in the thread that turns it: PyTorch keeps some of what a start warms up per thread.
-        ahead: jobs at most that are prepared, or being prepared, and wait for their turn: what bounds the memory of
+        ahead: requests at most that are prepared, or being prepared, and wait for their turn: what bounds the memory of
             decoded images, however many requests are accepted.
 
     Raises: what ``build`` does.
@@ -335,13 +335,13 @@ class Worker:
             self._pool.shutdown(wait=False)
             raise
 
-    def accept(self, job: RequestState) -> None:
-        """Take a job. Its result is told in any case."""
-        self._send(lambda: self._accept(job))
+    def accept(self, state: RequestState) -> None:
+        """Take a request. Its result is told in any case."""
+        self._send(lambda: self._accept(state))
 
-    def cancel(self, job: RequestState) -> None:
-        """End a job with the tokens it has; nothing happens if it has ended."""
-        self._send(lambda: self._end(job, "cancelled"))
+    def cancel(self, state: RequestState) -> None:
+        """End a request with the tokens it has; nothing happens if it has ended."""
+        self._send(lambda: self._end(state, "cancelled"))
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """What ``question`` gives, called between two steps."""
@@ -393,63 +393,63 @@ class Worker:
                 except BaseException as error:  # a bug, or a library's panic: whoever waits must hear of it
                     self._break(error)
 
-    def _accept(self, job: RequestState) -> None:
+    def _accept(self, state: RequestState) -> None:
         if self._broken is not None:
-            job.end("error", self._broken)
+            state.end("error", self._broken)
         else:
-            self._accepted.append(job)
+            self._accepted.append(state)
 
     def _prepare_ahead(self) -> None:
         while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
-            job = self._accepted.popleft()
-            self._preparing.add(job)
-            self._pool.submit(self._prepare, job)
+            state = self._accepted.popleft()
+            self._preparing.add(state)
+            self._pool.submit(self._prepare, state)
 
-    def _prepare(self, job: RequestState) -> None:
+    def _prepare(self, state: RequestState) -> None:
         """In a thread of the pool."""
         error: PanscanError | None = None
         try:
-            if not job.ended:
-                self.loop.preparer.prepare(job)
+            if not state.ended:
+                self.loop.preparer.prepare(state)
         except PanscanError as known:
             error = known
         except BaseException as unknown:  # whatever a file makes a decoder raise, a panic too, is its request's failure
             text = " ".join(str(unknown).split())[:300]
-            error = InputError(f"request {job.request.id!r}: {type(unknown).__name__}: {text}")
-        self._messages.put(lambda: self._prepared(job, error))
+            error = InputError(f"request {state.request.id!r}: {type(unknown).__name__}: {text}")
+        self._messages.put(lambda: self._prepared(state, error))
 
-    def _prepared(self, job: RequestState, error: PanscanError | None) -> None:
-        self._preparing.discard(job)
-        if job.ended:  # cancelled meanwhile
+    def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
+        self._preparing.discard(state)
+        if state.ended:  # cancelled meanwhile
             return
         if error is not None:
-            job.end("error", error)
+            state.end("error", error)
         else:
-            self.loop.add(job)
+            self.loop.add(state)
 
-    def _end(self, job: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
-        if job.ended:
+    def _end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
+        if state.ended:
             return
-        if job in self._accepted:
-            self._accepted.remove(job)
-        self.loop.end(job, reason, error)
+        if state in self._accepted:
+            self._accepted.remove(state)
+        self.loop.end(state, reason, error)
 
     def _break(self, error: BaseException) -> None:
-        """Nothing that the bookkeeping says can be trusted any more: end all jobs, and take no others."""
+        """Nothing that the bookkeeping says can be trusted any more: end all requests, and take no others."""
         self._broken = EngineError(f"the engine stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        for job in self._left():
-            if not job.ended:
-                job.end("error", self._broken)
+        for state in self._left():
+            if not state.ended:
+                state.end("error", self._broken)
         self._accepted.clear()
 
     def _close(self) -> None:
         self._closing = True
-        for job in self._left():
-            self._end(job, "cancelled")
+        for state in self._left():
+            self._end(state, "cancelled")
         self.loop.close()
 
     def _left(self) -> list[RequestState]:
-        return [*self.loop.jobs, *self._preparing, *self._accepted]
+        return [*self.loop.states, *self._preparing, *self._accepted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A request becomes a prepared job: images decoded, views planned, prompt written, pixels of unknown views computed."""
+"""A request is prepared: images decoded, views planned, prompt written, pixels of unknown views computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Preparer"]
 
 
 class Preparer:
-    """Prepares jobs, several at once if several threads call it. Knows nothing of the passes.
+    """Prepares requests, several at once if several threads call it. Knows nothing of the passes.
 
     Args:
         loaded: the model whose reader writes prompts.
@@ -42,15 +42,15 @@ class Preparer:
         self._known = known
         self._stream = side_stream(self._device) if self._device.type == "cuda" else None
 
-    def prepare(self, job: RequestState) -> None:
-        """Fill in all that the job's passes need.
+    def prepare(self, state: RequestState) -> None:
+        """Fill in all that the request's passes need.
 
         Raises:
             ImageError: an image cannot be read.
             SettingError: images and their places do not match, and the like.
         """
-        read = read_images(job.request, copy=not self._on_device)  # their levels are copied below
-        job.stamps.loaded = now()
+        read = read_images(state.request, copy=not self._on_device)  # their levels are copied below
+        state.stamps.loaded = now()
         plans, prompt = plan_request(read, self._reader)
         keys: list[bytes] = []
         sights: dict[bytes, Sight] = {}
@@ -61,18 +61,18 @@ class Preparer:
                 keys.append(view_key(digest, view.box, self._preprocess, self._spec))
                 sights.setdefault(keys[-1], Sight(levels if self._on_device else image, view))
         self._see_all([sight for key, sight in sights.items() if not self._known(key)])
-        job.sights, job.views, job.crops = sights, len(keys), sum(plan.crops for plan in plans)
-        job.image_tokens = prompt.image_tokens
-        job.sequence = Sequence(
-            number=job.number,
+        state.sights, state.views, state.crops = sights, len(keys), sum(plan.crops for plan in plans)
+        state.image_tokens = prompt.image_tokens
+        state.sequence = Sequence(
+            number=state.number,
             ids=list(prompt.ids),
             prompt_tokens=len(prompt.ids),
             layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
-            limit=len(prompt.ids) + job.max_new_tokens,
-            reuse=job.watched is None or not job.watched.forced_tokens.places,
+            limit=len(prompt.ids) + state.max_new_tokens,
+            reuse=state.watched is None or not state.watched.forced_tokens.places,
         )
-        job.text = Detokenizer(self._reader.tokenizer, job.request.sampling.stop if job.watched is None else ())
-        job.stamps.preprocessed = now()
+        state.text = Detokenizer(self._reader.tokenizer, state.request.sampling.stop if state.watched is None else ())
+        state.stamps.preprocessed = now()
 
     def see(self, sight: Sight) -> torch.Tensor:
         """A view's pixels, ``[3, size, size]``, for the present stream: those that wait, or computed now."""

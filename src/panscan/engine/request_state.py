@@ -22,7 +22,7 @@ __all__ = ["RequestState", "Sight", "Watched"]
 
 @dataclass(slots=True)
 class Sight:
-    """One view of a job: its image (RGB; levels where a GPU is to resize them) and place in it, and its pixels
+    """One view of a request: its image (RGB; levels where a GPU is to resize them) and place in it, and its pixels
     ``[3, size, size]`` while they wait.
 
     ``ready``: CUDA event behind which the pixels are there; None: they are.
@@ -36,7 +36,7 @@ class Sight:
 
 @dataclass(slots=True)
 class Watched:
-    """What a led job has shown so far (see :class:`panscan.model.observation.ForcedTokens`)."""
+    """What an observed request has shown so far (see :class:`panscan.model.observation.ForcedTokens`)."""
 
     forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
@@ -66,7 +66,7 @@ class RequestState:
         on_event: called with each event, from the engine's thread.
         on_end: called with the result behind the last event, from the engine's thread.
         seed: of its random stream.
-        watched: of a job that is led.
+        watched: of an observed request.
         sights: its views by key, once it is prepared.
         sequence: its tokens and blocks, once it is prepared.
         text: of its answer.
@@ -149,9 +149,9 @@ class RequestState:
     def _reason(self, token: int, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
         assert self.text is not None  # it is prepared
         sampling = self.request.sampling
-        led = self.watched is not None and self.watched.forced_tokens.tokens is not None
-        marks = () if sampling.ignore_eos or led else eos_ids
-        if token in marks or self.text.stopped or (not led and token in sampling.stop_token_ids):
+        forced = self.watched is not None and self.watched.forced_tokens.tokens is not None
+        marks = () if sampling.ignore_eos or forced else eos_ids
+        if token in marks or self.text.stopped or (not forced and token in sampling.stop_token_ids):
             return "stop"
         return "length" if full else None
 

@@ -53,17 +53,17 @@ class Draws:
 
     Args:
         tokens: int64 ``[rows]``, on the device: what the next pass may read without waiting.
-        download: of them, and of what log-probabilities are made of.
-        counts: how many log-probabilities a row asks for, by row, in the order of ``download``'s rows.
+        readback: of them, and of what log-probabilities are made of.
+        counts: how many log-probabilities a row asks for, by row, in the order of ``readback``'s rows.
     """
 
     tokens: torch.Tensor
-    download: Readback
+    readback: Readback
     counts: dict[int, int]
 
     def wait(self) -> list[Chosen]:
         """One token per row, when the device is done."""
-        tokens, *logprobs = self.download.wait()
+        tokens, *logprobs = self.readback.wait()
         found: dict[int, TokenLogprobs] = {}
         if logprobs:
             own, ids, values = (part.tolist() for part in logprobs)

@@ -40,23 +40,12 @@ if TYPE_CHECKING:
 
 __all__ = ["rename_as_published", "tiny_directory", "write_tiny"]
 
-
 _RECIPE = ("config.py", "shapes.py", "tiny.py", "tokenizer.py")
-
-
 _MANIFEST = "manifest.json"
-
-
 _SEED = 11
-
-
 _EMBEDDING = 0.03
-
-
 _MARK_ROWS, _END_ROWS, _BYTE_ROWS = 0.3, 1.2, 0.5
 """The longer its row of the embedding, the oftener a token is the likeliest: marks never, single bytes seldom."""
-
-
 _RULES: tuple[tuple[str, float, float, bool], ...] = (
     # parameter, mean, standard deviation, whether that is divided by the square root of the inputs
     ("*vision_tower*norm*.weight", 1.0, 0.1, False),
@@ -70,11 +59,7 @@ _RULES: tuple[tuple[str, float, float, bool], ...] = (
     ("*", 0.0, 1.0, True),
 )
 """The first rule that fits draws a parameter. Queries and keys are long, so that attention picks few positions."""
-
-
 _POST_NORMS = {"post_attention_layernorm.weight": 0.18, "post_feedforward_layernorm.weight": 0.72}
-
-
 _GROWTH = 1.25
 """What layer 0 adds to the residual stream, and how much more each next layer adds. So the last token's embedding is
 heard at first but drowns before it meets itself in the tied output matrix: else a random model repeats one token."""

@@ -175,6 +175,9 @@ y'all'd've you'd you'd've you'll you're you've
 def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
     """The mean over all sets of answers that leave one person out of min(1, people who say the same / 3).
 
+    TextVQA's metric: the VQA evaluation (visualqa.org/evaluation) with the answer processing of TextVQA's challenge
+    (EvalAI, MMF). Its rules are followed to the letter, slips included, because its scores are what is published.
+
     Args:
         answer: to be judged.
         answers: one of each person.

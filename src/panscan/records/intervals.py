@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "RESAMPLED_AT_ONCE",
     "Z95",
     "Interval",
     "bounds",
@@ -30,7 +31,8 @@ Interval = tuple[float, float]
 Z95 = 1.959963984540054  # of a 95% interval, two-sided normal
 
 _RESAMPLES = 1_000
-_BLOCK = 4_000_000  # numbers held at once while resampling: 32 MB
+RESAMPLED_AT_ONCE = 4_000_000
+"""Numbers held at once while resampling: 32 MB."""
 
 
 def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -> Interval | None:
@@ -60,7 +62,7 @@ def cluster_intervals(
     belongs = np.array([numbers[cluster] for cluster in clusters])[order]
     draws = cluster_draws(len(numbers), seed)
     found: list[list[Floats]] = []
-    for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / _BLOCK)):
+    for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / RESAMPLED_AT_ONCE)):
         weights = block[:, belongs]
         found.append([weights @ ordered / weights.sum(axis=1), *weighted_percentiles(ordered, weights, percents)])
     return [bounds(np.concatenate(parts)) for parts in zip(*found, strict=True)]

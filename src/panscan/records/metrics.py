@@ -34,7 +34,6 @@ __all__ = [
     "window_seconds",
 ]
 
-
 Repeat = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 """A ``repeat`` record and the ``request`` records of its window."""
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import print_line, safe_text
 from panscan.analysis.comparison import HEADINGS, Report, Row
+from panscan.report.formatting import print_line, safe_text
 
 if TYPE_CHECKING:
     from rich.console import Console

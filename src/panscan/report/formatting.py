@@ -13,8 +13,23 @@ from panscan.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from rich.console import Console
+    from rich.text import Text
 
-__all__ = ["Measured", "clean", "cut", "measured", "percent", "templates", "times", "verdict_figures"]
+__all__ = [
+    "Measured",
+    "clean",
+    "cut",
+    "measured",
+    "percent",
+    "print_line",
+    "safe_text",
+    "templates",
+    "times",
+    "verdict_figures",
+]
+
+_ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,18 @@ def verdict_figures(verdict: Verdict) -> tuple[str, ...]:
     if verdict.equal_tokens is not None:
         found.append("tokens equal" if verdict.equal_tokens else "tokens differ")
     return tuple(found)
+
+
+def safe_text(console: Console, text: str) -> Text:
+    """Never markup, and only what the console can encode: names and reasons come from outside."""
+    from rich.text import Text
+
+    return Text(text.translate(_ASCII) if console.options.ascii_only else text)
+
+
+def print_line(console: Console, text: str) -> None:
+    """One line, wrapped by the console."""
+    console.print(safe_text(console, " ".join(text.split())))
 
 
 def templates() -> Environment:

@@ -15,8 +15,6 @@ from panscan.analysis.cells import (
     measured_rows,
     memory_metric,
     number_text,
-    print_line,
-    safe_text,
     short,
     shown,
     speed,
@@ -32,6 +30,7 @@ from panscan.records.quality import empty_answers, metric_title, quality_of
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
 from panscan.records.verdict import verdict_lines
+from panscan.report.formatting import print_line, safe_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,13 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["print_curves", "print_summary"]
 
-
 _WIDEST_SETTING = 9  # characters; longer ones are folded
-
-
 _SPARE = ("image\ntokens", "views")
-
-
 _MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 
 
@@ -222,11 +216,7 @@ def _not_measured(run: Run) -> list[str]:
 
 
 _PANEL_LINES = 11
-
-
 _MOST_SERIES = 4
-
-
 _MARKERS = "ox+*"
 
 

@@ -33,12 +33,22 @@ __all__ = [
     "load_dataset",
 ]
 
-_DOCVQA_FOLDERS = ("documents", "spdocvqa_images", "images", "train/documents", "val/documents", "test/documents")
+_DOCVQA_FOLDERS = (
+    "documents",
+    "spdocvqa_images",
+    "images",
+    "train/documents",
+    "val/documents",
+    "test/documents",
+)
 _INFOGRAPHIC_FOLDERS = ("infographicsvqa_images", "images", "infographicVQA_images", "infographicvqa_images")
 
 
 def read_docvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of DocVQA's files.
+    """Take the rows of DocVQA's files, as the Robust Reading Competition publishes them (rrc.cvc.uab.es, task 17).
+
+    One file per split, ``{"data": [{"questionId", "question", "answers", "image", "question_types", ...}]}``; test
+    splits have no answers. ``image`` is a path such as ``documents/x.png``.
 
     Raises:
         DatasetError: a file cannot be read or is not DocVQA's.
@@ -47,7 +57,10 @@ def read_docvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
 
 
 def read_infographicvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of InfographicVQA's files.
+    """Take the rows of InfographicVQA's files, from the same challenge as DocVQA's.
+
+    Rows name ``image_local_name`` and, in files with question types, ``answer_type``, ``evidence`` and
+    ``operation/reasoning``.
 
     Raises:
         DatasetError: a file cannot be read or is not InfographicVQA's.
@@ -67,7 +80,7 @@ def _read_rrc(
 
 
 def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
-    """The objects under "data" of a JSON file, of this challenge or of TextVQA.
+    """The objects under "data" of a JSON file, of DocVQA, InfographicVQA or TextVQA.
 
     Raises:
         DatasetError: the file cannot be read or has none.
@@ -79,19 +92,21 @@ def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
     return rows
 
 
-_FOLDERS = (
+_TEXTVQA_FOLDERS = (
     "train_images", "test_images", "train_val_images/train_images", "train_val_images", "val_images", "images",
 )  # fmt: skip
 
 
 def read_textvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of TextVQA's files.
+    """Take the rows of TextVQA's files (textvqa.org): ``TextVQA_0.5.1_val.json`` and ``train_images/<image_id>.jpg``.
+
+    Each question has ten people's answers. The validation split's pictures are among the training split's.
 
     Raises:
         DatasetError: a file cannot be read or is not TextVQA's.
     """
     for path in files:
-        pictures = Pictures((path.parent, path.parent.parent, *_subfolders(path.parent)), _FOLDERS)
+        pictures = Pictures((path.parent, path.parent.parent, *_subfolders(path.parent)), _TEXTVQA_FOLDERS)
         for row in data_rows(path, called):
             name = row.get("image_id")
             found = pictures.find(f"{name}.jpg") if name is not None else []
@@ -103,7 +118,10 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of ChartQA's files. They have no ids, so theirs are the type and the number in its file.
+    """Take the rows of ChartQA's files: ``test/test_human.json``, ``test/test_augmented.json`` and ``test/png/``.
+
+    Each is a list of ``{"imgname", "query", "label"}``. Questions by people and questions made from summaries are two
+    files, and so two types. Rows have no ids: theirs are the type and the number in its file.
 
     Raises:
         DatasetError: a file cannot be read or is not ChartQA's.
@@ -121,7 +139,7 @@ def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> N
             loaded.add(f"{kind}-{number:05d}", found, row.get("query") or None, label, [("type", kind)], plain=plain)
 
 
-_KEYS = {"image", "question", "answers", "kind", "type", "id"}
+_JSONL_KEYS = {"image", "question", "answers", "kind", "type", "id"}
 
 
 def read_json_lines(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
@@ -149,10 +167,10 @@ def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
         DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
     """
     lines = read_text(path, called).split("\n")
-    return [_row(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [_json_line(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _json_line(line: str, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
         valid = is_unicode(json.dumps(row, ensure_ascii=False))
@@ -167,8 +185,8 @@ def _row(line: str, where: str) -> dict[str, Any]:
     for key in ("image", "question"):
         if key not in row:
             raise DatasetError(f"{where}: {key!r} is missing")
-    for key in row.keys() - _KEYS:
-        raise DatasetError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}")
+    for key in row.keys() - _JSONL_KEYS:
+        raise DatasetError(f"{where}: unknown key {key!r}{nearest(key, _JSONL_KEYS)}")
     names = [row["image"]] if isinstance(row["image"], str) else row["image"]
     if not names or not _texts(names) or not all(names):
         raise DatasetError(f"{where}: 'image' must be a file name or a list of them")
