@@ -34,6 +34,8 @@ _LOOKALIKES = str.maketrans(
     {"×": "x", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "€": "EUR"}
     | {"ß": "ss", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
 )
+
+
 _MEASURE = "the quick brown fox jumps over a lazy dog THE TOTAL 0123456789"
 
 

@@ -16,6 +16,8 @@ LAYOUTS = 8
 """The last one is held out."""
 
 _TITLES = ("To do", "Minutes", "House rules", "Shopping list", "Log", "Agenda", "Statement")
+
+
 _WAYS = ("{}.", "{})", "{}", "({})", "{}:", "#{}")
 _WORDS = ("Line", "Item", "Row", "Step", "Art.", "Pos", "Point", "Rule", "Day", "Part", "§", "P.", "Nr", "L")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tests.analysis.noisy_runs import noisy_run
-from tests.analysis.test_compare import text
+from tests.analysis.test_comparison import text
 
 from panscan.analysis.comparison import as_json, build_report
 from panscan.report.comparison import markdown_text
