@@ -44,9 +44,12 @@ class Watch:
         yield self
         self.said.append("swept")
 
-    def measured(self, run: Run, directory: Path) -> None:
-        assert (directory / "report.html").exists()
+    def measured(self, run: Run) -> None:
         self.said.append("measured")
+
+    def report_written(self, directory: Path) -> None:
+        assert (directory / "report.html").exists()
+        self.said.append("written")
 
     def gallery_written(self, path: Path) -> None:
         assert path.exists()
@@ -72,7 +75,7 @@ def test_a_demo_returns_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     watch = Watch()
     demo = run_demo(Path("tale"), count=2, seed=2, again=True, observer=watch)
 
-    assert watch.said == ["samples", "drawn", "bench", "swept", "measured", "report", "gallery", "recommend"]
+    assert watch.said == ["samples", "drawn", "bench", "swept", "measured", "written", "report", "gallery", "recommend"]
     assert demo.directory.name != "99991231-235959-mini"
     assert demo.run.header == read_run(demo.directory).header
     for name in ("records.jsonl", "summary.csv", "report.html", "gallery.html"):

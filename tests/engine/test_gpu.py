@@ -18,7 +18,7 @@ from panscan import GenerateRunner
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.observation import ForcedTokens
-from panscan.runners.engine import EngineRunner
+from panscan.runners.factory import ready_runner
 from panscan.settings import settings_from
 
 pytestmark = pytest.mark.gpu
@@ -129,7 +129,7 @@ def test_one_row_more_than_a_tile(
 def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
     given = {"model": "tiny", "runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
     chosen = settings_from(given)
-    runner = EngineRunner.from_settings(chosen)
+    runner = ready_runner(chosen)
     verdict = VerdictBench(tmp_path).verifier().verdict(runner, chosen)
     assert (verdict["verdict"], verdict["reason"]) == ("exact", None)
     runner.close()
@@ -153,7 +153,7 @@ def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, b
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus(reference: Reference) -> None:
     given = {"model": "tiny", "runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
-    runner = EngineRunner.from_settings(settings_from(given))
+    runner = ready_runner(settings_from(given))
     assert len(set(runner.loaded.model.hf_device_map.values())) == 2
     results = runner.run(requests())
     runner.close()
@@ -172,7 +172,7 @@ def test_memory_comes_back(backend: str) -> None:
             "max_new_tokens": 4,
             "attention_backend": backend,
         }
-        runner = EngineRunner.from_settings(settings_from(given))
+        runner = ready_runner(settings_from(given))
         runner.run(requests()[:3])
         held = torch.cuda.memory_allocated()
         runner.close()

@@ -124,7 +124,7 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"prefill_chunk_size": 100}, {"max_num_seqs": 2}], ids=str)
 def test_its_verdict_in_bf16_is_exact(tmp_path: Path, changes: dict[str, int]) -> None:
     settings = settings_from({**SMALL, "dtype": "bf16", "max_new_tokens": VERDICT_STEPS, **changes})
-    runner = EngineRunner.from_settings(settings)
+    runner = ready_runner(settings)
     verdict = VerdictBench(tmp_path).verifier().verdict(runner, settings)
     assert (verdict["verdict"], verdict["reason"]) == ("exact", None)
     assert verdict["image"]["positions"] > 0

@@ -60,7 +60,8 @@ def check_change(loaded: Settings, wanted: Settings) -> None:
 
     if wanted.load_key != loaded.load_key:
         raise SettingError("other weights need another runner")
-    require_supported(wanted)
+    if wanted != loaded:  # the loaded ones were asked before loading
+        require_supported(wanted)
 
 
 def calls(views: Sequence[int], settings: Settings) -> list[list[int]]:

@@ -8,11 +8,9 @@ from panscan.core import Request, Result
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.checkpoint import Loaded
-from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
-from panscan.model.support import require_supported
 from panscan.runners.base import check_change
 from panscan.settings import Settings
 
@@ -29,19 +27,6 @@ class EngineRunner:
         self.loaded = loaded
         self.settings = settings
         self._engine: Engine | None = None
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> EngineRunner:
-        """Load what settings name.
-
-        Raises:
-            ModelError: the checkpoint cannot be had.
-            UnsupportedError: this machine cannot do what the settings say.
-        """
-        require_supported(settings)
-        runner = cls(load_for(settings), settings)
-        runner.configure(settings)
-        return runner
 
     def configure(self, settings: Settings) -> None:
         """Take other settings of the same load."""

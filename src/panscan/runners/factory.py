@@ -14,8 +14,10 @@ def open_runner(settings: Settings) -> Runner:
 
     Raises:
         ModelError: the checkpoint cannot be had.
-        UnsupportedError: this runner cannot run this checkpoint.
+        UnsupportedError: this machine cannot do it, found out before anything is loaded; or this runner cannot run this
+            checkpoint.
     """
+    require_supported(settings)
     if settings.runner == "vllm":
         from panscan.runners.vllm import VllmRunner
 
@@ -38,9 +40,8 @@ def open_runner(settings: Settings) -> Runner:
 def ready_runner(settings: Settings) -> Runner:
     """The runner that settings name, switched to them.
 
-    Raises: as :func:`open_runner`; also UnsupportedError, before anything is loaded, where this machine cannot do it.
+    Raises: as :func:`open_runner`.
     """
-    require_supported(settings)
     runner = open_runner(settings)
     runner.configure(settings)
     return runner
