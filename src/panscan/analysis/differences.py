@@ -282,7 +282,7 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
 
     The chance of one or more false alarms is at most :data:`panscan.analysis.significance.ALPHA` over all conditions,
     cells and comparisons together. The test's hypothesis is the threshold itself: A's metric, scaled by the factor.
-    Verdicts have no noise and are no part of that.
+    Verdicts have no noise and are not included.
 
     Raises:
         RecordsError: stamps contradict counts.

@@ -46,7 +46,7 @@ ALPHA = 0.05
 _LEAST_DRAWS = 9_999
 _DRAWS_AT_ONCE = 1_000  # draws looked at together
 _NOTHING = 1e-9  # a difference of rounding
-_HOPELESS = 0.2  # after the first draws, more than this is never going to be an alarm
+_HOPELESS = 0.2  # a p-value above this after the first draws cannot become an alarm
 
 Floats = NDArray[np.float64]
 

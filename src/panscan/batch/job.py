@@ -61,7 +61,7 @@ class Job:
 
 
 def with_resolved_dtype(settings: Settings) -> Settings:
-    """The settings with the precision that ``auto`` stands for here: where the job is resumed it may be another one.
+    """Replace the precision ``auto`` by what it means here: it may mean another where the job is resumed.
 
     Raises:
         UnsupportedError: the device is not here.

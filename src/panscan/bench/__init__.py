@@ -1,1 +1,1 @@
-"""The main job: grid -> runs -> records -> metrics."""
+"""A sweep over settings: grid, plan, run, replicas, truth and verdict."""

@@ -142,7 +142,7 @@ def given_axes(options: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a verb that runs once: one typed value of each setting.
+    """The settings that the user gave a command that runs once, each as one typed value.
 
     Raises:
         SettingError: an empty value, or one of another kind.
@@ -234,9 +234,9 @@ def show_warnings(console: Console) -> None:
 
 
 def typed_again(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
-    """The words of a command line that does the same as the present one.
+    """Rebuild the present command line from its parsed values, as words.
 
-    It is made of what was parsed, in the order in which it was given: positional arguments, then options.
+    Positional arguments come first, then options in the order in which the user gave them.
 
     Args:
         context: of the command.

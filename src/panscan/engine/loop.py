@@ -120,7 +120,7 @@ class Loop:
         return True
 
     def add(self, state: RequestState) -> None:
-        """Take a prepared request; one that can never run is told so at once."""
+        """Take a prepared request; one that can never run fails at once."""
         sequence = state.sequence
         assert sequence is not None  # it is prepared
         sequence.limit = min(sequence.limit, self.decoder.max_positions)
@@ -336,7 +336,7 @@ class Worker:
             raise
 
     def accept(self, state: RequestState) -> None:
-        """Take a request. Its result is told in any case."""
+        """Take a request. It always ends with a result."""
         self._send(lambda: self._accept(state))
 
     def cancel(self, state: RequestState) -> None:
@@ -435,7 +435,7 @@ class Worker:
         self.loop.end(state, reason, error)
 
     def _break(self, error: BaseException) -> None:
-        """Nothing that the bookkeeping says can be trusted any more: end all requests, and take no others."""
+        """End all requests and accept no others: after a bug the bookkeeping cannot be trusted."""
         self._broken = EngineError(f"the engine stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         for state in self._left():
             if not state.ended:

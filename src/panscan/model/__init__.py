@@ -1,4 +1,4 @@
-"""The only room that imports transformers: load, prompt, attention, quantisation, the bundled models."""
+"""Checkpoints, prompts and layers of Gemma 3, on Transformers: only this room and the runners import it."""
 
 import logging
 

@@ -9,6 +9,7 @@ together with the layer norm behind it. What is left are products: there is noth
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,8 @@ from panscan.core import UnsupportedError
 from panscan.model.fused import is_plain
 
 __all__ = ["VisionTower", "choose_vision_attention", "fastest"]
+
+log = logging.getLogger("panscan.engine")
 
 _NAME = "panscan_vision_"
 _KERNELS = {
@@ -182,7 +185,8 @@ def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value:
             try:
                 for _ in range(_CALLS):
                     attend(query, key, value, query.shape[-1] ** -0.5)
-            except Exception:  # whatever a library or Triton's compiler raises: another kernel takes its place
+            except Exception as error:  # whatever a library or Triton's compiler raises: another kernel takes its place
+                log.debug("a vision attention kernel refused: %s: %s", type(error).__name__, error)
                 return None
             end.record()
             end.synchronize()

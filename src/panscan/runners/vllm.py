@@ -6,7 +6,7 @@ vLLM has its own weights, processor (which does pan and scan) and scheduler, in 
 the records are not its. A request's times are its arrival, first and last token; those of the tokens between are spread
 evenly, so gaps between tokens are means.
 
-The verdict looks at the likeliest tokens only, and in prefill: vLLM cannot force tokens, so the truth's answer
+The verdict sees only the most probable tokens, in prefill: vLLM cannot force tokens, so the truth's answer
 stands behind the prompt and the log-probabilities of prompt tokens are read.
 """
 
