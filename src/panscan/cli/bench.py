@@ -68,6 +68,11 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
 @click.option("--no-verify", is_flag=True, help="Do not compare answers with the reference; outputs then say so.")
+@click.option("--verify-requests", type=click.IntRange(1), default=16, show_default=True, help="Requests per truth.")
+@click.option(
+    "--verify-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per truth request."
+)
+@click.option("--check-invariance", is_flag=True, help="Answer again alone, reordered, in chunks, with warm caches.")
 @click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Copies that run side by side.")
 @click.option("--gpus-per-replica", type=click.IntRange(1), default=1, show_default=True, help="GPUs of each copy.")
@@ -160,6 +165,9 @@ def _plan(options: dict[str, Any]) -> SweepPlan:
         seed=options["seed"],
         include_content=options["include_content"],
         verify=not options["no_verify"],
+        verify_requests=options["verify_requests"],
+        verify_tokens=options["verify_tokens"],
+        check_invariance=options["check_invariance"],
         reference=options["reference"],
         replicas=options["replicas"],
         gpus_per_replica=options["gpus_per_replica"],
