@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
 from panscan.core import PanscanError, Request, Result
+from panscan.engine.options import EngineOptions
 from panscan.records.verdict import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
@@ -55,13 +56,14 @@ def shared_axis(a: Settings, b: Settings) -> str | None:
     return None
 
 
-def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> Iterator[Variant]:
+def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], longest: int) -> Iterator[Variant]:
     """Answer the requests again: in reverse order, with warm caches, alone, and in smaller prefill chunks.
 
     Args:
         runner: configured for the cell.
         requests: the cell's.
         views: view count of each.
+        longest: tokens of the longest prompt; a third of it is a chunk that cuts most prompts.
     """
     settings = runner.settings
     backwards = range(len(requests))[::-1]
@@ -74,7 +76,8 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int]) 
         alone = [requests[index] for index in _spread(len(requests))]
         yield _variant("batch", "each alone", lambda: _named([runner.run([request])[0] for request in alone]))
     if settings.runner == "engine":
-        yield _variant("chunk", "", lambda: _in_chunks(runner, requests, settings))
+        size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
+        yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
     else:
         yield Variant("chunk", "generate() cuts image blocks in chunks: see prefill_chunk_size", {})
     yield Variant("gpus", "this run uses one set of devices", {})
@@ -104,11 +107,7 @@ def _answers(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     return found
 
 
-def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings) -> Answers:
-    """A third of the chunk, and no multiple of an image block."""
-    from panscan.engine.options import EngineOptions
-
-    size = max(16, EngineOptions.of(settings).prefill_chunk_size // 3 - 5)
+def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:
     runner.configure(replace(settings, prefill_chunk_size=size))
     try:
         return _named(runner.run(requests))
@@ -125,25 +124,25 @@ class _Difference:
 
 
 def compare(
-    axis: str, note: str, pair: tuple[Answers, Answers], judge: Judge, reference: ReferenceRows | None
+    variant: Variant, own: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
 ) -> AxisCheck:
     """Compare two runs of the same requests.
 
     Args:
-        axis: what differs between them.
-        note: how.
-        pair: the cell's own answers, and those that they are compared with.
+        variant: the run that the cell's own is compared with.
+        own: the cell's measured answers.
         judge: of the cell.
         reference: hidden states along the cell's own answers; None where they cannot be computed.
+        same_cell: whether the variant is another run of the cell, so that a fault in it is the cell's.
     """
-    own, other = pair
+    other = variant.answers
     both = [request for request in own if request in other]
     different = [_difference(request, own[request], other[request]) for request in both]
     found = [each for each in different if each is not None]
     judged = [_judged(each, judge, reference) for each in found[:_JUDGED]]
     clear = [each for each in judged if each[0].clear]
     first, is_own = (clear or judged or [(None, True)])[0]
-    return AxisCheck(axis, len(both), len(found), first, is_own, note)
+    return AxisCheck(variant.axis, len(both), len(found), first, same_cell or is_own, variant.note)
 
 
 def _difference(request: str, a: Tokens, b: Tokens) -> _Difference | None:

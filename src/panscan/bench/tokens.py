@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from panscan.bench.truth import TruthRequest
-from panscan.core import Result
+from panscan.core import Result, Sampling
+from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
 from panscan.model.reference import head_logits
 from panscan.records.verdict import Departure, TokenCheck, clear_margin
@@ -136,31 +139,40 @@ def first_difference(a: Tokens, b: Tokens) -> int | None:
 
 
 def _sampled(judge: Judge, expected: TruthRequest, tokens: Tokens, seed: int) -> TokenCheck:
-    """The draws that the truth's distributions give, as long as the answer follows the truth's greedy tokens.
+    """Compare draws with those that the truth's distributions give, while the answer follows the truth's tokens.
 
-    A draw counts if slightly other logits, moved by the noise, draw the same token.
+    A draw counts if logits moved by the noise draw the same token. The distributions are filtered by Transformers' own
+    warpers, not by the engine's sampler, which is what is tested.
     """
-    from panscan.engine.sampling import Sampler, SamplingRow
-
-    sampler = Sampler(judge.suppressed, "cpu")
     generator = torch.Generator().manual_seed(0)
-    compared = 0
+    sampling, compared = judge.settings.sampling, 0
     for at, token in enumerate(tokens[: len(expected.tokens)]):
-        row = head_logits(judge.loaded.model, expected.answer[at][None]).cpu()
+        row = judge.logits(expected.answer[at][None])
         moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
-        versions = torch.cat([row, row + moves])
-        drawn = {
-            chosen.token
-            for chosen in sampler.choose(versions, [SamplingRow(judge.settings.sampling, seed, at)] * len(versions))
-        }
+        versions = _filtered(torch.cat([row, row + moves]), sampling).double().softmax(-1)
+        target = draw(seed, at) / DRAWS
+        drawn = (versions.cumsum(-1) <= target * versions.sum(-1, keepdim=True)).sum(-1).tolist()
         compared += 1
-        if token not in drawn and len(drawn) == 1:
-            texts = judge.text(token), judge.text(next(iter(drawn)))
-            first = Departure(expected.request, at, token, drawn.pop(), texts, None, clear=True)
+        if token not in drawn and len(set(drawn)) == 1:
+            texts = judge.text(token), judge.text(drawn[0])
+            first = Departure(expected.request, at, token, drawn[0], texts, None, clear=True)
             return TokenCheck(1, compared, 1, equal=False, first=first)
         if token != expected.tokens[at]:
             break
     return TokenCheck(1, compared)
+
+
+def _filtered(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Scores after temperature, ``top_k``, ``top_p`` and ``min_p``, as ``generate()`` filters them."""
+    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    for kind, value in (
+        (TopKLogitsWarper, sampling.top_k), (TopPLogitsWarper, sampling.top_p), (MinPLogitsWarper, sampling.min_p),
+    ):  # fmt: skip
+        warpers += [] if value is None else [kind(value)]
+    ids = torch.empty(len(scores), 0, dtype=torch.long)
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return scores
 
 
 @dataclass(slots=True)

@@ -96,6 +96,7 @@ class Verifier:
     _runs: dict[str, list[Variant]] = field(default_factory=dict)
     _settings: dict[str, Settings] = field(default_factory=dict)
     _records: dict[str, Record] = field(default_factory=dict)
+    _longest: dict[str, int] = field(default_factory=dict)
 
     def check_references(self, cells: Sequence[Cell]) -> None:
         """Whether references were made of any views of these cells, which this machine can run.
@@ -168,6 +169,7 @@ class Verifier:
             The fields of :class:`panscan.records.verdict.TokenCheck`; None without a truth.
         """
         self._settings[cell.id] = cell.settings
+        self._longest[cell.id] = max(result.prompt_tokens for result in results)
         self._keep(cell, Variant("repeats", "", {result.id: result.token_ids for result in results}))
         try:
             truth = self._truth(cell.settings, runner.pixels(cell.settings))
@@ -231,7 +233,7 @@ class Verifier:
         """Answer a cell's requests again under other conditions, for :meth:`conclude` to compare."""
         requests = [request_of(item, cell.settings, self.source) for item in self.everything]
         views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
-        for variant in variants(runner, requests, views):
+        for variant in variants(runner, requests, views, self._longest.get(cell.id, 0)):
             self.say(f"answering again: {AXES[variant.axis]}")
             self._keep(cell, variant)
 
@@ -284,11 +286,11 @@ class Verifier:
     def _axes(self, cell: Cell, judge: Judge, reference: ReferenceRows) -> list[AxisCheck]:
         """Invariance: other runs of this cell, and cells that differ from it in one axis only."""
         own, *others = self._runs.get(cell.id) or [Variant("repeats", "", {})]
-        found = [compare(each.axis, each.note, (own.answers, each.answers), judge, reference) for each in others]
+        found = [compare(each, own.answers, judge, reference, same_cell=True) for each in others]
         for other, settings in self._settings.items():
             if other != cell.id and self._runs.get(other) and (axis := shared_axis(cell.settings, settings)):
-                answers = own.answers, self._runs[other][0].answers
-                found.append(compare(axis, "other cells of this run", answers, judge, reference))
+                variant = Variant(axis, "other cells of this run", self._runs[other][0].answers)
+                found.append(compare(variant, own.answers, judge, reference, same_cell=False))
         return merged_axes(found)
 
     def _views(self, settings: Settings, pixels: str) -> str:
@@ -420,7 +422,8 @@ class Verifier:
         file = origin if origin is not None else Path("truth") / f"{truth.id}.safetensors"
         facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
         counts = {"requests": len(truth.requests), "tokens": truth.tokens, "image_positions": truth.image_positions}
-        inputs = check_inputs(runner.loaded.reader, self._requests(settings))
+        chosen = [request_of(item, settings, self.source) for item in _unlike(self.items)]
+        inputs = check_inputs(runner.loaded.reader, chosen)
         self.write([{"type": "truth", **facts, **counts, "inputs": inputs}])
 
 
@@ -452,6 +455,16 @@ class _Rows:
         item = next(item for item in (*self.verifier.items, *self.verifier.everything) if item.id == request)
         asked = request_of(item, plain, self.verifier.source)
         return reference_states(self.runner.loaded, plain, asked, list(tokens))
+
+
+def _unlike(items: Sequence[Item]) -> list[Item]:
+    """The items, those first whose images differ in kind: upright, wide, square, several, none."""
+    kinds: dict[Any, Item] = {}
+    for item in items:
+        shapes = tuple((each.width > each.height) - (each.width < each.height) for each in item.documents)
+        kinds.setdefault(shapes, item)
+    first = sorted(kinds.values(), key=lambda item: -max((len({d.width, d.height}) for d in item.documents), default=0))
+    return [*first, *(item for item in items if item not in first)]
 
 
 def _comparable(settings: Settings) -> bool:

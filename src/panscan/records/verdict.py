@@ -368,7 +368,7 @@ def _token_lines(verdicts: Iterable[Verdict]) -> list[str]:
         lines.append(f"Measured tokens compared with the reference's: {tokens:,}.")
     lines += dict.fromkeys(f"Not compared: {check.note}." for check in checks if check.note)
     lines += [f"Different: {verdict.reason}." for verdict in verdicts if verdict.word == "different" and verdict.reason]
-    checked = [axis for axis in axis_checks(verdicts) if axis.requests]
+    checked = [axis for axis in axis_checks(verdicts) if axis.requests or axis.note.startswith("failed")]
     return lines + [f"Invariance, {axis.text}." for axis in checked]
 
 
