@@ -10,7 +10,7 @@ reference's choices beyond the truth, and with each other; one token that noise 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ __all__ = [
     "clear_margin",
     "judge",
     "merged_axes",
+    "token_lines",
     "verdict_lines",
     "verdict_of",
 ]
@@ -354,14 +355,13 @@ def verdict_lines(run: Run, cells: Iterable[str]) -> list[str]:
             f"Answers against float32 eager attention on the same weights and views: {counts}"
             f" (exact: within {EXACT_RATIO:g}x the rounding noise). {origin}."
         )
-    lines += _token_lines(verdicts)
+    lines += token_lines(verdicts)
     reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.word == "unverified")
     return lines + [f"Unverified: {reason}." for reason in reasons]
 
 
-def _token_lines(verdicts: Iterable[Verdict]) -> list[str]:
-    """What the measured tokens add: how many were compared, what departs, and one line for each axis."""
-    verdicts = list(verdicts)
+def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """What comparing tokens adds to the distributions: how many were compared, what departs, one line per axis."""
     checks = [check for each in verdicts for check in (each.measured, each.beyond) if check is not None]
     lines = []
     if tokens := sum(check.tokens for check in checks):

@@ -31,7 +31,7 @@ from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.requests import STAGES
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict
+from panscan.records.verdict import Verdict, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Front, comparisons, front_of
@@ -111,6 +111,7 @@ class ReportData:
         dataset: where the questions came from and what became of them, as text.
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
+        tokens: what comparing measured tokens found, line by line.
         speedups: how many times faster the engine is than other runners.
         quality_title: what people call the metric that is the run's quality.
         answers: None for a run without scores.
@@ -130,6 +131,7 @@ class ReportData:
     cells: tuple[ReportCell, ...]
     memory: str
     footnotes: tuple[str, ...]
+    tokens: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[ChartGroup, ...]
     quality_title: str
@@ -173,6 +175,7 @@ def report_data_of(run: Run) -> ReportData:
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
+        tokens=tuple(clean(line) for line in token_lines([row.verdict for row in rows])),
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
         quality_title=metric_title(run),
