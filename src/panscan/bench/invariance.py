@@ -141,7 +141,7 @@ def compare(
     found = [each for each in different if each is not None]
     judged = [_judged(each, judge, reference) for each in found[:_JUDGED]]
     clear = [each for each in judged if each[0].clear]
-    first, is_own = (clear or judged or [(None, True)])[0]
+    first, is_own = next(iter(clear or judged), (None, True))
     return AxisCheck(variant.axis, len(both), len(found), first, same_cell or is_own, variant.note)
 
 

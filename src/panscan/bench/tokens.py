@@ -208,7 +208,7 @@ class ReferenceRows:
             found = judge.departure(request, bad, (tokens[bad], None), None)
             return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
         hidden = self.along(request, tokens)[start:]
-        best = torch.cat([judge.logits(rows).argmax(-1) for rows in hidden.split(16)]).tolist()
+        best = torch.cat([judge.logits(rows).argmax(-1) for rows in torch.split(hidden, 16)]).tolist()
         for at, (token, choice) in enumerate(zip(tokens[start:], best, strict=True), start):
             if token != choice:
                 found = judge.departure(request, at, (token, choice), hidden[at - start])

@@ -194,7 +194,7 @@ class Verifier:
             rows = _Rows(self, runner, stack)
             for cell in cells:
                 record = self._records.pop(cell.id, None)
-                truth = record and self._truth(cell.settings, runner.pixels(cell.settings))
+                truth = self._truth(cell.settings, runner.pixels(cell.settings))
                 if record is None or truth is None:
                     continue
                 started = now()

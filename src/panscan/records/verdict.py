@@ -41,7 +41,7 @@ __all__ = [
 
 FLOOR = 1e-6
 """Nats; noise below this counts as this."""
-MARGIN_FLOOR = (8 * FLOOR) ** 0.5
+MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
