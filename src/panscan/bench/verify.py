@@ -203,7 +203,8 @@ class Verifier:
                     extra = self._concluded(runner, cell, truth, rows)
                 except Exception as error:  # the verdict so far stands
                     extra = {"beyond": asdict(TokenCheck(note=_reason(error, "comparing tokens beyond the truth")))}
-                found.append(record | extra | {"seconds": record["seconds"] + now() - started})
+                if any(extra.values()):
+                    found.append(record | extra | {"seconds": record["seconds"] + now() - started})
         for cell in cells:
             del self._runs.get(cell.id, [])[1:]  # the first run of a cell is compared with cells of other loads
         return found
