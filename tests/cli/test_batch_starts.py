@@ -94,7 +94,8 @@ def test_answers_that_wait_for_a_slower_one_survive_kill_9(
     rows = [{"image": name, "question": f"{QUESTION} {name}"} for name in (slow, "0.png", "1.png", "2.png")]
     Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     held = Path("a.jsonl.held")
-    line = [sys.executable, "-m", "panscan", *started("docs/q.jsonl", "-o", "a.jsonl")]
+    words = ("docs/q.jsonl", "-o", "a.jsonl", "--allow-private-urls")
+    line = [sys.executable, "-m", "panscan", *started(*words)]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         while not (held.exists() and held.read_bytes().count(b"\n") == 3):
             with contextlib.suppress(subprocess.TimeoutExpired):

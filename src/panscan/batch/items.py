@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from panscan.core import DatasetError, ImageError, SettingError
+from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_files
 from panscan.quality.datasets import dataset_rows
 
@@ -93,6 +94,7 @@ def find_work(
         SettingError: a dataset beside something else, or with ``whole_files``.
         InputError: a source stands for no document, is not there or cannot be opened, or the dataset cannot be used.
     """
+    sources = [named_url(source) for source in sources]
     if any(_is_dataset(source) for source in sources):
         if len(sources) > 1:
             raise SettingError(f"a dataset stands alone: give {' '.join(sources)} to jobs of their own")
@@ -146,7 +148,7 @@ def _dataset(path: Path) -> list[BatchItem]:
             raise DatasetError(f"{path}: two questions have the id {item_id!r}")
         if not row["question"].strip():  # every row has a line in the output: none is left out
             raise DatasetError(f"{path}: the question with the id {item_id!r} is empty")
-        named = (row["image"],) if isinstance(row["image"], str) else tuple(row["image"])
+        named = tuple(map(named_url, [row["image"]] if isinstance(row["image"], str) else row["image"]))
         images = tuple(name if "://" in name else str(path.parent / name) for name in named)
         items[item_id] = BatchItem(item_id, images, named, row["question"])
     if not items:

@@ -15,6 +15,7 @@ import PIL
 
 import panscan
 from panscan.core import DatasetError, ImageError, InputError, Request, SettingError, cache_directory
+from panscan.images.fetch import named_url
 from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.samples import write_samples
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
@@ -111,6 +112,7 @@ class Source:
     dataset_split: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "images", tuple(map(named_url, self.images)))
         if self.dataset and (self.images or self.prompts or self.prompt):
             raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
         if not self.dataset and (self.dataset_format or self.dataset_split):

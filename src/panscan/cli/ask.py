@@ -19,6 +19,7 @@ from panscan.cli.options import (
     say_left_out,
     say_mini,
     show_warnings,
+    url_options,
     utf8,
 )
 from panscan.core import Request, Result
@@ -48,6 +49,7 @@ Examples
 @click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@url_options
 @axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
 @common_options
 def command(**options: Any) -> None:

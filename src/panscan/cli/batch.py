@@ -25,6 +25,7 @@ from panscan.cli.options import (
     say_mini,
     show_warnings,
     typed_again,
+    url_options,
     utf8,
 )
 from panscan.cli.progress import batch_progress
@@ -67,6 +68,7 @@ done, answers.jsonl.held keeps answers that wait for a slower one before them.
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@url_options
 @axis_options(leave_out=_NOT_HERE)
 @common_options
 def command(**options: Any) -> int:
@@ -171,12 +173,14 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
         if first_process() and not isinstance(error, SettingError | ModelError | UnsupportedError):
+            from panscan.images.fetch import conceal
+
             context = click.get_current_context()
             again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
             without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
-            words = ["batch", *typed_again(context, without=without, extra=again)]
+            words = map(conceal, ["panscan", "batch", *typed_again(context, without=without, extra=again)])
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
-            click.echo(os.fsencode(f"go on with: {shlex.join(['panscan', *words])}"), err=True)
+            click.echo(os.fsencode(f"go on with: {shlex.join(words)}"), err=True)
         raise
 
 

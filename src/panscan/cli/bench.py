@@ -19,6 +19,7 @@ from panscan.cli.options import (
     out,
     say_mini,
     show_warnings,
+    url_options,
     utf8,
 )
 from panscan.core import InputError, PanscanError, SettingError
@@ -74,6 +75,7 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@url_options
 @axis_options()
 @common_options
 def command(**options: Any) -> int:
@@ -90,6 +92,7 @@ def command(**options: Any) -> int:
     if options["resume"] is not None:
         return _resume(options)
     from panscan.bench import run
+    from panscan.images.fetch import conceal
 
     plan = _plan(options)
     run.check_plan(plan)
@@ -101,7 +104,7 @@ def command(**options: Any) -> int:
     if not first_process():
         return _follow(plan, set())
     directory = run.new_directory(Path(options["output_dir"]), plan.cells[0].settings.model_name)
-    line = ["panscan", *click.get_current_context().obj["arguments"]]
+    line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     say_start(plan, directory)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
@@ -116,7 +119,7 @@ def _resume(options: dict[str, Any]) -> int:
     given = [
         option
         for option in context.command.params
-        if option.name not in (None, "resume")
+        if option.name not in (None, "resume", "allow_private_urls")
         and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:

@@ -31,6 +31,7 @@ __all__ = [
     "say_mini",
     "show_warnings",
     "typed_again",
+    "url_options",
     "utf8",
 ]
 
@@ -85,6 +86,24 @@ def common_options(command: Command) -> Command:
 
     return click.option(
         "--debug", is_flag=True, expose_value=False, callback=remember, help="Show a traceback when something fails."
+    )(command)
+
+
+def url_options(command: Command) -> Command:
+    """``--allow-private-urls``, on every verb that opens documents. The environment carries it to other processes."""
+
+    def allow(_context: click.Context, _parameter: click.Parameter, value: bool) -> bool:
+        if value:
+            from panscan.images.fetch import ALLOW_PRIVATE
+
+            os.environ[ALLOW_PRIVATE] = "1"
+        return value
+
+    return click.option(
+        "--allow-private-urls",
+        is_flag=True,
+        callback=allow,
+        help="Also fetch URLs that lead to local or private addresses.",
     )(command)
 
 
