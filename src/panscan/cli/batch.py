@@ -17,6 +17,7 @@ from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
+    external_images_option,
     first_process,
     given_values,
     one_preset,
@@ -68,6 +69,7 @@ done, answers.jsonl.held keeps answers that wait for a slower one before them.
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@external_images_option
 @url_options
 @axis_options(leave_out=_NOT_HERE)
 @common_options
@@ -95,7 +97,11 @@ def command(**options: Any) -> int:
 
     with console.status("finding documents"):
         work = find_work(
-            options["sources"], whole_files=options["whole_files"], limit=options["limit"], on_problem=on_problem
+            options["sources"],
+            whole_files=options["whole_files"],
+            limit=options["limit"],
+            on_problem=on_problem,
+            external_images=options["allow_external_images"],
         )
         refuse_sources(options["output"], work.files)
     job = _job(options, dataset=work.has_questions)

@@ -14,6 +14,7 @@ from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
+    external_images_option,
     first_process,
     given_axes,
     out,
@@ -75,6 +76,7 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@external_images_option
 @url_options
 @axis_options()
 @common_options
@@ -204,6 +206,7 @@ def _source(options: dict[str, Any]) -> Source:
         seed=options["seed"],
         dataset_format=options["dataset_format"],
         dataset_split=options["dataset_split"],
+        external_images=options["allow_external_images"],
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 

@@ -20,6 +20,7 @@ __all__ = [
     "axis_options",
     "common_options",
     "errors",
+    "external_images_option",
     "first_process",
     "given_axes",
     "given_values",
@@ -104,6 +105,13 @@ def url_options(command: Command) -> Command:
         is_flag=True,
         callback=allow,
         help="Also fetch URLs that lead to local or private addresses.",
+    )(command)
+
+
+def external_images_option(command: Command) -> Command:
+    """``--allow-external-images``, on every verb that reads a dataset."""
+    return click.option(
+        "--allow-external-images", is_flag=True, help="Let dataset rows name URLs and files outside its folder."
     )(command)
 
 
