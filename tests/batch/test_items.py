@@ -112,7 +112,8 @@ def test_a_dataset_is_read_as_bench_reads_it(folder: Path) -> None:
 def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(folder: Path) -> None:
     url = "https://example.org/a.png"
     rows = write_rows(folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
-    assert list(find(rows, external_images=True)) == [BatchItem("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")]
+    wanted = BatchItem("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")
+    assert list(find(rows, external_images=True)) == [wanted]
 
 
 def test_what_cannot_be_asked_is_refused(folder: Path) -> None:

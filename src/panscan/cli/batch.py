@@ -49,7 +49,8 @@ One JSON object a line, in the order of the documents; what a later --resume add
 takes the place of what had failed. Beside it, answers.jsonl.run.json says how it was made (prompt, settings, versions):
 --resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
 ...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
-done, answers.jsonl.held keeps answers that wait for a slower one before them.
+done, answers.jsonl.held keeps answers that wait for a slower one before them. Half a line that a crash left at the end
+moves to answers.jsonl.torn.
 """
 
 
