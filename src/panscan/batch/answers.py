@@ -165,7 +165,7 @@ class AnswerFile:
     def _acquire(self) -> None:
         made = [place for place in (self._lock_path, *self.path.parents) if not place.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666))  # FileLock takes some refusals for a lock
+        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o664))  # FileLock takes some refusals for a lock
         try:
             self._lock.acquire()
             self._made = made

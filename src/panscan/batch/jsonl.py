@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from panscan.core import RecordsError, now
+from panscan.core import RecordsError, create_file, now
 
 __all__ = ["JsonLine", "JsonLines", "Record", "encode", "unwritable"]
 
@@ -132,7 +132,7 @@ class JsonLines:
         self.cut()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            with temporary.open("wb") as file:
+            with create_file(temporary) as file:
                 file.writelines(lines)
                 file.flush()
                 os.fsync(file.fileno())
@@ -157,7 +157,7 @@ class JsonLines:
         os.close(self._file)
 
     def _opened(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o664)
 
     def _sync(self) -> None:
         os.fsync(self._file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -14,7 +13,15 @@ from typing import Any
 import PIL
 
 import panscan
-from panscan.core import DatasetError, ImageError, InputError, Request, SettingError, cache_directory
+from panscan.core import (
+    DatasetError,
+    ImageError,
+    InputError,
+    Request,
+    SettingError,
+    cache_directory,
+    fallback_directory,
+)
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
 from panscan.images.samples import write_samples
@@ -373,13 +380,16 @@ def sample_dataset() -> Path:
     """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
 
     Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
-    A cache that cannot be written is replaced by a fixed folder among the temporary files, so that a run can resume.
+    A cache that cannot be written is replaced by :func:`panscan.core.fallback_directory`, so that a run can resume.
+
+    Raises:
+        SettingError: neither can be written.
     """
     name = f"samples-{panscan.__version__}-{_digest()}"
     try:
         return write_samples(cache_directory() / name, overwrite=True)
     except SettingError:
-        return write_samples(Path(tempfile.gettempdir()) / f"panscan-{name}", overwrite=True)
+        return write_samples(fallback_directory() / name, overwrite=True)
 
 
 def _digest() -> str:

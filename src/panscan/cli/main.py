@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a pipe's encoding lacks is written escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+    os.umask(os.umask(0o077) | 0o002)  # runs, answers and caches are never for everybody to write
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -25,7 +25,7 @@ from panscan.core.errors import (
     SettingError,
     UnsupportedError,
 )
-from panscan.core.process import cache_directory, from_perf_counter, now
+from panscan.core.process import cache_directory, create_file, fallback_directory, from_perf_counter, now
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
 
@@ -51,6 +51,8 @@ __all__ = [
     "UnsupportedError",
     "View",
     "cache_directory",
+    "create_file",
+    "fallback_directory",
     "from_perf_counter",
     "now",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.core import DatasetError, UnsupportedError
+from panscan.core import DatasetError, UnsupportedError, create_file
 from panscan.quality.datasets.rows import ANSWER_KEYS, Boundary, Embedded, LoadedDataset, is_file
 
 __all__ = ["metric_of_columns", "read", "write_pictures"]
@@ -139,7 +139,8 @@ def _kept(data: bytes, folder: Path, called: str) -> str:
         if not place.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = place.with_name(f".{place.name}.{os.getpid()}")
-            partial.write_bytes(data)
+            with create_file(partial) as file:
+                file.write(data)
             partial.replace(place)
     except OSError as error:
         raise DatasetError(
