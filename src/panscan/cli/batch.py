@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -30,7 +31,7 @@ from panscan.cli.options import (
     utf8,
 )
 from panscan.cli.progress import batch_progress
-from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError
+from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError, escape_controls
 from panscan.settings import Settings, axes, foreign_settings
 
 __all__ = ["command"]
@@ -128,7 +129,7 @@ def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: An
         if ahead and ahead[-1].needs_engine:
             from panscan.engine.engine import Engine
 
-            with errors().status(Text(f"loading {job.settings.model_name}")):
+            with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
                 engine = stack.enter_context(Engine.from_settings(job.settings))
         on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
         answer(
@@ -186,8 +187,10 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
             again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
             without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
             words = map(conceal, ["panscan", "batch", *typed_again(context, without=without, extra=again)])
+            line = f"go on with: {shlex.join(words)}"
+            line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
-            click.echo(os.fsencode(f"go on with: {shlex.join(words)}"), err=True)
+            click.echo(os.fsencode(line), err=True)
         raise
 
 

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.text import Text
 
-from panscan.core import PanscanWarning, SettingError
+from panscan.core import PanscanWarning, SettingError, escape_controls
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
     "axis_options",
     "common_options",
+    "echo",
     "errors",
     "external_images_option",
     "first_process",
@@ -43,6 +45,17 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Let it reach the command line's end: ``| head`` is no failure, and rich would exit with 1."""
         raise BrokenPipeError
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escape what a terminal would obey: names and reasons come from outside."""
+        return super().render_str(escape_controls(text) if self.is_terminal else text, **options)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text exactly, except that a terminal gets its control characters escaped."""
+    stream = sys.stderr if err else sys.stdout
+    terminal = stream is not None and stream.isatty()
+    click.echo(escape_controls(text) if terminal else text, err=err, nl=nl)
 
 
 def out() -> Console:

@@ -28,6 +28,7 @@ from panscan.core.errors import (
 from panscan.core.process import cache_directory, create_file, fallback_directory, from_perf_counter, now
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
+from panscan.core.text import escape_controls
 
 __all__ = [
     "DatasetError",
@@ -52,6 +53,7 @@ __all__ = [
     "View",
     "cache_directory",
     "create_file",
+    "escape_controls",
     "fallback_directory",
     "from_perf_counter",
     "now",

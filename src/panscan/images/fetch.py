@@ -18,7 +18,6 @@ from urllib.request import getproxies, proxy_bypass
 import httpcore
 import httpx
 
-from panscan import __version__
 from panscan.core import ImageError, now
 from panscan.images.decode import image_error
 
@@ -177,7 +176,7 @@ class _Download:
     def _get(self, url: httpx.URL, login: tuple[str, str]) -> bytes | str:
         """The content, or where the server redirects to."""
         # Images are compressed already, and without further encoding a small answer cannot unfold into a large one.
-        headers = {"Host": url.netloc, "Accept-Encoding": b"identity", "User-Agent": f"panscan/{__version__}".encode()}
+        headers = {"Host": url.netloc, "Accept-Encoding": b"identity", "User-Agent": b"panscan"}
         if any(login):
             headers["Authorization"] = b"Basic " + base64.b64encode(":".join(login).encode())
         target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
