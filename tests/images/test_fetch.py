@@ -259,3 +259,24 @@ def test_urls_that_differ_in_a_token_alone_stay_apart(site):
     urls = [site.put(f"/get?token={side}", tiff(side)) for side in (5, 6)]
     pages = find_pages(urls, on_problem=pytest.fail)
     assert [load_page(page).size for page in pages] == [(5, 5), (6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "secret"),
+    [
+        ("X-Amz-Signature", True), ("X-Amz-Credential", True), ("X-Amz-Security-Token", True), ("sig", True),
+        ("AWSAccessKeyId", True), ("api_key", True), ("apiKey", True), ("key", True), ("x-functions-key", True),
+        ("authToken", True), ("access_token", True), ("client_secret", True), ("Password", True), ("pwd", True),
+        ("Policy", True), ("page", False), ("design", False), ("author", False), ("X-Amz-Date", False),
+        ("keyword", False), ("monkey", False),
+    ],
+)  # fmt: skip
+def test_which_parameters_are_secret(parameter, secret):
+    for before in ("?", "?a=b&"):
+        url = f"https://example.test/x{before}{parameter}=s3cret&page=2"
+        assert ("s3cret" not in fetch.conceal(url)) is secret
+        assert fetch.conceal(url).endswith("&page=2")
+        assert fetch.conceal(fetch.conceal(url)) == fetch.conceal(url)
+    text = f"panscan ask https://ann:pw@example.test/x?{parameter}=s3cret -p mail@example.test"
+    assert fetch.conceal(text).startswith("panscan ask https://***@example.test/x?")
+    assert fetch.conceal(text).endswith(" -p mail@example.test")

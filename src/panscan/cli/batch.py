@@ -186,7 +186,9 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
             context = click.get_current_context()
             again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
             without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
-            words = map(conceal, ["panscan", "batch", *typed_again(context, without=without, extra=again)])
+            words = ["panscan", "batch", *typed_again(context, without=without, extra=again)]
+            sources = context.params["sources"]
+            words = [conceal(word) if word in sources else word for word in words]
             line = f"go on with: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.

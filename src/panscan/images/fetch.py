@@ -57,9 +57,10 @@ _LOCK = threading.Lock()
 
 _HIDDEN = "***"
 _LOGIN = re.compile(r"(?i)(\bhttps?://)[^\s/?#]*@")
+_PASSWORD = re.compile(r"(?i)(?:password|passwd|pwd)=$")
 _SECRET = re.compile(
-    r"(?i)([?&;](?:[^=&#;\s]*[-_.])?(password|passwd|pwd|sig|signature|token|secret|credentials?|policy|auth"
-    r"|authorization|jwt|sas|api-?key|access-?key(?:id)?|access-?token)=)(?!\*\*\*)[^&#;\s]+"
+    r"(?i)([?&;](?:[^=&#;\s]*(?:password|passwd|signature|token|secret|credentials?|authorization|api-?key|accesskey(?:id)?)"
+    r"|(?:[^=&#;\s]*[-_.])?(?:pwd|sig|key|auth|jwt|sas|policy))=)(?!\*\*\*)[^&#;\s]+"
 )
 
 
@@ -80,9 +81,9 @@ def conceal(text: str) -> str:
 
 
 def _hidden(match: re.Match[str]) -> str:
-    guessable = match[2].lower() in ("password", "passwd", "pwd")
-    value = match[0][len(match[1]) :]
-    return match[1] + _HIDDEN + ("" if guessable else hashlib.sha256(value.encode(errors="replace")).hexdigest()[:8])
+    value = match[0][len(match[1]) :].encode(errors="replace")
+    digest = "" if _PASSWORD.search(match[1]) else hashlib.sha256(value).hexdigest()[:8]  # passwords can be guessed
+    return match[1] + _HIDDEN + digest
 
 
 def named_url(url: str) -> str:
