@@ -14,11 +14,13 @@ from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
+    external_images_option,
     first_process,
     given_axes,
     out,
     say_mini,
     show_warnings,
+    url_options,
     utf8,
 )
 from panscan.core import InputError, PanscanError, SettingError
@@ -79,6 +81,8 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@external_images_option
+@url_options
 @axis_options()
 @common_options
 def command(**options: Any) -> int:
@@ -95,6 +99,7 @@ def command(**options: Any) -> int:
     if options["resume"] is not None:
         return _resume(options)
     from panscan.bench import run
+    from panscan.images.fetch import conceal
 
     plan = _plan(options)
     run.check_plan(plan)
@@ -106,7 +111,7 @@ def command(**options: Any) -> int:
     if not first_process():
         return _follow(plan, set())
     directory = run.new_directory(Path(options["output_dir"]), plan.cells[0].settings.model_name)
-    line = ["panscan", *click.get_current_context().obj["arguments"]]
+    line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     say_start(plan, directory)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
@@ -121,7 +126,7 @@ def _resume(options: dict[str, Any]) -> int:
     given = [
         option
         for option in context.command.params
-        if option.name not in (None, "resume")
+        if option.name not in (None, "resume", "allow_private_urls")
         and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
@@ -209,6 +214,7 @@ def _source(options: dict[str, Any]) -> Source:
         seed=options["seed"],
         dataset_format=options["dataset_format"],
         dataset_split=options["dataset_split"],
+        external_images=options["allow_external_images"],
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 

@@ -25,9 +25,10 @@ from panscan.core.errors import (
     SettingError,
     UnsupportedError,
 )
-from panscan.core.process import cache_directory, from_perf_counter, now
+from panscan.core.process import cache_directory, create_file, fallback_directory, from_perf_counter, now
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
+from panscan.core.text import escape_controls
 
 __all__ = [
     "DatasetError",
@@ -51,6 +52,9 @@ __all__ = [
     "UnsupportedError",
     "View",
     "cache_directory",
+    "create_file",
+    "escape_controls",
+    "fallback_directory",
     "from_perf_counter",
     "now",
 ]
