@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from panscan.core import DatasetError, ImageError, SettingError
+from panscan.core.request import MAX_PAGES
 from panscan.images.files import Page, expand_images, find_files
 from panscan.quality.datasets import dataset_rows
 
@@ -79,7 +80,12 @@ class BatchWork:
 
 
 def find_work(
-    sources: Sequence[str], *, whole_files: bool, limit: int | None, on_problem: Callable[[ImageError], None]
+    sources: Sequence[str],
+    *,
+    whole_files: bool,
+    limit: int | None,
+    on_problem: Callable[[ImageError], None],
+    max_pages: int = MAX_PAGES,
 ) -> BatchWork:
     """The work that a user's sources stand for.
 
@@ -88,6 +94,7 @@ def find_work(
         whole_files: all pages of a document are one item. Otherwise each page is.
         limit: items at most.
         on_problem: told of each subdirectory that cannot be read.
+        max_pages: a document with more fails.
 
     Raises:
         SettingError: a dataset beside something else, or with ``whole_files``.
@@ -103,9 +110,8 @@ def find_work(
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
     found = [file for source in sources for file in _files(source, on_problem)]
     files = find_files(found, on_problem=on_problem)  # each once
-    return BatchWork(
-        (_document(file, whole=whole_files) for file in files), len(files), limit, files, has_questions=False
-    )
+    groups = (_document(file, max_pages, whole=whole_files) for file in files)
+    return BatchWork(groups, len(files), limit, files, has_questions=False)
 
 
 def _is_dataset(source: str) -> bool:
@@ -128,9 +134,9 @@ def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     return files
 
 
-def _document(file: str, *, whole: bool) -> list[BatchItem]:
+def _document(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
     try:
-        names = [page.name for page in expand_images([file]) if isinstance(page, Page)]
+        names = [page.name for page in expand_images([file], max_pages=max_pages) if isinstance(page, Page)]
     except ImageError as error:
         return [BatchItem(file, (file,), (file,), problem=error, document=file)]
     if whole:

@@ -15,6 +15,7 @@ import PIL
 
 import panscan
 from panscan.core import DatasetError, ImageError, InputError, Request, SettingError, cache_directory
+from panscan.core.request import MAX_PAGES
 from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.samples import write_samples
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
@@ -96,6 +97,7 @@ class Source:
         system: a system message for every request.
         raw_prompt: prompts go to the tokenizer as they are.
         seed: of the draw.
+        max_pages: pages of one document; a document with more is unusable.
     """
 
     images: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ class Source:
     seed: int = 0
     dataset_format: str | None = None
     dataset_split: str | None = None
+    max_pages: int = MAX_PAGES
 
     def __post_init__(self) -> None:
         if self.dataset and (self.images or self.prompts or self.prompt):
@@ -155,7 +158,9 @@ class Workload:
         return wanted
 
 
-def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> Workload:
+def load_workload(
+    source: Source, *, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None] | None = None
+) -> Workload:
     """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
 
     Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
@@ -164,15 +169,20 @@ def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -
     Args:
         source: what the user gave.
         on_problem: told of each file that cannot be used; the rest goes on.
+        on_document: called with the number of documents (questions of a dataset) read so far, and of all.
 
     Raises:
         InputError: nothing usable is left, or a file of prompts or questions cannot be read.
         UnsupportedError: a dataset in a format that needs a library which is missing.
     """
+    on_document = on_document or _ignore
     if source.dataset is not None:
-        return _dataset_workload(Path(source.dataset), source, on_problem)
+        return _dataset_workload(Path(source.dataset), source, on_problem, on_document)
     prompts = _prompts(source)
-    documents = [] if source.no_images else _documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
+    documents: list[DocumentFile] = []
+    if not source.no_images:
+        pages = find_pages(source.images, on_problem=on_problem, max_pages=source.max_pages)
+        documents = _documents_of(pages, on_problem, on_document)
     if not documents and not source.no_images:
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
     pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
@@ -198,6 +208,7 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
         id=item.id,
+        max_pages=source.max_pages,
     )
 
 
@@ -206,13 +217,20 @@ def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> 
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
 
 
-def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputError], None]) -> Workload:
+def _ignore(_done: int, _total: int) -> None:
+    """Nobody watches."""
+
+
+def _dataset_workload(
+    path: Path, source: Source, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+) -> Workload:
     """Return the questions of a dataset, or a seeded draw of ``num_samples`` of them, in the dataset's order.
 
     Args:
         path: the dataset.
         source: how to read it and how many questions to draw.
         on_problem: called with each of the first few unusable files, and with the number of the others.
+        on_document: called with the number of questions opened so far, and of all.
 
     Raises:
         InputError: the dataset cannot be read, or none of its questions is usable.
@@ -220,7 +238,7 @@ def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputErr
     loaded = load_dataset(path, layout=source.dataset_format, split=source.dataset_split)
     rows, count = loaded.rows, source.num_samples
     wanted = len(rows) if count is None else min(count, len(rows))
-    opening = _Opening(f"--dataset {path}", on_problem)
+    opening = _Opening(f"--dataset {path}", on_problem, source.max_pages)
     found: list[tuple[int, tuple[DocumentFile, ...]]] = []
     unreadable = 0
     order = _order(len(rows), wanted, source.seed)
@@ -229,6 +247,7 @@ def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputErr
         for number, documents in zip(numbers, opening.open([rows[number] for number in numbers]), strict=True):
             if documents:
                 found.append((number, documents))
+                on_document(len(found), wanted)
             else:
                 unreadable += 1
     opening.finish()
@@ -255,8 +274,8 @@ def _order(rows: int, wanted: int, seed: int) -> list[int]:
 class _Opening:
     """Opens pictures, each file once, and says what is wrong with the first few."""
 
-    def __init__(self, called: str, on_problem: Callable[[InputError], None]) -> None:
-        self._called = called
+    def __init__(self, called: str, on_problem: Callable[[InputError], None], max_pages: int) -> None:
+        self._called, self._max_pages = called, max_pages
         self._on_problem = on_problem
         self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
@@ -278,7 +297,8 @@ class _Opening:
 
     def _documents(self, place: str) -> list[DocumentFile]:
         if place not in self._known:
-            self._known[place] = _documents_of(find_pages([place], on_problem=self._problem), self._problem)
+            pages = find_pages([place], on_problem=self._problem, max_pages=self._max_pages)
+            self._known[place] = _documents_of(pages, self._problem, _ignore)
         return self._known[place]
 
     def _problem(self, problem: InputError) -> None:
@@ -287,15 +307,22 @@ class _Opening:
             self._on_problem(problem)
 
 
-def _documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[DocumentFile]:
+def _documents_of(
+    pages: Sequence[Page], on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+) -> list[DocumentFile]:
     """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
     found = []
-    for page in pages:
+    digests: dict[str, str] = {}  # a file of a thousand pages is hashed once
+    for number, page in enumerate(pages, start=1):
         try:
             width, height = load_page(page).size
-            found.append(DocumentFile(page.name, width, height, page_digest(page)))
+            if page.source not in digests:
+                digests[page.source] = page_digest(Page(page.source))
+            digest = Page(digests[page.source], page.page).name
+            found.append(DocumentFile(page.name, width, height, digest))
         except ImageError as error:
             on_problem(error)
+        on_document(number, len(pages))
     return found
 
 

@@ -19,6 +19,7 @@ from panscan.cli.options import (
     errors,
     first_process,
     given_values,
+    max_pages_option,
     one_preset,
     out,
     read_prompt,
@@ -67,6 +68,7 @@ done, answers.jsonl.held keeps answers that wait for a slower one before them.
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@max_pages_option
 @axis_options(leave_out=_NOT_HERE)
 @common_options
 def command(**options: Any) -> int:
@@ -93,7 +95,11 @@ def command(**options: Any) -> int:
 
     with console.status("finding documents"):
         work = find_work(
-            options["sources"], whole_files=options["whole_files"], limit=options["limit"], on_problem=on_problem
+            options["sources"],
+            whole_files=options["whole_files"],
+            limit=options["limit"],
+            max_pages=options["max_pages"],
+            on_problem=on_problem,
         )
         refuse_sources(options["output"], work.files)
     job = _job(options, dataset=work.has_questions)
@@ -149,6 +155,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
         whole_files=options["whole_files"],
+        max_pages=options["max_pages"],
     )
 
 

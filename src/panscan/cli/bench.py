@@ -16,6 +16,7 @@ from panscan.cli.options import (
     errors,
     first_process,
     given_axes,
+    max_pages_option,
     out,
     say_mini,
     show_warnings,
@@ -74,6 +75,7 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@max_pages_option
 @axis_options()
 @common_options
 def command(**options: Any) -> int:
@@ -150,7 +152,12 @@ def _plan(options: dict[str, Any]) -> SweepPlan:
 
     cells = _cells(options)
     source = _source(options)
-    workload = load_workload(source, on_problem=_say_problem)
+    with errors().status("reading documents") as status:
+        workload = load_workload(
+            source,
+            on_problem=_say_problem,
+            on_document=lambda done, total: status.update(f"reading documents: {done} of {total}"),
+        )
     plan = SweepPlan(
         cells=cells,
         items=workload.items,
@@ -201,6 +208,7 @@ def _source(options: dict[str, Any]) -> Source:
         seed=options["seed"],
         dataset_format=options["dataset_format"],
         dataset_split=options["dataset_split"],
+        max_pages=options["max_pages"],
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 

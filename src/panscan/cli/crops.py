@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_values, one_preset, out
+from panscan.cli.options import axis_options, common_options, errors, given_values, max_pages_option, one_preset, out
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings
@@ -45,6 +45,7 @@ Examples
 @click.option("-o", "--output", help="A PNG file, or a directory for several  [default: NAME-views.png]")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
+@max_pages_option
 @axis_options(_SETTINGS, defaults={"model": _RELEASED})
 @common_options
 def command(**options: Any) -> None:
@@ -58,7 +59,7 @@ def command(**options: Any) -> None:
     settings = _settings(options)
     cost = _cost(settings, given=options["model"] is not None or "model" in settings.changed())
     problems: list[ImageError] = []
-    pages = find_pages(options["images"], on_problem=problems.append)
+    pages = find_pages(options["images"], on_problem=problems.append, max_pages=options["max_pages"])
     shown = []
     for page, place in zip(pages, _places(pages, options["output"]), strict=True):
         try:

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from panscan.core import PanscanWarning, SettingError
+from panscan.core.request import MAX_PAGES
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "first_process",
     "given_axes",
     "given_values",
+    "max_pages_option",
     "one_preset",
     "out",
     "read_prompt",
@@ -86,6 +88,14 @@ def common_options(command: Command) -> Command:
     return click.option(
         "--debug", is_flag=True, expose_value=False, callback=remember, help="Show a traceback when something fails."
     )(command)
+
+
+def max_pages_option(command: Command) -> Command:
+    """``--max-pages``, on every verb that opens documents."""
+    return click.option(
+        "--max-pages", type=click.IntRange(1), default=MAX_PAGES, show_default=True,
+        help="Refuse a PDF or TIFF with more pages.",
+    )(command)  # fmt: skip
 
 
 def axis_options(

@@ -13,6 +13,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from panscan.core import ImageError
+from panscan.core.request import MAX_PAGES
+from panscan.images.tiff import PageStream, find_directories
 
 __all__ = [
     "MAX_PIXELS",
@@ -85,8 +87,10 @@ def image_error(name: str, problem: str) -> ImageError:
     return ImageError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
 
 
-def count_pages(stream: BinaryIO, name: str) -> int:
+def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
     """Pages of a PDF or TIFF, 1 for every other image. Reads headers only; ``name`` is what messages call the file.
+
+    A TIFF's pages are counted up to ``max_pages + 1``, which stands for any number above ``max_pages``.
 
     Raises:
         ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
@@ -98,7 +102,7 @@ def count_pages(stream: BinaryIO, name: str) -> int:
                 return len(document)
         with Image.open(stream, formats=_FORMATS) as image:
             _check_size(image, name)
-            return _frames(image)
+            return len(_directories(image, stream, max_pages + 1))
 
 
 def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
@@ -118,9 +122,11 @@ def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
             with _pdf(stream, name) as document:
                 return _render(document, page_index(len(document), page, name))
         with Image.open(stream, formats=_FORMATS) as image:
-            index = page_index(_frames(image), page, name)
-            if index:
-                image.seek(index)
+            directories = _directories(image, stream, MAX_PAGES + 1 if page is None else page)
+            index = page_index(len(directories), page, name)
+            if index == 0:
+                return upright_rgb(image, name)
+        with Image.open(PageStream(stream, directories[index]), formats=_FORMATS) as image:
             return upright_rgb(image, name)
 
 
@@ -150,7 +156,8 @@ def page_index(count: int, page: int | None, name: str) -> int:
         ImageError: there is no such page, or None does not say which of several.
     """
     if page is None and count > 1:
-        raise image_error(name, f"has {count} pages; add #page=1 to #page={count} to choose one")
+        number = count if count <= MAX_PAGES else f"more than {MAX_PAGES}"
+        raise image_error(name, f"has {number} pages; add #page=1 to #page={min(count, MAX_PAGES)} to choose one")
     if page is not None and not 1 <= page <= count:
         raise image_error(name, f"no page {page}; the file has {count}, counted from 1")
     return (page or 1) - 1
@@ -209,9 +216,10 @@ def _check_size(image: Image.Image, name: str) -> None:
         raise image_error(name, f"no pixels: its size is {width}x{height}")
 
 
-def _frames(image: Image.Image) -> int:
+def _directories(image: Image.Image, stream: BinaryIO, most: int) -> list[int]:
+    """Where the first pages lie in a file that Pillow has opened; one place for every file but a TIFF."""
     # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
-    return int(getattr(image, "n_frames", 1)) if image.format == "TIFF" else 1
+    return find_directories(stream, most) if image.format == "TIFF" else [0]
 
 
 def _orientation(image: Image.Image) -> int:

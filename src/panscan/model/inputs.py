@@ -54,7 +54,7 @@ def read_images(request: Request, *, copy: bool = True) -> Read:
     Raises:
         ImageError: naming the file.
     """
-    images = [open_image(image, copy=copy) for image in expand_images(request.images)]
+    images = [open_image(image, copy=copy) for image in expand_images(request.images, max_pages=request.max_pages)]
     return Read(replace(request, images=images), images)
 
 
