@@ -17,6 +17,7 @@ import torch
 from panscan.core import (
     EngineError,
     FinishReason,
+    ImageError,
     InputError,
     PanscanError,
     Sampling,
@@ -27,7 +28,7 @@ from panscan.core import (
 from panscan.engine.inflight import InFlightPass, Mark, Seeing
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
-from panscan.engine.request_state import RequestState
+from panscan.engine.request_state import RequestState, Sight
 from panscan.engine.sampling import Chosen, Sampler, SamplingRow
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
@@ -89,6 +90,10 @@ class Loop:
             return self.land()
         try:
             inflight = self._launch(step)
+        except _LostImageError as lost:  # that request's own failure: the others are scheduled again
+            self.end(lost.state, "error", lost.reason)
+            self.land()
+            return True
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
             self.land()  # before anything is scheduled again: who was preempted may wait for a token of that pass
@@ -220,18 +225,24 @@ class Loop:
             state.stamps.scheduled = state.stamps.scheduled or now()
             if spans := chunk.sequence.layout.within(chunk.start, chunk.end):
                 seeing.append(state)
-                wanted += [(span.key, state.sights[span.key]) for span in spans]
+                wanted += [(span.key, state, state.sights[span.key]) for span in spans]
         if not wanted:
             return None
         start = Mark.set(self.loaded.device)
-        encoded = self._encoder.encode([(key, partial(self.preparer.see, sight)) for key, sight in wanted])
-        for _, sight in wanted:
+        encoded = self._encoder.encode([(key, partial(self._pixels, state, sight)) for key, state, sight in wanted])
+        for _, _, sight in wanted:
             sight.pixels = None
         if not encoded:
             return None
         if self.loaded.device.type != "cuda":
             synchronize(self.loaded.device)
         return Seeing(seeing, start, Mark.set(self.loaded.device))
+
+    def _pixels(self, state: RequestState, sight: Sight) -> torch.Tensor:
+        try:
+            return self.preparer.see(sight)
+        except ImageError as error:
+            raise _LostImageError(state, error) from error
 
     def _places(self, step: Step) -> dict[Tokens, Sequence[int]]:
         """Positions of this step whose hidden states somebody wants."""
@@ -290,6 +301,14 @@ class Loop:
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step.chunks if not chunk.sequence.decodes)
 
 
+class _LostImageError(Exception):
+    """A request's image had to be read again, and could not."""
+
+    def __init__(self, state: RequestState, reason: ImageError) -> None:
+        super().__init__(str(reason))
+        self.state, self.reason = state, reason
+
+
 def _explained(error: Exception) -> PanscanError:
     if isinstance(error, PanscanError):
         return error
@@ -309,8 +328,8 @@ class Worker:
 
     Args:
         build: makes the loop, in the thread that turns it: PyTorch keeps some of what a start warms up per thread.
-        ahead: requests at most that are prepared, or being prepared, and wait for their turn: what bounds the memory of
-            decoded images, however many requests are accepted.
+        ahead: requests at most that are prepared, or being prepared, and wait for their turn. What their images take is
+            bounded by ``--image-memory-gb``.
 
     Raises: what ``build`` does.
     """
@@ -421,6 +440,7 @@ class Worker:
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
         self._preparing.discard(state)
         if state.ended:  # cancelled meanwhile
+            state.drop_pixels()
             return
         if error is not None:
             state.end("error", error)
@@ -446,6 +466,7 @@ class Worker:
         self._closing = True
         for state in self._left():
             self._end(state, "cancelled")
+        self.loop.preparer.memory.close()
         self.loop.close()
 
     def _left(self) -> list[RequestState]:

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "count_pages",
     "image_error",
     "page_index",
+    "page_size",
     "read_levels",
     "read_page",
     "upright_rgb",
@@ -39,6 +41,11 @@ PDF_MAX_SIDE = 8192
 
 # Named, because Pillow's full list holds formats that start other programs (EPS runs Ghostscript).
 _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
+
+# glibc returns freed memory to the system at once only in blocks of more than 32 MiB. Pillow's default blocks are
+# smaller, so each thread that decoded a large page would keep its memory.
+_BLOCK_BYTES = 33 * 2**20
+Image.core.set_block_size(max(_BLOCK_BYTES, Image.core.get_block_size()))  # type: ignore[attr-defined]
 
 # Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
 for _library in ("PIL", "pypdfium2"):
@@ -105,6 +112,23 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
             return len(_directories(image, stream, max_pages + 1))
 
 
+def page_size(stream: BinaryIO, page: int | None, name: str) -> tuple[int, int]:
+    """(width, height) of a page as its header tells, before it is turned upright; no pixel is decoded.
+
+    Args and raises: as :func:`read_page`.
+    """
+    with _reading(name):
+        if _is_pdf(stream, name):
+            with _pdf(stream, name) as document:
+                loaded = document[page_index(len(document), page, name)]
+                scale = _scale(loaded)
+                width, height = (ceil(side * scale) for side in loaded.get_size())
+                return width, height
+        with _page_image(stream, page, name) as image:
+            _check_size(image, name)
+            return image.size
+
+
 def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
     """Decode one page to an upright RGB image (see :func:`upright_rgb`).
 
@@ -121,12 +145,7 @@ def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
                 return _render(document, page_index(len(document), page, name))
-        with Image.open(stream, formats=_FORMATS) as image:
-            directories = _directories(image, stream, MAX_PAGES + 1 if page is None else page)
-            index = page_index(len(directories), page, name)
-            if index == 0:
-                return upright_rgb(image, name)
-        with Image.open(PageStream(stream, directories[index]), formats=_FORMATS) as image:
+        with _page_image(stream, page, name) as image:
             return upright_rgb(image, name)
 
 
@@ -216,6 +235,19 @@ def _check_size(image: Image.Image, name: str) -> None:
         raise image_error(name, f"no pixels: its size is {width}x{height}")
 
 
+@contextmanager
+def _page_image(stream: BinaryIO, page: int | None, name: str) -> Iterator[Image.Image]:
+    """A page of anything but a PDF, opened by Pillow."""
+    with Image.open(stream, formats=_FORMATS) as image:
+        directories = _directories(image, stream, MAX_PAGES + 1 if page is None else page)
+        index = page_index(len(directories), page, name)
+        if index == 0:
+            yield image
+            return
+    with Image.open(PageStream(stream, directories[index]), formats=_FORMATS) as image:
+        yield image
+
+
 def _directories(image: Image.Image, stream: BinaryIO, most: int) -> list[int]:
     """Where the first pages lie in a file that Pillow has opened; one place for every file but a TIFF."""
     # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
@@ -292,14 +324,18 @@ def _pdf_problem(text: str) -> str:
     return f"truncated or corrupt PDF ({text})"
 
 
+def _scale(page: Any) -> float:
+    """Pixels per point of a PDF's page."""
+    # A page's size is whatever its MediaBox claims, kilometres included. It is rounded to float32, and pixels are
+    # rounded up: a hair less, or a scan of 40 pixels would become 41.
+    return float(min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6))
+
+
 def _render(document: Any, index: int) -> Image.Image:
     # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
     document.init_forms()
     page = document[index]
-    # A page's size is whatever its MediaBox claims, kilometres included. It is rounded to float32, and pixels are
-    # rounded up: a hair less, or a scan of 40 pixels would become 41.
-    scale = min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6)
-    with closing(page.render(scale=scale)) as bitmap:
+    with closing(page.render(scale=_scale(page))) as bitmap:
         # A copy: to_pil may share memory with the bitmap.
         image: Image.Image = bitmap.to_pil().convert("RGB")
         return image

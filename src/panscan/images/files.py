@@ -17,15 +17,25 @@ from PIL import Image
 
 from panscan.core import ImageError
 from panscan.core.request import MAX_PAGES
-from panscan.images.decode import count_pages, image_error, page_index, read_levels, read_page, upright_rgb
+from panscan.images.decode import (
+    count_pages,
+    image_error,
+    page_index,
+    page_size,
+    read_levels,
+    read_page,
+    upright_rgb,
+)
 from panscan.images.fetch import fetch
 
 __all__ = [
     "SUFFIXES",
     "Page",
+    "PageBytes",
     "expand_images",
     "find_files",
     "find_pages",
+    "image_size",
     "load_page",
     "open_image",
     "page_digest",
@@ -57,6 +67,15 @@ class Page:
     def name(self) -> str:
         """``file.png`` or ``file.pdf#page=2``, for people and records."""
         return self.source if self.page is None else f"{self.source}#page={self.page}"
+
+
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """One page of a file that is in memory: the file's bytes, the page counted from 1, and what messages call it."""
+
+    content: bytes
+    page: int
+    name: str
 
 
 def find_pages(
@@ -113,11 +132,11 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
 
 
-def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[Page | Image.Image]:
+def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[Page | PageBytes | Image.Image]:
     """The images of one request, in their order and as often as given; a file of several pages becomes all of them.
 
-    Paths are files, not directories or globs. PIL images and pages are passed through as they are. The bytes of a file
-    are decoded, all of its pages; arrays and tensors become images (see :func:`open_image`).
+    Paths are files, not directories or globs. PIL images and pages are passed through as they are; arrays and tensors
+    become images (see :func:`open_image`). No pixel of a file is decoded.
 
     Args:
         images: of the request.
@@ -127,7 +146,7 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
         ImageError: for the first image that cannot be read, a file with too many pages, and anything that is no image.
             What has no path is named by its place: ``image 2 of 3``.
     """
-    expanded: list[Page | Image.Image] = []
+    expanded: list[Page | PageBytes | Image.Image] = []
     for number, image in enumerate(images, start=1):
         name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
@@ -135,8 +154,8 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
             expanded += _pages(source, wanted, _count(source, max_pages), max_pages)
         elif isinstance(image, bytes):
             pages = _numbers(count_pages(BytesIO(image), name, max_pages), max_pages, name)
-            expanded += [read_page(BytesIO(image), page, name) for page in pages]
-        elif isinstance(image, Page | Image.Image):
+            expanded += [PageBytes(image, page, name) for page in pages]
+        elif isinstance(image, Page | PageBytes | Image.Image):
             expanded.append(image)
         else:
             expanded.append(_array(image, name))
@@ -158,6 +177,20 @@ def load_page(page: Page) -> Image.Image:
         return read_page(stream, page.page, page.name)
 
 
+def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
+    """(width, height) of an image from :func:`expand_images`, perhaps not upright yet; no pixel is decoded.
+
+    Raises:
+        ImageError: see :func:`load_page`.
+    """
+    if isinstance(image, Page):
+        with _open(image.source) as stream:
+            return page_size(stream, image.page, image.name)
+    if isinstance(image, PageBytes):
+        return page_size(BytesIO(image.content), image.page, image.name)
+    return image.size
+
+
 def open_image(image: Any, *, copy: bool = True) -> Image.Image:
     """One image as :func:`load_page` gives it: from a page, path, URL, the bytes of a file, a PIL image or an array.
 
@@ -173,6 +206,8 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
         image = page_named(str(image))
     if isinstance(image, Page):
         return load_page(image)
+    if isinstance(image, PageBytes):
+        return read_page(BytesIO(image.content), image.page, image.name)
     if isinstance(image, bytes):
         return read_page(BytesIO(image), None, "image bytes")
     if isinstance(image, Image.Image):
