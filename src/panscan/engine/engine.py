@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +27,7 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.engine.loop import Loop, Stats, Worker
+from panscan.engine.loop import FORKED, Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, Watched
 from panscan.model.checkpoint import Loaded
@@ -115,6 +117,7 @@ class Engine:
         """
         todo = list(requests)
         results: dict[int, Result] = {}
+        self._worker.check_process()
         with _bar(len(todo), shown=progress) as advance:
             for index, result in self.stream_results(todo):
                 results[index] = result
@@ -127,12 +130,22 @@ class Engine:
         """Answer requests; (place, result) as they finish.
 
         Requests are drawn from the iterable as others finish, so it may be longer than memory. Leaving the iterator
-        before its end cancels what is in flight.
+        before its end cancels what is in flight. One thread at a time may read it.
 
         Args:
             requests: any number.
             max_concurrency: requests in flight at most; None: the engine's setting, or enough to keep it busy.
+
+        Raises:
+            EngineError: the engine is closed, or belongs to another process.
+            SettingError: another thread is reading the iterator.
         """
+        self._worker.check_process()
+        return _OneReader(self._results(requests, max_concurrency))
+
+    def _results(
+        self, requests: Iterable[Request], max_concurrency: int | None
+    ) -> Generator[tuple[int, Result], None, None]:
         most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         flying: dict[int, RequestState] = {}
@@ -144,6 +157,7 @@ class Engine:
                     self._worker.accept(flying[index])
                 if not flying:
                     return
+                self._worker.check_process()  # a copy of the iterator in a forked child waits for results in vain
                 index, result = finished.get()
                 del flying[index]
                 yield index, result
@@ -157,8 +171,9 @@ class Engine:
 
         Raises:
             SettingError: another request in flight has the same id.
-            EngineError: the engine is closed.
+            EngineError: the engine is closed, or belongs to another process.
         """
+        self._worker.check_process()
         names = (f"request-{next(self._numbers)}" for _ in count())
         name = request.id or next(name for name in names if name not in self._streams)
         if name in self._streams:
@@ -179,6 +194,7 @@ class Engine:
 
     def cancel(self, id: str) -> None:
         """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
+        self._worker.check_process()
         if (state := self._streams.get(id)) is not None:
             with suppress(EngineError):  # closed: it is cancelled already
                 self._worker.cancel(state)
@@ -216,7 +232,12 @@ class Engine:
         self._worker.ask(self._loop.reset_caches)
 
     def close(self) -> None:
-        """Cancel what is in flight and end the engine's thread. Its memory goes with the last reference to it."""
+        """Cancel what is in flight and end the engine's thread. Its memory goes with the last reference to it.
+
+        Raises:
+            EngineError: the engine belongs to another process, which closes it.
+        """
+        self._worker.check_process()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -225,7 +246,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._finalizer()  # in a forked child it does nothing, and hides no exception
 
     def _state(
         self,
@@ -237,6 +258,26 @@ class Engine:
         seed = request.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+
+
+class _OneReader(Iterator[tuple[int, Result]]):
+    """An iterator that refuses a second thread while one is waiting for the next result."""
+
+    def __init__(self, results: Generator[tuple[int, Result], None, None]) -> None:
+        self._results = results
+        self._lock = threading.Lock()
+
+    def __next__(self) -> tuple[int, Result]:
+        if not self._lock.acquire(blocking=False):
+            raise SettingError("stream_results: another thread is reading this iterator; call it once per thread")
+        try:
+            return next(self._results)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Cancel what is in flight."""
+        self._results.close()
 
 
 def _ignore(_event: TokenEvent) -> None:
@@ -262,7 +303,7 @@ def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
 
 class Stream:
     """An asynchronous iterator of a request's events; the last has a ``finish_reason``. Of a request that fails, the
-    iteration ends by raising its error.
+    iteration ends by raising its error. One reader at a time: a second one is refused.
 
     Leaving an ``async for`` before its end cancels the request, once the iterator is closed or collected.
 
@@ -277,15 +318,21 @@ class Stream:
         self._asyncio = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._result: asyncio.Future[Result] = self._asyncio.create_future()
-        self._ended = False
+        self._ended = self._reading = False
+        self._process = os.getpid()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        self._check_process()
+        if self._reading:
+            raise SettingError(f"request {self.id!r}: another reader has its stream; submit it once per reader")
+        self._reading = True
         try:
             while not self._ended:
                 event = await self._events.get()
                 self._ended = event.finish_reason is not None
                 yield event
         finally:
+            self._reading = False
             if not self._ended:
                 self.cancel()
         if (error := (await self.result()).error) is not None:
@@ -293,6 +340,7 @@ class Stream:
 
     async def result(self) -> Result:
         """What became of the request, once it has ended. A failed request's result has its ``error``."""
+        self._check_process()
         return await asyncio.shield(self._result)
 
     def on_event(self, event: TokenEvent) -> None:
@@ -302,6 +350,10 @@ class Stream:
     def on_end(self, result: Result) -> None:
         """From the engine's thread."""
         self._call(lambda: self._result.set_result(result))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
 
     def _call(self, function: Callable[[], object]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from panscan.engine.vision import VisionCache, VisionEncoder
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 
-__all__ = ["Loop", "Stats", "Worker"]
+__all__ = ["FORKED", "Loop", "Stats", "Worker"]
 
 
 class Loop:
@@ -319,6 +320,7 @@ def _explained(error: Exception) -> PanscanError:
     return PanscanError(f"the engine's pass failed: {type(error).__name__}: {text}")
 
 
+FORKED = "the engine was made in another process: create the Engine after the fork, or start the process with 'spawn'"
 _THREADS = 4  # that decode and resize; Pillow lets go of the interpreter while it does
 Answer = TypeVar("Answer")
 
@@ -342,6 +344,7 @@ class Worker:
         self._broken: EngineError | None = None
         self._lock = threading.Lock()
         self._closed = self._closing = False
+        self._process = os.getpid()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
@@ -375,8 +378,20 @@ class Worker:
         self._send(put)
         return answer.result()
 
+    def check_process(self) -> None:
+        """Refuse a forked child, which has a copy of everything but the engine's thread.
+
+        Raises:
+            EngineError: this process did not make the engine.
+        """
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+
     def close(self) -> None:
-        """Cancel what is left, and end the thread. Nothing is taken any more."""
+        """Cancel what is left, and end the thread. Nothing is taken any more. In a forked child nothing happens: locks
+        that a thread of the parent held are never released there."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -386,6 +401,7 @@ class Worker:
         self._pool.shutdown(wait=False, cancel_futures=True)  # a page that hangs must not hold up the end
 
     def _send(self, message: Callable[[], None]) -> None:
+        self.check_process()
         with self._lock:  # so that nothing comes behind the last message, and waits for ever
             if self._closed:
                 raise EngineError("the engine is closed")
