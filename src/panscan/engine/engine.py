@@ -27,6 +27,8 @@ from panscan.core import (
     TokenEvent,
     now,
 )
+from panscan.core.ranges import Range
+from panscan.engine.admission import Admission
 from panscan.engine.loop import FORKED, Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, Watched
@@ -40,6 +42,10 @@ from panscan.settings import Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine", "Stream"]
 
+MAX_QUEUED_REQUESTS = 1024
+"""Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
+
+_QUEUED = Range(whole=True, least=0)
 _AHEAD = 8  # requests that are decoded while others compute
 
 
@@ -52,10 +58,22 @@ class Engine:
         >>> results[0].text, results[0].views, results[0].finish_reason
     """
 
-    def __init__(self, loaded: Loaded, options: EngineOptions | None = None, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: EngineOptions | None = None,
+        settings: Settings | None = None,
+        *,
+        max_queued_requests: int = MAX_QUEUED_REQUESTS,
+    ) -> None:
+        _QUEUED.check("max_queued_requests", max_queued_requests)
         self.loaded = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
+        full = (
+            f"the engine's queue is full: {max_queued_requests} submitted requests wait already (max_queued_requests)"
+        )
+        self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}; await submit_wait()")
         self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
         self._loop = self._worker.loop
         self._numbers = count()
@@ -63,12 +81,20 @@ class Engine:
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     @classmethod
-    def from_pretrained(cls, model: str = "mini", *, preset: str | None = None, **settings: Any) -> Engine:
+    def from_pretrained(
+        cls,
+        model: str = "mini",
+        *,
+        preset: str | None = None,
+        max_queued_requests: int = MAX_QUEUED_REQUESTS,
+        **settings: Any,
+    ) -> Engine:
         """Load a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
         Args:
             model: what to load.
             preset: a preset's name, or a YAML file; single settings win over it.
+            max_queued_requests: requests that :meth:`submit` takes besides the ``max_num_seqs`` that compute.
             settings: as on the command line: ``dtype``, ``device``, ``quantization``, ``max_num_seqs``,
                 ``kv_cache_gb``, ``pan_and_scan_max_num_crops``, ``max_new_tokens``, ...
 
@@ -85,10 +111,11 @@ class Engine:
         if left_out:
             text = f"preset {preset}: left out, as the engine takes no {', '.join(left_out)}"
             warnings.warn(text, PanscanWarning, stacklevel=2)
-        return cls.from_settings(settings_from({**chosen, "model": model, "runner": "engine", **settings}))
+        found = settings_from({**chosen, "model": model, "runner": "engine", **settings})
+        return cls.from_settings(found, max_queued_requests=max_queued_requests)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Engine:
+    def from_settings(cls, settings: Settings, *, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> Engine:
         """Load what settings name.
 
         Raises: as :meth:`from_pretrained`.
@@ -98,7 +125,7 @@ class Engine:
         loaded = load_for(settings)
         apply_attention(loaded.model, settings.attention)
         apply_tf32(settings.tf32)
-        return cls(loaded, settings=settings)
+        return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
         """A request with this engine's pan-and-scan and sampling settings."""
@@ -169,11 +196,38 @@ class Engine:
     def submit(self, request: Request) -> Stream:
         """Answer one request; its tokens come by ``async for event in stream``. To be called where asyncio runs.
 
+        Does not wait, as ``asyncio.Queue.put_nowait`` does not: :meth:`submit_wait` waits for a free place.
+
+        Raises:
+            SettingError: another request in flight has the same id.
+            QueueFullError: ``max_queued_requests`` wait already.
+            EngineError: the engine is closed, or belongs to another process.
+        """
+        self._worker.check_process()
+        self._admission.take()
+        return self._submit(request)
+
+    async def submit_wait(self, request: Request) -> Stream:
+        """Wait for a free place in the queue, then :meth:`submit`. ``asyncio.timeout`` limits the wait; a wait that is
+        cancelled submits nothing.
+
         Raises:
             SettingError: another request in flight has the same id.
             EngineError: the engine is closed, or belongs to another process.
         """
         self._worker.check_process()
+        await self._admission.wait()
+        return self._submit(request)
+
+    def _submit(self, request: Request) -> Stream:
+        """Answer a request that has a place. The place goes back when the request has ended, or cannot begin."""
+        try:
+            return self._begin(request)
+        except BaseException:
+            self._admission.give()
+            raise
+
+    def _begin(self, request: Request) -> Stream:
         names = (f"request-{next(self._numbers)}" for _ in count())
         name = request.id or next(name for name in names if name not in self._streams)
         if name in self._streams:
@@ -182,6 +236,7 @@ class Engine:
 
         def on_end(result: Result) -> None:
             self._streams.pop(name, None)
+            self._admission.give()
             stream.on_end(result)
 
         state = self._streams[name] = self._state(replace(request, id=name), stream.on_event, on_end)
