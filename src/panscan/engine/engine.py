@@ -70,9 +70,7 @@ class Engine:
         self.loaded = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
-        full = (
-            f"the engine's queue is full: {max_queued_requests} submitted requests wait already (max_queued_requests)"
-        )
+        full = f"the engine's queue is full: {max_queued_requests} submitted requests wait (max_queued_requests)"
         self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}; await submit_wait()")
         self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
         self._loop = self._worker.loop
@@ -120,6 +118,7 @@ class Engine:
 
         Raises: as :meth:`from_pretrained`.
         """
+        _QUEUED.check("max_queued_requests", max_queued_requests)  # before a model is loaded
         settings = replace(settings, runner="engine")
         require_supported(settings)
         loaded = load_for(settings)
