@@ -61,7 +61,7 @@ _COUNTS = (
 RANGES = {
     **dict.fromkeys(_COUNTS, Range(whole=True, least=1)),
     "kv_cache_gb": Range(above=0, note="leave it out to take most of the free memory"),
-    "image_memory_gb": Range(above=0, note="an image that is larger is read alone"),
+    "image_memory_gb": Range(above=0, most=1_000_000, note="an image that is larger is read alone"),
     "vision_cache_gb": Range(above=0, note="it holds the encoded views of a pass"),
     **{"sampling_seed" if name == "seed" else name: allowed for name, allowed in SAMPLING_RANGES.items()},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 import torch
 from tests.conftest import noise
 from tests.engine.driving import Driver, requests
+from tests.footprint import run_measured
 
 from panscan import GenerateRunner, Request
 from panscan.core import ImageError, SettingError
@@ -22,24 +22,16 @@ from panscan.engine.options import EngineOptions
 OPTIONS = EngineOptions(kv_cache_gb=0.05)
 
 
-def measured(code: str, *arguments: str) -> list[str]:
-    """What a process of its own prints. ``peak()`` is the most memory that it has held so far, MB."""
-    begin = (
-        "import resource, sys\n"
-        "from panscan import Engine\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000\n"
-        "settings = dict(dtype='fp32', device='cpu', kv_cache_gb=0.02, max_new_tokens=1)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", begin + code, *arguments], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+SETTINGS = """
+from panscan import Engine
+settings = dict(dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=1)
+"""
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Path) -> None:
-    for number in range(6):  # 36 million pixels: 100 MB as levels, more while it is decoded
-        noise(1, 1, number).resize((6000, 6000 - number)).save(tmp_path / f"{number}.png")
+    for number in range(5):  # 20 million pixels: 60 MB as levels, more while it is decoded
+        noise(1, 1, number).resize((4500, 4500 - number)).save(tmp_path / f"{number}.png")
     code = """
 with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
     first, *rest = [engine.request("What?", [path]) for path in sys.argv[1:]]
@@ -47,11 +39,12 @@ with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
     one = peak()
     print(*(result.finish_reason for result in engine.generate(rest)), peak() - one)
 """
-    *reasons, growth = measured(code, *(str(tmp_path / f"{number}.png") for number in range(6)))
-    assert reasons == ["length"] * 5
-    assert int(growth) < 200
+    *reasons, growth = run_measured(SETTINGS + code, *(str(tmp_path / f"{number}.png") for number in range(5)))
+    assert reasons == ["length"] * 4
+    assert int(growth) < 120
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 def test_a_question_beyond_the_context_is_refused_before_it_is_encoded() -> None:
     code = """
 with Engine.from_pretrained("tiny", **settings) as engine:
@@ -60,7 +53,7 @@ with Engine.from_pretrained("tiny", **settings) as engine:
     [result] = engine.generate([engine.request("What is the total? " * 1_000_000)])
     print(peak() - short, type(result.error).__name__, result.error)
 """
-    growth, kind, *message = measured(code)
+    growth, kind, *message = run_measured(SETTINGS + code)
     assert kind == "SettingError"
     assert "tokens (0 views); the model's context ends at 32768" in " ".join(message)
     assert int(growth) < 500  # the tokenizer takes gigabytes

@@ -35,6 +35,7 @@ from panscan.settings import Settings, nearest
 
 __all__ = [
     "DEFAULT_PROMPT",
+    "MAX_REQUESTS",
     "DocumentFile",
     "Item",
     "Source",
@@ -46,6 +47,9 @@ __all__ = [
     "sample_dataset",
     "source_or_samples",
 ]
+
+MAX_REQUESTS = 1_000_000
+"""Requests of one cell."""
 
 DEFAULT_PROMPT = "What does this document say?"
 _MOST_SAID = 8  # files that are named; the count has them all
@@ -128,6 +132,8 @@ class Source:
             raise SettingError("--no-images needs --prompts or --prompt")
         if self.num_samples is not None and self.num_samples < 1:
             raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
+        if self.num_samples is not None and self.num_samples > MAX_REQUESTS:
+            raise SettingError(f"--num-samples must be at most {MAX_REQUESTS:,}, got {self.num_samples:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,9 @@ def load_workload(
     if not documents and not source.no_images:
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
     pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
+    if (count := len(pictures) * len(prompts)) > MAX_REQUESTS:
+        each = f"{len(prompts):,} prompts for each of {len(pictures):,} documents are {count:,} requests"
+        raise SettingError(f"--prompts {source.prompts}: {each}, the limit is {MAX_REQUESTS:,}")
     items = [
         Item(f"{number:05d}", picture, prompt)
         for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)

@@ -93,7 +93,7 @@ def common_options(command: Command) -> Command:
 def max_pages_option(command: Command) -> Command:
     """``--max-pages``, on every verb that opens documents."""
     return click.option(
-        "--max-pages", type=click.IntRange(1), default=MAX_PAGES, show_default=True,
+        "--max-pages", type=click.IntRange(1, 1_000_000), default=MAX_PAGES, show_default=True,
         help="Refuse a PDF or TIFF with more pages.",
     )(command)  # fmt: skip
 
@@ -139,12 +139,16 @@ def given_axes(options: Mapping[str, Any]) -> dict[str, list[str]]:
     """The settings among parsed options that the user gave, each a comma list cut into texts.
 
     Raises:
-        SettingError: an empty value.
+        SettingError: an empty value, or too many of them.
     """
+    from panscan.presets.parse import MAX_VALUES
+
     found = {}
     for name, axis in axes().items():
         if (text := options.get(name)) is None:
             continue
+        if (count := text.count(",") + 1) > MAX_VALUES:
+            raise SettingError(f"--{axis.flag} has {count:,} values: give at most {MAX_VALUES:,}")
         found[name] = [part.strip() for part in text.split(",")]
         if not all(found[name]):
             raise SettingError(f"--{axis.flag} has an empty value: {text!r}")

@@ -29,7 +29,7 @@ SAMPLING_RANGES = {
 """Of the numbers in :class:`Sampling`; seeds are those of ``torch.manual_seed``."""
 
 _TOKEN = Range(whole=True, least=0)
-_PAGES = Range(whole=True, least=1)
+_PAGES = Range(whole=True, least=1, most=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
