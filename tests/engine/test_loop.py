@@ -247,3 +247,26 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
         go.set()
         assert first.result(60)[1].error is None
     assert list(results) == []
+
+
+@pytest.mark.parametrize("ending", ["", "engine.close()", "raise SystemExit(0)"])
+def test_a_program_ends_while_a_page_hangs(ending: str) -> None:
+    """However its engine is left: nothing waits for an image that never comes, such as a download without an answer."""
+    code = f"""
+import threading
+from panscan import Engine
+
+class Stuck:
+    def __array__(self, *_, **__):
+        started.set()
+        threading.Event().wait()
+
+started = threading.Event()
+engine = Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=2)
+results = engine.stream_results([engine.request("What?", [Stuck()]), engine.request("Hi")])
+print(next(results)[0], started.wait(60), flush=True)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 True\n"), done.stderr
+    assert "Traceback" not in done.stderr

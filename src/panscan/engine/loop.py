@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -26,6 +26,7 @@ from panscan.core import (
     UnsupportedError,
     now,
 )
+from panscan.engine.daemons import DaemonThreads
 from panscan.engine.inflight import InFlightPass, Mark, Seeing
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
@@ -345,7 +346,7 @@ class Worker:
         self._lock = threading.Lock()
         self._closed = self._closing = False
         self._process = os.getpid()
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
+        self._pool = DaemonThreads(_THREADS, "panscan-prepare")
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
         self._thread.start()
@@ -354,7 +355,7 @@ class Worker:
         except BaseException:  # also an impatient user's: the thread ends as soon as it can
             self._closed = True
             self._messages.put(self._close)
-            self._pool.shutdown(wait=False)
+            self._pool.shutdown()
             raise
 
     def accept(self, state: RequestState) -> None:
@@ -398,7 +399,7 @@ class Worker:
                 self._messages.put(self._close)
         if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
             self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)  # a page that hangs must not hold up the end
+        self._pool.shutdown()
 
     def _send(self, message: Callable[[], None]) -> None:
         self.check_process()
@@ -438,7 +439,7 @@ class Worker:
         while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
             state = self._accepted.popleft()
             self._preparing.add(state)
-            self._pool.submit(self._prepare, state)
+            self._pool.submit(partial(self._prepare, state))
 
     def _prepare(self, state: RequestState) -> None:
         """In a thread of the pool."""
