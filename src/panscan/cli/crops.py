@@ -129,13 +129,14 @@ def _places(pages: Sequence[Page], output: str | None) -> list[Path]:
         if folder.resolve() in images:
             raise SettingError(f"--output {output} is the image itself")
         return [folder]
-    places: list[Path] = []
+    places: dict[Path, None] = {}  # in order; thousands of pages are looked up
     for page in pages:
         source = Path(page.source)
         stem = source.stem if page.page is None else f"{source.name.replace('.', '-')}-page{page.page}"
         names = (f"{stem}-views.png" if turn == 1 else f"{stem}-{turn}-views.png" for turn in count(1))
-        places.append(next(p for name in names if (p := folder / name) not in places and p.resolve() not in images))
-    return places
+        free = (p for name in names if (p := folder / name) not in places and p.resolve() not in images)
+        places[next(free)] = None
+    return list(places)
 
 
 def _save(picture: Any, place: Path) -> None:

@@ -20,12 +20,14 @@ class DaemonThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self._todo: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._count = count
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
+        self._count, self._name = count, name
+        self._started = 0
 
     def submit(self, function: Callable[[], object]) -> None:
-        """Run a function, which raises nothing, as soon as a thread is free."""
+        """Run a function, which raises nothing, as soon as a thread is free. Only one thread may submit."""
+        if self._started < self._count:
+            threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+            self._started += 1
         self._todo.put(function)
 
     def shutdown(self) -> None:
@@ -34,7 +36,7 @@ class DaemonThreads:
             while True:
                 self._todo.get_nowait()
         except Empty:
-            for _ in range(self._count):
+            for _ in range(self._started):
                 self._todo.put(None)
 
     def _run(self) -> None:

@@ -65,7 +65,8 @@ class Preparer:
         except BaseException:
             share.free()
             raise
-        share.shrink(pixels)
+        # None where features were known already.
+        share.shrink(sum(sight.pixels.nbytes for sight in state.sights.values() if sight.pixels is not None))
         state.memory = share
 
     def see(self, sight: Sight) -> torch.Tensor:
