@@ -8,6 +8,7 @@ PanscanError                    exit code 1
 │   ├── ModelError                  a checkpoint: unknown, gated, incomplete
 │   └── RecordsError                a run directory
 ├── EngineError                 1   the engine stopped, or was closed
+│   └── QueueFullError              more requests than may wait
 └── UnsupportedError            4   fine in itself, but not on this machine
 """
 
@@ -21,6 +22,7 @@ from panscan.core.errors import (
     ModelError,
     PanscanError,
     PanscanWarning,
+    QueueFullError,
     RecordsError,
     SettingError,
     UnsupportedError,
@@ -41,6 +43,7 @@ __all__ = [
     "PanAndScan",
     "PanscanError",
     "PanscanWarning",
+    "QueueFullError",
     "RecordsError",
     "Request",
     "Result",
