@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.bench.invariance import Variant, compare, shared_axis
-from panscan.bench.tokens import Judge, ReferenceRows, compared_with_truth, first_difference
-from panscan.bench.truth import TruthRequest
+from panscan.bench.tokens import Expected, Judge, ReferenceRows, compared_with_truth, first_difference
 from panscan.core import Result, Stamps
 from panscan.records.verdict import clear_margin
 from panscan.settings import Settings, settings_from
@@ -33,11 +32,11 @@ def judge(noise: float = 0.0, **settings: Any) -> Judge:
     return Judge(cast("Any", loaded), settings_from({"runner": "engine", "max_new_tokens": 16, **settings}), noise)
 
 
-def truth(tokens: list[int], margin: float = 5.0) -> dict[str, TruthRequest]:
+def truth(tokens: list[int], margin: float = 5.0) -> dict[str, Expected]:
     """A truth that prefers its tokens to all others by ``margin`` nats."""
     states = torch.zeros(len(tokens), VOCABULARY)
     states[range(len(tokens)), tokens] = margin
-    return {"r": TruthRequest("r", tokens, [], states, torch.empty(0, VOCABULARY))}
+    return {"r": Expected(tokens, states)}
 
 
 def result(tokens: list[int], reason: str = "length") -> Result:

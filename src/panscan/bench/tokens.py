@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from panscan.bench.truth import TruthRequest
 from panscan.core import Result, Sampling
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
@@ -21,13 +20,21 @@ from panscan.model.reference import head_logits
 from panscan.records.verdict import Departure, TokenCheck, clear_margin
 from panscan.settings import Settings
 
-__all__ = ["Judge", "ReferenceRows", "Tokens", "compared_with_truth", "first_difference"]
+__all__ = ["Expected", "Judge", "ReferenceRows", "Tokens", "compared_with_truth", "first_difference"]
 
 _PERTURBED = 32  # versions of a sampled position's logits; where all draw the same token, noise cannot change it
 _KEPT = 64  # answers whose hidden states stay in memory, a few megabytes each
 _END = "the end"
 
 Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A request of the truth: its greedy tokens, and final hidden states float32 ``[tokens, hidden]`` before each."""
+
+    tokens: Tokens
+    hidden: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class Judge:
 
 
 def compared_with_truth(
-    judge: Judge, expected: Mapping[str, TruthRequest], results: Sequence[Result], seed: int | None
+    judge: Judge, expected: Mapping[str, Expected], results: Sequence[Result], seed: int | None
 ) -> TokenCheck:
     """Compare measured answers with the truth's as far as it reaches, and how each of them ends.
 
@@ -105,7 +112,7 @@ def compared_with_truth(
     else:
         one = _greedy if settings.sampling.greedy else _sampled
         known = [result for result in results if result.id in expected]
-        return sum((one(judge, expected[each.id], each.token_ids, seed or 0) for each in known), total)
+        return sum((one(judge, each.id, expected[each.id], each.token_ids, seed or 0) for each in known), total)
     return replace(total, note=note)
 
 
@@ -119,7 +126,7 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
     return TokenCheck(departed=1, equal=False, first=replace(found, texts=(_END, "another token")))
 
 
-def _greedy(judge: Judge, expected: TruthRequest, tokens: Tokens, _: int) -> TokenCheck:
+def _greedy(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:
     truth = expected.tokens[: judge.settings.max_new_tokens]
     ends = not judge.settings.ignore_eos and truth[-1] in judge.loaded.eos_ids
     at = first_difference(tokens, truth)
@@ -128,7 +135,7 @@ def _greedy(judge: Judge, expected: TruthRequest, tokens: Tokens, _: int) -> Tok
     if at is None:
         return TokenCheck(1, len(truth))
     pair = tokens[at] if at < len(tokens) else None, truth[at] if at < len(truth) else None
-    found = judge.departure(expected.request, at, pair, expected.answer[at] if at < len(truth) else None)
+    found = judge.departure(request, at, pair, expected.hidden[at] if at < len(truth) else None)
     return TokenCheck(1, at + 1, int(found.clear is True), equal=False, first=found if found.clear else None)
 
 
@@ -138,7 +145,7 @@ def first_difference(a: Tokens, b: Tokens) -> int | None:
     return len(a) if at is None and len(a) < len(b) else at
 
 
-def _sampled(judge: Judge, expected: TruthRequest, tokens: Tokens, seed: int) -> TokenCheck:
+def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, seed: int) -> TokenCheck:
     """Compare draws with those that the truth's distributions give, while the answer follows the truth's tokens.
 
     A draw counts if logits moved by the noise draw the same token. The distributions are filtered by Transformers' own
@@ -147,7 +154,7 @@ def _sampled(judge: Judge, expected: TruthRequest, tokens: Tokens, seed: int) ->
     generator = torch.Generator().manual_seed(0)
     sampling, compared = judge.settings.sampling, 0
     for at, token in enumerate(tokens[: len(expected.tokens)]):
-        row = judge.logits(expected.answer[at][None])
+        row = judge.logits(expected.hidden[at][None])
         moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
         versions = _filtered(torch.cat([row, row + moves]), sampling).double().softmax(-1)
         target = draw(seed, at) / DRAWS
@@ -155,7 +162,7 @@ def _sampled(judge: Judge, expected: TruthRequest, tokens: Tokens, seed: int) ->
         compared += 1
         if token not in drawn and len(set(drawn)) == 1:
             texts = judge.text(token), judge.text(drawn[0])
-            first = Departure(expected.request, at, token, drawn[0], texts, None, clear=True)
+            first = Departure(request, at, token, drawn[0], texts, None, clear=True)
             return TokenCheck(1, compared, 1, equal=False, first=first)
         if token != expected.tokens[at]:
             break

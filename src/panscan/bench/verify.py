@@ -22,7 +22,7 @@ from panscan.bench.divergence import DivergenceTally
 from panscan.bench.grid import Cell
 from panscan.bench.invariance import Variant, compare, shared_axis, variants
 from panscan.bench.processor_check import check_inputs
-from panscan.bench.tokens import Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
+from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Noise,
     Truth,
@@ -176,7 +176,8 @@ class Verifier:
             if truth is None:
                 return None
             judge = self._judge(runner, cell.settings, truth)
-            expected = {item.id: asked for item, asked in zip(self.items, truth.requests, strict=True)}
+            asked = zip(self.items, truth.requests, strict=True)
+            expected = {item.id: Expected(each.tokens, each.answer) for item, each in asked}
             return asdict(compared_with_truth(judge, expected, results, seed))
         except Exception as error:  # the measurement stands, whatever keeps its tokens from being compared
             return asdict(TokenCheck(note=_reason(error, "comparing measured tokens")))
