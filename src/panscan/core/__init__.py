@@ -25,7 +25,7 @@ from panscan.core.errors import (
     SettingError,
     UnsupportedError,
 )
-from panscan.core.process import cache_directory, from_perf_counter, now
+from panscan.core.process import cache_directory, from_perf_counter, held, now, waits_noted
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
 
@@ -52,5 +52,7 @@ __all__ = [
     "View",
     "cache_directory",
     "from_perf_counter",
+    "held",
     "now",
+    "waits_noted",
 ]

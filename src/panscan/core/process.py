@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import platformdirs
@@ -22,6 +26,29 @@ def now() -> float:
 def from_perf_counter(seconds: float) -> float:
     """A reading of ``time.perf_counter()`` of this process on the time line of :func:`now`."""
     return _EPOCH + seconds
+
+
+_WAITS: ContextVar[list[tuple[float, float]] | None] = ContextVar("waits", default=None)
+
+
+@contextmanager
+def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
+    """Add (start, end) of this thread's waits for locks to ``waits``, as far as they are entered by :func:`held`."""
+    token = _WAITS.set(waits)
+    try:
+        yield
+    finally:
+        _WAITS.reset(token)
+
+
+@contextmanager
+def held(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock that other requests may hold for long, and note how long this thread waited for it."""
+    start = now()
+    with lock:
+        if (waits := _WAITS.get()) is not None:
+            waits.append((start, now()))
+        yield
 
 
 def cache_directory() -> Path:

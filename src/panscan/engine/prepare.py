@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import View, now
+from panscan.core import View, now, waits_noted
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark, side_stream
@@ -49,7 +49,9 @@ class Preparer:
             ImageError: an image cannot be read.
             SettingError: images and their places do not match, and the like.
         """
-        read = read_images(state.request, copy=not self._on_device)  # their levels are copied below
+        state.stamps.preparing = now()
+        with waits_noted(state.stamps.waits):
+            read = read_images(state.request, copy=not self._on_device)  # their levels are copied below
         state.stamps.loaded = now()
         plans, prompt = plan_request(read, self._reader)
         keys: list[bytes] = []
