@@ -434,10 +434,11 @@ def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None
     count = len(means) + 2
     centre = sum(means) / count
     spread = sqrt(((sum(mean**2 for mean in means) + 1) / count - centre**2) / count)
+    value = sum(means) / len(means)
     return QualityDifference(
-        value=sum(means) / len(means),
-        low=max(-1.0, centre - Z95 * spread),
-        high=min(1.0, centre + Z95 * spread),
+        value=value,
+        low=max(-1.0, min(value, centre - Z95 * spread)),
+        high=min(1.0, max(value, centre + Z95 * spread)),
         questions=len(means),
         better=sum(mean > _NOTHING for mean in means),
         worse=sum(mean < -_NOTHING for mean in means),
