@@ -44,6 +44,7 @@ __all__ = [
     "request_of",
     "sample_dataset",
     "source_or_samples",
+    "views_of",
 ]
 
 DEFAULT_PROMPT = "What does this document say?"
@@ -204,6 +205,11 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
 def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> list[ViewPlan]:
     """The views that a cell takes of an item's documents."""
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
+
+
+def views_of(items: Sequence[Item], settings: Settings) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+    """The boxes of all views that a cell takes of each document of each item, in order."""
+    return tuple(tuple(view.box for view in plan.views) for item in items for plan in plans_of(item, settings))
 
 
 def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputError], None]) -> Workload:

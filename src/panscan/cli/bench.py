@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,14 +146,15 @@ def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
 
 
 def _plan(options: dict[str, Any]) -> SweepPlan:
+    from panscan.bench.grid import merge_equal_work
     from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import load_workload
+    from panscan.bench.workload import load_workload, views_of
 
     cells = _cells(options)
     source = _source(options)
     workload = load_workload(source, on_problem=_say_problem)
     plan = SweepPlan(
-        cells=cells,
+        cells=merge_equal_work(cells, partial(views_of, workload.items)),
         items=workload.items,
         source=source,
         repeats=options["repeats"],
@@ -222,7 +224,9 @@ def say_dataset(plan: SweepPlan) -> None:
 
 def say_start(plan: SweepPlan, directory: Path) -> None:
     """Report the size of a sweep that starts, and its run directory."""
-    size = f"cells: {len(plan.cells)}, requests each: {len(plan.items)}"
+    spared = sum(len(cell.aliases) for cell in plan.cells)
+    same = f" ({spared} more lead to the same views)" if spared else ""
+    size = f"cells: {len(plan.cells)}{same}, requests each: {len(plan.items)}"
     errors().print(f"{size}; records in {directory}", soft_wrap=True)
 
 

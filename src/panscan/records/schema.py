@@ -10,7 +10,8 @@ in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 
 Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the dataset says of the question),
 ``empty`` (the answer was), and in their stamps ``preparing`` and ``waits``; a run's ``settings`` may have
 ``quality_metric`` (the name of the score that is its quality) and ``dataset`` (fields of
-:class:`panscan.quality.datasets.DatasetFacts`: where its questions came from, and how many were used). A run's
+:class:`panscan.quality.datasets.DatasetFacts`: where its questions came from, and how many were used); its cells may
+have ``aliases`` (further cells that lead to the same work, so that one was measured for all of them). A run's
 ``environment`` may have ``bundled`` (by name of a bundled model, the start of the SHA-256 of its weights). Records
 without them are read; a ``mini`` without a fingerprint had random weights.
 """

@@ -43,7 +43,7 @@ def summary_columns(run: Run) -> list[str]:
     scores = [f"{name}{bound}" for name in _metrics(run) for bound in ("", "_low", "_high")]
     counts = ["quality_metric", "empty_answers"] if metrics_in(run) else []
     answers = ["verdict", "verdict_ratio", *scores, *counts]
-    return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified"]
+    return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified", "aliases"]
 
 
 def write_summary(run: Run, path: Path) -> None:
@@ -61,7 +61,8 @@ def write_summary(run: Run, path: Path) -> None:
       ``tokens_per_s_mean``;
     - every other name of :data:`panscan.records.metrics.COLUMNS`; those with a 95% interval
       (:data:`panscan.records.metrics.INTERVALS`) are followed by ``_low`` and ``_high``;
-    - ``uncertified``: names of the percentiles of too few samples, separated by spaces.
+    - ``uncertified``: names of the percentiles of too few samples, separated by spaces;
+    - ``aliases``: settings of the cells that lead to the same work, where they differ from this row's (list as JSON).
 
     A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
 
@@ -74,9 +75,16 @@ def write_summary(run: Run, path: Path) -> None:
     for cell, settings in run.cells.items():
         outcome, reason = outcome_of(run, cell)
         row = {name: _text(value) for name, value in settings.items()}
-        row |= {"cell": cell, "outcome": outcome, "reason": reason}
+        row |= {"cell": cell, "outcome": outcome, "reason": reason, "aliases": _aliases(run, cell)}
         writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def _aliases(run: Run, cell: str) -> str:
+    own = run.cells[cell]
+    others = [alias["settings"].items() for alias in run.aliases.get(cell, ())]
+    apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
+    return json.dumps(apart) if apart else ""
 
 
 def _metrics(run: Run) -> list[str]:

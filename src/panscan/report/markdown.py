@@ -22,7 +22,7 @@ def render_markdown(facts: ReportData) -> str:
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
     parts += [_plain(facts.constant), _plain(facts.dataset)]
     if facts.cells:
-        parts += [_table(facts), *map(_plain, facts.speedups), _legend(facts)]
+        parts += [_table(facts), *map(_plain, (*facts.aliases, *facts.speedups)), _legend(facts)]
     if facts.answers is not None:
         parts += _answers(facts.answers)
     if facts.unmeasured:

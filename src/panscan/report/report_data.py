@@ -11,6 +11,7 @@ from typing import Any
 from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
+    alias_lines,
     count,
     distinguishing,
     label,
@@ -111,6 +112,7 @@ class ReportData:
         dataset: where the questions came from and what became of them, as text.
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
+        aliases: cells that were measured for settings that lead to the same work, too.
         speedups: how many times faster the engine is than other runners.
         quality_title: what people call the metric that is the run's quality.
         answers: None for a run without scores.
@@ -130,6 +132,7 @@ class ReportData:
     cells: tuple[ReportCell, ...]
     memory: str
     footnotes: tuple[str, ...]
+    aliases: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[ChartGroup, ...]
     quality_title: str
@@ -157,7 +160,7 @@ def report_data_of(run: Run) -> ReportData:
     numbers = {cell.cell: cell.number for cell in cells}
     advice, no_advice = _advice(run, cells)
     best = None if advice is None else advice.cell.number
-    settings = [row.settings for row in rows] or list(run.cells.values())
+    settings = [row.told for row in rows] or list(run.cells.values())
     return ReportData(
         run_id=clean(run.header["run_id"]),
         models=tuple(definitions.model_names(run)),
@@ -173,6 +176,7 @@ def report_data_of(run: Run) -> ReportData:
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
+        aliases=tuple(map(clean, alias_lines(run, {cell.cell: f"Cell {cell.name}" for cell in cells}))),
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
         quality_title=metric_title(run),
@@ -202,7 +206,7 @@ def _constant(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def _cells(run: Run, rows: Sequence[MeasuredCell]) -> tuple[tuple[ReportCell, ...], tuple[str, ...], list[str]]:
     """(cells, reasons of those that are unverified, swept settings)."""
-    swept = distinguishing([row.settings for row in rows])
+    swept = distinguishing([row.told for row in rows])
     memory = memory_metric(rows)[0]
     reasons = [clean(row.verdict.reason) for row in rows if row.verdict.word == "unverified"]
     footnotes = tuple(dict.fromkeys(reasons))
@@ -217,13 +221,13 @@ def _cell(
     peak = metrics.values[memory]
     floor = floor_of(run, row.cell)
     preset = clean(row.preset or "")
-    swept_settings = label({name: row.settings.get(name) for name in swept})
+    swept_settings = row.label(swept)
     return ReportCell(
         number=number,
         cell=row.cell,
         brief=", ".join(filter(None, (preset, clean(swept_settings)))),
         preset=preset,
-        settings=tuple(clean(shown(row.settings.get(name))) for name in swept),
+        settings=tuple(clean(shown(row.told.get(name))) for name in swept),
         throughput=measured(metrics, "request_throughput"),
         ttft=measured(metrics, "median_ttft_ms"),
         tpot=measured(metrics, "median_tpot_ms"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from panscan.analysis.cells import (
     MeasuredCell,
     Sweep,
+    alias_lines,
     count,
     decimals,
     distinguishing,
@@ -50,7 +51,7 @@ def print_summary(run: Run, console: Console) -> None:
     :func:`panscan.records.summary.cell_metrics` does.
     """
     rows = measured_rows(run)
-    shown = [row.settings for row in rows] or list(run.cells.values())
+    shown = [row.told for row in rows] or list(run.cells.values())
     varying = distinguishing(shown)
     constant = telling(shown)
     if constant:
@@ -58,6 +59,8 @@ def print_summary(run: Run, console: Console) -> None:
     if rows:
         _table(run, rows, varying, console)
         _legend(rows, console)
+        for line in alias_lines(run, {row.cell: row.label(varying) or row.cell for row in rows}):
+            print_line(console, line)
         for line in _answers(run, rows, varying):
             print_line(console, line)
         for line in verdict_lines(run, [row.cell for row in rows]):
@@ -83,7 +86,7 @@ def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], conso
     from rich.table import Table
 
     headings, numbers = _measured(run, rows)
-    settings = [[shown(row.settings.get(name)) for name in varying] for row in rows]
+    settings = [[shown(row.told.get(name)) for name in varying] for row in rows]
     labels = [short(name).replace("_", "\n") for name in varying]
     if any(row.preset for row in rows):
         settings = [[row.preset or "-", *values] for row, values in zip(rows, settings, strict=True)]
@@ -105,7 +108,7 @@ def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], conso
     console.print(table)
     for index, row in enumerate(rows if not fits else (), 1):
         named = [row.preset] if row.preset else []
-        described = label({name: row.settings.get(name) for name in varying})
+        described = row.label(varying)
         print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])) + f" ({row.cell})")
 
 
@@ -162,7 +165,7 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> 
     if compared is None:
         return lines
     baseline, others = compared
-    names = {row.cell: label({name: row.settings.get(name) for name in varying}) or row.cell for row in rows}
+    names = {row.cell: row.label(varying) or row.cell for row in rows}
     lines.append(f"{metric_title(run)} against {names[baseline]} (the most views):")
     return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
 
@@ -199,7 +202,7 @@ def _replicas(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) ->
             + ("" if each.share is None else f" ({each.share:.0%})")
             for each in shares
         ]
-        settings = label({name: row.settings.get(name) for name in varying})
+        settings = row.label(varying)
         if len(shares) > 1:
             lines.append("req/s of each replica" + (f", {settings}: " if settings else ": ") + ", ".join(parts))
     return ["Throughput is that of the time in which all replicas worked.", *lines] if lines else []
@@ -232,7 +235,7 @@ def print_curves(run: Run, console: Console) -> None:
     for sweep in numeric:
         _curve(sweep, console)
     if not numeric:
-        _bars(rows, distinguishing([row.settings for row in rows]), console)
+        _bars(rows, distinguishing([row.told for row in rows]), console)
 
 
 def _curve(sweep: Sweep, console: Console) -> None:
@@ -270,7 +273,7 @@ def _panel(sweep: Sweep, series: Iterable[Sequence[MeasuredCell]], metric: str, 
         heights += [value for _, value in points]
         if points:
             figure.draw(figure.signal(*zip(*points, strict=True), marker=marker).lines())
-    figure.ruler("x").ticks(list(range(len(sweep.values))), [shown(value) for value in sweep.values])
+    figure.ruler("x").ticks(list(range(len(sweep.values))), list(sweep.ticks))
     if heights:
         low, high = min(heights), max(heights)
         marks = [low + (high - low) * i / 3 for i in range(4)] if high > low else [low]
@@ -293,7 +296,7 @@ def _bars(rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     for row, each in zip(rows, speeds, strict=True):
-        described = label({name: row.settings.get(name) for name in varying})
+        described = row.label(varying)
         name = ", ".join(filter(None, (row.preset, described))) or row.cell
         table.add_row(
             *(safe_text(console, text) for text in (name, "█" * round(room * each / longest), number_text(each)))
