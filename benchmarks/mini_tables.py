@@ -24,7 +24,7 @@ def _share(part: dict[str, float]) -> str:
 
 
 def mini_quality() -> str:
-    """Exact match by shape of the document and number of crops."""
+    """Accuracy by shape of the document and number of crops."""
     record = _record()
     summary = record["summary"]
     rows = [["held-out documents", "without", "2 crops", "3 crops", "4 crops", "6 crops", "questions"]]
@@ -36,7 +36,7 @@ def mini_quality() -> str:
 
 
 def mini_by_part() -> str:
-    """Exact match with pan and scan by print, kind of document and type of question."""
+    """Accuracy with pan and scan by print, kind of document and type of question."""
     record = _record()
     rows = [["with pan and scan", "tall and wide", "square"]]
     names = dict.fromkeys(
@@ -58,7 +58,8 @@ def _called(name: str) -> str:
 
 def _where(record: dict[str, Any]) -> str:
     return (
-        "Exact match with 95% intervals over documents; pan and scan 256 / 4 / 1.2 unless another count stands."
+        "Accuracy (exact match) with 95% intervals over documents; pan and scan 256 / 4 / 1.2 unless another count"
+        " stands."
         f" float32 on a CPU ({record['machine']}), torch {record['torch']}, transformers {record['transformers']}."
         f" Record: `benchmarks/records/mini-quality.json`. Command: `{record['command']}`"
     )

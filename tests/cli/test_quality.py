@@ -69,7 +69,7 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
     assert counts in section(page(measured), "cells").text
     answers = section(page(measured), "answers")
     tables = [rows_of(table) for table in answers.all("table")]
-    assert {"ANLS", "exact match", "empty answers"} <= set(tables[0][0])
+    assert {"accuracy (ANLS)", "accuracy (exact match)", "empty answers"} <= set(tables[0][0])
     assert [heading for heading in tables[1][0] if heading != "cell"] == ["form (2)", "layout (2)"]
     assert [heading for heading in tables[2][0] if heading != "cell"] == ["tall 2–3 (1)", "square (1)", "wide 2–3 (1)"]
 
@@ -82,12 +82,12 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
     capsys.readouterr()
     assert run(["report", place, "--format", "md", "--quality-metric", "contains_answer"]) == 0
     text = capsys.readouterr().out
-    assert "contains answer (95%)" in text
-    assert "contains answer by question type" in text
+    assert "accuracy (contains answer), 95%" in text
+    assert "accuracy (contains answer) by question type" in text
     assert run(["recommend", place, "--min-quality", "1.0", "--quality-metric", "relaxed_accuracy"]) == 3
-    assert "has relaxed accuracy >= 1.0" in capsys.readouterr().err
+    assert "has accuracy (relaxed) >= 1.0" in capsys.readouterr().err
     assert run(["recommend", place, "--min-quality", "0", "--json"]) == 0
-    assert "ANLS 0" in json.loads(capsys.readouterr().out)["reason"]
+    assert "accuracy (ANLS) 0" in json.loads(capsys.readouterr().out)["reason"]
     assert run(["compare", place, place, "--fail-on", "exact_match<-1%"]) == 0
     said_ = capsys.readouterr().out
     assert "anls" in said_

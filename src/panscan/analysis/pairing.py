@@ -229,7 +229,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
 def _keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[Any]]:
     """What each cell pairs by: its settings, then those of its aliases."""
     defaults = {name: axis.default for name, axis in axes().items()}
-    others = {cell: [meant(defaults | alias) for alias in aliases_of(run, cell)] for cell in cells}
+    others = {cell: [meant({**defaults, **alias}) for alias in aliases_of(run, cell)] for cell in cells}
     return {cell: [_key(each, on) for each in (settings, *others[cell])] for cell, settings in cells.items()}
 
 

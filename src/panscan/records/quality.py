@@ -14,6 +14,7 @@ from panscan.settings import nearest
 
 __all__ = [
     "Quality",
+    "accuracy_title",
     "empty_answers",
     "metric_of",
     "metric_title",
@@ -45,8 +46,13 @@ def metric_of(run: Run) -> str:
 
 
 def metric_title(run: Run) -> str:
-    """What people call the metric of :func:`metric_of`."""
-    return METRICS[metric_of(run)]
+    """What people call the metric of :func:`metric_of`: see :func:`accuracy_title`."""
+    return accuracy_title(metric_of(run))
+
+
+def accuracy_title(metric: str) -> str:
+    """``accuracy (exact match)``: the word for quality, which nobody takes for the verdict *exact*."""
+    return f"accuracy ({METRICS[metric].removesuffix(' accuracy')})"
 
 
 def metrics_in(run: Run) -> list[str]:

@@ -210,19 +210,19 @@ def _about_answers() -> list[tuple[str, str]]:
 
 def _about_quality() -> list[tuple[str, str]]:
     return [
-        ("Exact match", "share of answers that are one of the dataset's; case and surrounding space aside."),
+        ("Accuracy (exact match)", "share of answers that are one of the dataset's; case and surrounding space aside."),
         (
-            "ANLS",
+            "Accuracy (ANLS)",
             "average normalised Levenshtein similarity to the closest accepted answer, similarities below "
             f"{scores.ANLS_THRESHOLD:g} as 0: the metric of DocVQA and InfographicVQA.",
         ),
         (
-            "Relaxed accuracy",
+            "Accuracy (relaxed)",
             f"share of answers that are an accepted number within {scores.RELAXED:.0%} of it, or an accepted text: "
             "ChartQA's metric.",
         ),
-        ("Contains answer", "share of answers that have an accepted one in them, as words of their own."),
-        ("VQA accuracy", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
+        ("Accuracy (contains answer)", "share of answers that have an accepted one in them, as words of their own."),
+        ("Accuracy (VQA)", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
         (
             "Loses nothing measurable",
             "on the same questions, paired: no significant difference (sign-flip permutation test, which is McNemar's "

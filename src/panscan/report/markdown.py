@@ -53,7 +53,7 @@ def _table(facts: ReportData) -> str:
         *(["preset"] if presets else []),
         *map(_plain, facts.swept),
         *("req/s (95%)", "verdict", "TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
-        *([f"{facts.quality_title} (95%)"] if quality else []),
+        *([f"{facts.quality_title}, 95%"] if quality else []),
     ]
     rows = [_row(cell, presets=presets, quality=quality) for cell in facts.cells]
     return _lines(headings, rows)
@@ -85,7 +85,7 @@ def _answers(found: Answers) -> list[str]:
         ]
         for cell in found.cells
     ]
-    table = _lines(["cell", *(f"{each} (95%)" for each in found.metrics), "empty answers", *against], rows)
+    table = _lines(["cell", *(f"{each}, 95%" for each in found.metrics), "empty answers", *against], rows)
     return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
 
 
