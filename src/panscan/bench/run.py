@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from panscan.analysis.task_cost import cost_columns
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
@@ -151,7 +152,7 @@ class _Nowhere:
 def finish(directory: Path) -> Run:
     """Read a run's records back and write what is derived from them."""
     run = read_run(directory)
-    write_summary(run, directory / "summary.csv")
+    write_summary(run, directory / "summary.csv", cost_columns(run))
     return run
 
 

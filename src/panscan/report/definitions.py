@@ -224,6 +224,11 @@ def _about_quality() -> list[tuple[str, str]]:
         ("Accuracy (contains answer)", "share of answers that have an accepted one in them, as words of their own."),
         ("Accuracy (VQA)", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
         (
+            "Accuracy vs exact",
+            "of a cell that is not exact: its accuracy less that of the exact cell with the same views and model, in "
+            "percentage points, paired by question, with the 95% interval and the p-value (sign-flip test).",
+        ),
+        (
             "Loses nothing measurable",
             "on the same questions, paired: no significant difference (sign-flip permutation test, which is McNemar's "
             "exact test for right and wrong; Holm over all cells), and the 95% interval excludes a loss of more than "

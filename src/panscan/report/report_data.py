@@ -25,6 +25,7 @@ from panscan.analysis.cells import (
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import recommend
+from panscan.analysis.task_cost import TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
 from panscan.records.metrics import ReplicaShare
@@ -52,6 +53,7 @@ class ReportCell:
         settings: values of the swept settings, in the order of :attr:`ReportData.swept`.
         footnote: the number of the reason why it is unverified, None if it is not.
         stages: mean milliseconds, in the order of :data:`panscan.records.requests.STAGES`.
+        cost: what its verdict costs in accuracy; None of an exact cell, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         replicas: empty for a run of one process.
     """
@@ -71,6 +73,7 @@ class ReportCell:
     verdict: Verdict
     footnote: int | None
     quality: Quality | None
+    cost: TaskCost | None
     stages: tuple[float | None, ...]
     e2e: float | None
     floor: Floor | None
@@ -113,6 +116,7 @@ class ReportData:
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
         aliases: cells that were measured for settings that lead to the same work, too.
+        costs: what a reader of the accuracy vs exact must know; empty where no cell has one.
         speedups: how many times faster the engine is than other runners.
         quality_title: what people call the metric that is the run's quality.
         answers: None for a run without scores.
@@ -133,6 +137,7 @@ class ReportData:
     memory: str
     footnotes: tuple[str, ...]
     aliases: tuple[str, ...]
+    costs: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[ChartGroup, ...]
     quality_title: str
@@ -177,6 +182,7 @@ def report_data_of(run: Run) -> ReportData:
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
         aliases=tuple(map(clean, alias_lines(run, {cell.cell: f"Cell {cell.name}" for cell in cells}))),
+        costs=tuple(cost_lines({cell.cell: cell.cost for cell in cells if cell.cost is not None})),
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
         quality_title=metric_title(run),
@@ -210,12 +216,21 @@ def _cells(run: Run, rows: Sequence[MeasuredCell]) -> tuple[tuple[ReportCell, ..
     memory = memory_metric(rows)[0]
     reasons = [clean(row.verdict.reason) for row in rows if row.verdict.word == "unverified"]
     footnotes = tuple(dict.fromkeys(reasons))
-    cells = tuple(_cell(run, row, number, swept, memory, footnotes) for number, row in enumerate(rows, 1))
+    costs = costs_of_cells(run)
+    cells = tuple(
+        _cell(run, row, number, swept, memory, footnotes, costs.get(row.cell)) for number, row in enumerate(rows, 1)
+    )
     return cells, footnotes, swept
 
 
 def _cell(
-    run: Run, row: MeasuredCell, number: int, swept: Sequence[str], memory: str, footnotes: Sequence[str]
+    run: Run,
+    row: MeasuredCell,
+    number: int,
+    swept: Sequence[str],
+    memory: str,
+    footnotes: Sequence[str],
+    cost: TaskCost | None,
 ) -> ReportCell:
     metrics, unverified = row.metrics, row.verdict.word == "unverified"
     peak = metrics.values[memory]
@@ -238,6 +253,7 @@ def _cell(
         verdict=row.verdict,
         footnote=footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
         quality=quality_of(run, row.cell),
+        cost=cost,
         stages=tuple(metrics.values[f"mean_{stage}_ms"] for stage in STAGES),
         e2e=metrics.values["mean_e2el_ms"],
         floor=floor,

@@ -25,6 +25,7 @@ from panscan.analysis.cells import (
     unmeasured,
 )
 from panscan.analysis.significance import losses
+from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.quality.datasets import facts_of_header
 from panscan.records.metrics import Metrics
 from panscan.records.quality import empty_answers, metric_title, quality_of
@@ -143,6 +144,13 @@ def _measured(run: Run, rows: Sequence[MeasuredCell]) -> tuple[list[str], list[l
                 row.verdict.word,
             ]
         )
+    costs = costs_of_cells(run)
+    if any(row.cell in costs for row in rows):
+        headings.append(TITLE.replace(" ", "\n", 1))
+        numbers = [
+            [*cells, costs[row.cell].text if row.cell in costs else "-"]
+            for cells, row in zip(numbers, rows, strict=True)
+        ]
     qualities = [quality_of(run, row.cell) for row in rows]
     if any(qualities):
         headings.append(metric_title(run).replace(" ", "\n"))
@@ -161,6 +169,7 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> 
     views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows}
     empty = sum(empty_answers(run, row.cell) for row in rows)
     lines += [f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong)."] * bool(empty)
+    lines += cost_lines({cell: cost for cell, cost in costs_of_cells(run).items() if cell in views})
     compared = losses(run, list(views), views.__getitem__)
     if compared is None:
         return lines
