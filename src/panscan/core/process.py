@@ -43,12 +43,16 @@ def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
 
 @contextmanager
 def held(lock: threading.Lock) -> Iterator[None]:
-    """Hold a lock that other requests may hold for long, and note how long this thread waited for it."""
-    start = now()
-    with lock:
+    """Hold a lock that other requests may hold for long, and note how long this thread waited for it, if it had to."""
+    if not lock.acquire(blocking=False):
+        start = now()
+        lock.acquire()
         if (waits := _WAITS.get()) is not None:
             waits.append((start, now()))
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def cache_directory() -> Path:
