@@ -28,7 +28,8 @@ from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.md"
-PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "measured.md", CARD)
+DOCS = HERE.parent / "docs"
+PAGES = (HERE.parent / "README.md", DOCS / "measured.md", DOCS / "verdict.md", CARD)
 
 
 def machine(run: Run) -> str:
@@ -258,6 +259,22 @@ def harness() -> str:
     return table(["the harness itself", "measured", "target"], rows) + "\n\n" + where
 
 
+def mutations() -> str:
+    """Broken engines, and which part of the verdict caught each."""
+    record = json.loads((RECORDS / "mutations.json").read_text())
+    rows = [
+        [row["name"], row["verdict"], ", ".join(row["caught_by"]) or f"nothing: {row['why_invisible']}"]
+        for row in record["rows"]
+    ]
+    facts = record["environment"]
+    packages = facts["packages"]
+    where = (
+        f"On {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']}."
+        f" Record: `benchmarks/records/mutations.json`. Command: `{record['command']}`"
+    )
+    return f"{table(['broken engine', 'verdict', 'caught by'], rows)}\n\n{where}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "h200-27b": h200_27b,
     "h200-4b": by_settings("h200-4b", "attention", "cache", "preprocess"),
@@ -270,6 +287,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,
+    "mutations": mutations,
     "mini-quality": mini_quality,
     "task-cost": task_cost,
     "mini-by-part": mini_by_part,

@@ -38,6 +38,7 @@ def write(path: Path, records: list[dict[str, Any]], mode: Mode = "new") -> None
     with opened(path, mode) as file:
         for record in records:
             file.write(record)
+        file.finish()
 
 
 @settings(max_examples=80, deadline=None)
@@ -58,7 +59,11 @@ def test_a_file_cut_anywhere_resumes_to_the_same_bytes(
         assert left == records[: kept.count(b"\n")]
         for record in records[len(left) :]:
             file.write(record)
+        file.finish()
     assert path.read_bytes() == whole
+    torn = kept[kept.rfind(b"\n") + 1 :] + b"\0" * zeros
+    kept_in = path.with_name("answers.jsonl.torn")
+    assert (kept_in.read_bytes() if kept_in.exists() else b"") == (torn + b"\n" if torn else b"")
 
 
 def test_a_line_of_zeros_is_a_torn_line(tmp_path: Path) -> None:
@@ -68,6 +73,35 @@ def test_a_line_of_zeros_is_a_torn_line(tmp_path: Path) -> None:
     path.write_bytes(whole + b"\0\0\0\n")
     write(path, [], "resume")
     assert path.read_bytes() == whole
+
+
+def test_a_file_that_is_refused_keeps_its_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path, [answer(0), answer(1)])
+    for damage in (b"no answer\n{half", b'{"id": "my note"}\n', b'{"id": "2", "image": []}\n\n'):
+        damaged = path.read_bytes() + damage
+        other = tmp_path / f"{len(damage)}.jsonl"
+        other.write_bytes(damaged)
+        other.with_name(f"{other.name}.run.json").write_text(json.dumps(HEADER))
+        with pytest.raises(RecordsError, match=r"line [34]: not an answer"), opened(other, "resume") as file:
+            list(file.records())
+        assert other.read_bytes() == damaged
+        assert not list(tmp_path.glob("*.torn"))
+
+
+def test_torn_lines_are_kept_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path, [answer(0)])
+    whole = path.read_bytes()
+    for half in (b'{"id": "1", "im', b'{"id": "2"'):
+        path.write_bytes(whole + half)
+        with opened(path, "resume") as file:
+            assert list(file.records()) == [answer(0)]
+            assert path.read_bytes() == whole + half
+            file.finish()
+        assert f"its {len(half)} bytes are now in {path}.torn" in caplog.text
+    assert path.read_bytes() == whole
+    assert path.with_name("a.jsonl.torn").read_bytes() == b'{"id": "1", "im\n{"id": "2"\n'
 
 
 def test_names_that_are_not_unicode_survive_as_valid_json(tmp_path: Path) -> None:

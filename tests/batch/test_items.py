@@ -33,8 +33,8 @@ def refuse(problem: InputError) -> None:
     raise problem
 
 
-def find(*sources: str, whole_files: bool = False, limit: int | None = None) -> BatchWork:
-    return find_work(sources, whole_files=whole_files, limit=limit, on_problem=refuse)
+def find(*sources: str, whole_files: bool = False, limit: int | None = None, **options: bool) -> BatchWork:
+    return find_work(sources, whole_files=whole_files, limit=limit, on_problem=refuse, **options)
 
 
 def test_documents_are_the_pages_that_bench_finds_and_a_bad_file_keeps_its_place(folder: Path) -> None:
@@ -112,7 +112,8 @@ def test_a_dataset_is_read_as_bench_reads_it(folder: Path) -> None:
 def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(folder: Path) -> None:
     url = "https://example.org/a.png"
     rows = write_rows(folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
-    assert list(find(rows)) == [BatchItem("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")]
+    wanted = BatchItem("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")
+    assert list(find(rows, external_images=True)) == [wanted]
 
 
 def test_what_cannot_be_asked_is_refused(folder: Path) -> None:

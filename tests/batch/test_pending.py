@@ -53,6 +53,20 @@ def test_what_is_answered_is_not_asked_again(path: Path) -> None:
         assert not Answered(file, retry_failed=False).any_succeeded
 
 
+def test_several_answers_to_one_document_are_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    every = items(3)
+    with begun_file(path, every) as file:
+        assert list(Answered(file, retry_failed=False).left(every)) == []
+    assert "several answers" not in caplog.text
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[1]]))
+    before = path.read_bytes()
+    with opened(path, "resume") as file:
+        assert list(Answered(file, retry_failed=False).left(every)) == []
+    assert f"{path}: several answers to one document, of which the last counts: '1.png'" in caplog.text
+    assert path.read_bytes() == before
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     bad=st.sets(st.integers(0, 7), min_size=1),

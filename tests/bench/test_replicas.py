@@ -32,6 +32,7 @@ from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
 from panscan.records.store import Run, read_run
 from panscan.records.summary import cell_metrics
+from panscan.records.verdict import verdict_of
 from panscan.settings import Settings
 
 Act = Callable[[], None]
@@ -102,13 +103,8 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
     assert plan_of(run, on_problem=print) == replace(chosen, replicas=2)
     assert [(len(run.loads), len(run.truths), len(run.verdicts))] == [(2, 1, 2)]
     text = run.path.read_text()
-    assert [text.count(f'"type":"{kind}"') for kind in ("load", "truth", "verdict", "cell", "repeat")] == [
-        1,
-        1,
-        2,
-        2,
-        2,
-    ]
+    assert [text.count(f'"type":"{kind}"') for kind in ("load", "truth", "cell", "repeat")] == [1, 1, 2, 2]
+    assert {verdict_of(run, cell).word for cell in run.cells} == {"exact"}
     assert {each["outcome"] for each in run.outcomes.values()} == {"done"}
     for key, line in run.repeats.items():
         for number in (0, 1):
@@ -118,6 +114,8 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
             r["batch"] for r in run.requests[key] if r["replica"] == 1
         }
         first, second = line["replicas"]
+        for each in line["replicas"]:
+            assert (each["tokens"]["requests"], each["tokens"]["equal"]) == (3, True), "each compares its own tokens"
         assert (line["started"], line["ended"]) == (
             max(first["started"], second["started"]), min(first["ended"], second["ended"]),
         )  # fmt: skip

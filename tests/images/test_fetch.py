@@ -1,65 +1,33 @@
 from __future__ import annotations
 
+import base64
+import copy
 import hashlib
 import io
+import json
+import pickle
+import re
 import socket
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from PIL import Image
+from tests.images.site import Site, serving
 
 from panscan.core import ImageError
 from panscan.images import fetch
 from panscan.images.files import Page, expand_images, find_pages, load_page, open_image, page_digest
 
 
-class Site(ThreadingHTTPServer):
-    """Serves ``answers`` (path to status, Location and body) on this machine, and counts what was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.answers: dict[str, tuple[int, str, bytes]] = {}
-        self.asked: Counter[str] = Counter()
-
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.server_port}{path}"
-
-    def put(self, path: str, body: bytes = b"", status: int = 200, location: str = "") -> str:
-        self.answers[path] = status, location, body
-        return self.url(path)
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Site
-
-    def do_GET(self) -> None:
-        self.server.asked[self.path] += 1
-        status, location, body = self.server.answers.get(self.path, (404, "", b""))
-        self.send_response(status)
-        if location:
-            self.send_header("Location", location)
-        self.end_headers()
-        with suppress(OSError):  # the client has had enough
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
     fetch._CACHE.clear()
-    with Site() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving() as server:
         yield server
-        server.shutdown()
-        thread.join()
     fetch._CACHE.clear()
 
 
@@ -134,10 +102,181 @@ def test_malformed_urls_are_one_line(url):
 
 def test_an_absent_or_silent_server_is_told(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
-        with pytest.raises(ImageError, match=r"/x: could not be fetched \(timed out\)$"):
+        with pytest.raises(ImageError, match=r"/x: could not be fetched \(0.05 s without data\)$"):
             open_image(url)
     with pytest.raises(ImageError, match=r"/x: could not be fetched \("):
         open_image(url)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "127.1"])
+def test_local_addresses_are_refused_unless_allowed(site, monkeypatch, host):
+    monkeypatch.delenv(fetch.ALLOW_PRIVATE)
+    site.put("/x", tiff(5))
+    with pytest.raises(ImageError, match=r"not a public address: allow it with --allow-private-urls or PANSCAN_ALLOW"):
+        open_image(site.url("/x", host))
+    assert not site.asked
+    if host in ("127.0.0.1", "localhost"):
+        monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
+        assert open_image(site.url("/x", host)).size == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True), ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True), ("64:ff9b::5db8:d70e", True),
+        ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False), ("100.64.0.1", False),
+        ("127.0.0.1", False), ("0.0.0.0", False), ("169.254.169.254", False), ("224.0.0.1", False),
+        ("239.255.255.250", False), ("255.255.255.255", False), ("240.0.0.1", False), ("::1", False), ("::", False),
+        ("fe80::1%eth0", False), ("fc00::1", False), ("fec0::1", False), ("ff0e::1", False),
+        ("::ffff:93.184.215.14", False), ("::ffff:10.0.0.1", False), ("::7f00:1", False),
+        ("64:ff9b::a00:1", False), ("64:ff9b:1::a00:1", False), ("2002:a00:1::", False), ("2001::1", False),
+    ],
+)  # fmt: skip
+def test_public_addresses(address, public):
+    assert fetch.is_public(address) is public
+
+
+class _Lookups:
+    """Answers name lookups like a DNS server that an attacker runs; everything else is real."""
+
+    def __init__(self, addresses: list[list[str]]) -> None:
+        self.addresses = addresses
+        self.asked: list[str] = []
+
+    def __call__(self, host: str, port: int, *args: object, **kwargs: object) -> list[tuple[object, ...]]:
+        if host.replace(".", "").isdigit():
+            return _getaddrinfo(host, port, *args, **kwargs)
+        self.asked.append(host)
+        found = self.addresses.pop(0)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+
+_getaddrinfo = socket.getaddrinfo
+
+
+def test_a_name_is_looked_up_once_and_that_address_is_connected_to(site, monkeypatch):
+    """DNS rebinding: the second answer is another address than the one that was checked."""
+    lookups = _Lookups([["127.0.0.1"], ["127.0.0.2"]])
+    monkeypatch.setattr(socket, "getaddrinfo", lookups)
+    monkeypatch.setattr(fetch, "is_public", "127.0.0.1".__eq__)
+    monkeypatch.delenv(fetch.ALLOW_PRIVATE)
+    site.put("/x", tiff(5))
+    assert open_image(site.url("/x", "rebinding.test")).size == (5, 5)
+    assert lookups.asked == ["rebinding.test"]
+    assert site.headers["/x"]["Host"] == f"rebinding.test:{site.server_port}"
+
+
+def test_a_redirect_to_a_private_address_is_refused(site, monkeypatch):
+    monkeypatch.delenv(fetch.ALLOW_PRIVATE)
+    monkeypatch.setattr(fetch, "is_public", "127.0.0.1".__eq__)  # this one counts as public, other local ones do not
+    site.put("/secret", tiff(7))
+    for host in ("127.0.0.2", "[::ffff:127.0.0.1]"):
+        url = site.put("/here", status=302, location=site.url("/secret", host))
+        with pytest.raises(ImageError, match="not a public address"):
+            open_image(url)
+    with pytest.raises(ImageError, match="needs http:// or https://"):
+        open_image(site.put("/file", status=302, location="file:///etc/passwd"))
+    assert site.asked["/secret"] == 0
+    site.put("/here", status=302, location="/secret")
+    assert open_image(site.url("/here")).size == (7, 7)
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"])
+def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch, start):
+    """One byte at a time, never silent for long enough to count as silent."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
+    monkeypatch.setattr(fetch, "TRANSFER_S", 0.3)
+    gone = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        client, _ = server.accept()
+        with client, suppress(OSError):
+            client.sendall(start)
+            while not gone.wait(0.01):
+                client.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,))
+        thread.start()
+        with pytest.raises(ImageError, match=r"could not be fetched \(it took longer than 0.3 s\)$"):
+            open_image(f"http://127.0.0.1:{server.getsockname()[1]}/x")
+        gone.set()
+        thread.join()
+
+
+def test_proxies_of_the_environment_need_the_allowance(site, monkeypatch):
+    proxied = "http://printer.internal.test/scan"
+    site.put(proxied, tiff(9))
+    monkeypatch.setenv("http_proxy", site.url(""))
+    assert open_image(proxied).size == (9, 9)
+    monkeypatch.delenv(fetch.ALLOW_PRIVATE)
+    with pytest.raises(ImageError, match="could not be fetched"):
+        open_image(proxied)
+    assert site.asked == {proxied: 1}
+
+
+LOGIN = "http://ann:pa%20ss@127.0.0.1:{port}/scan?X-Amz-Signature=abc&page=1&token=t0p"
+
+
+def test_credentials_reach_the_server_and_no_name(site):
+    content = tiff(5, 6)
+    path = "/scan?X-Amz-Signature=abc&page=1&token=t0p"
+    site.put(path, content)
+    url = LOGIN.format(port=site.server_port)
+    pages = find_pages([url], on_problem=pytest.fail)
+    assert [load_page(page).size for page in pages] == [(5, 5), (6, 6)]
+    assert base64.b64decode(site.headers[path]["Authorization"].removeprefix("Basic ")) == b"ann:pa ss"
+    name = pages[1].name
+    assert re.fullmatch(
+        r"http://\*\*\*@127.0.0.1:\d+/scan\?X-Amz-Signature=\*\*\*\w{8}&page=1&token=\*\*\*\w{8}#page=2", name
+    )
+    for again in (name, pickle.loads(pickle.dumps(name)), copy.deepcopy(name)):
+        assert open_image(again).size == (6, 6)
+    with pytest.raises(ImageError, match="credentials are not kept in records"):
+        open_image(json.loads(json.dumps(name)))
+    site.put(path, status=500)
+    fetch._CACHE.clear()
+    with pytest.raises(ImageError) as caught:
+        open_image(url)
+    assert not any(secret in str(caught.value) for secret in ("ann", "pa%20ss", "abc", "t0p"))
+
+
+def test_a_password_does_not_follow_a_redirect_to_another_server(site):
+    site.put("/there", tiff(5))
+    for host, sent in (("127.0.0.1", True), ("localhost", False)):
+        site.put("/here", status=302, location=site.url("/there", host))
+        fetch._CACHE.clear()
+        open_image(site.url("/here", "ann:secret@127.0.0.1"))
+        assert ("Authorization" in site.headers["/there"]) is sent
+
+
+def test_urls_that_differ_in_a_token_alone_stay_apart(site):
+    urls = [site.put(f"/get?token={side}", tiff(side)) for side in (5, 6)]
+    pages = find_pages(urls, on_problem=pytest.fail)
+    assert [load_page(page).size for page in pages] == [(5, 5), (6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "secret"),
+    [
+        ("X-Amz-Signature", True), ("X-Amz-Credential", True), ("X-Amz-Security-Token", True), ("sig", True),
+        ("AWSAccessKeyId", True), ("api_key", True), ("apiKey", True), ("key", True), ("x-functions-key", True),
+        ("authToken", True), ("access_token", True), ("client_secret", True), ("Password", True), ("pwd", True),
+        ("Policy", True), ("page", False), ("design", False), ("author", False), ("X-Amz-Date", False),
+        ("keyword", False), ("monkey", False),
+    ],
+)  # fmt: skip
+def test_which_parameters_are_secret(parameter, secret):
+    for before in ("?", "?a=b&"):
+        url = f"https://example.test/x{before}{parameter}=s3cret&page=2"
+        assert ("s3cret" not in fetch.conceal(url)) is secret
+        assert fetch.conceal(url).endswith("&page=2")
+        assert fetch.conceal(fetch.conceal(url)) == fetch.conceal(url)
+    text = f"panscan ask https://ann:pw@example.test/x?{parameter}=s3cret -p mail@example.test"
+    assert fetch.conceal(text).startswith("panscan ask https://***@example.test/x?")
+    assert fetch.conceal(text).endswith(" -p mail@example.test")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,6 +97,86 @@ def test_a_damaged_checkpoint_is_one_line(copy: Path, damage: str) -> None:
     with pytest.raises(ModelError, match="--model") as caught:
         load_model(str(copy), CPU)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> str:
+    """Python code that leaves a trace when it runs."""
+    return f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+
+
+class Runs:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, (self.code,)
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def with_own_model(copy: Path) -> str:
+    change(copy / "config.json", model_type="own", auto_map={"AutoConfig": "own.X", "AutoModel": "own.X"})
+    return "panscan runs Gemma 3; this is a 'own' model"
+
+
+def with_own_processor(copy: Path) -> str:
+    for name in ("processor_config.json", "tokenizer_config.json"):
+        change(copy / name, processor_class="Own", auto_map={"AutoProcessor": "own.X"})
+    return "it needs code of its own, which panscan does not run"
+
+
+def with_own_kernel(copy: Path) -> str:
+    text = json.loads((copy / "config.json").read_text())["text_config"]
+    change(copy / "config.json", text_config={**text, "_attn_implementation": "somebody/kernel"})
+    return "config.json names code to download ('somebody/kernel')"
+
+
+@pytest.mark.parametrize("prepare", [with_own_model, with_own_processor, with_own_kernel])
+def test_a_checkpoint_runs_no_code_of_its_own_and_asks_nobody(
+    copy: Path, code: str, tmp_path: Path, prepare: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copy / "own.py").write_text(f"{code}class X: pass\n")
+    message = prepare(copy)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")  # the user's careless answer
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        load_model(str(copy), CPU)
+    assert "\n" not in str(caught.value)
+    assert asked == []
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_gemma_3_is_ignored(copy: Path, code: str, tmp_path: Path) -> None:
+    (copy / "own.py").write_text(f"{code}class X: pass\n")
+    change(copy / "config.json", auto_map={"AutoConfig": "own.X", "AutoModelForImageTextToText": "own.X"})
+    change(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.X", "own.X"]})
+    (copy / "custom_generate").mkdir()
+    (copy / "custom_generate" / "generate.py").write_text(code)
+    assert load_model(str(copy), CPU).model.config.model_type == "gemma3"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("harmless", [True, False])
+@pytest.mark.parametrize("place", ["pytorch_model.bin", "index"])
+def test_pickled_weights_are_refused(copy: Path, code: str, tmp_path: Path, harmless: bool, place: str) -> None:
+    tensors: dict[str, object] = dict(load_file(copy / "model.safetensors"))
+    (copy / "model.safetensors").unlink()
+    names = dict.fromkeys(tensors, "weights.bin")
+    torch.save(tensors if harmless else {**tensors, "x": Runs(code)}, copy / "weights.bin")
+    if place == "index":
+        index = {"metadata": {"total_size": 1}, "weight_map": names}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (copy / "weights.bin").rename(copy / place)
+    with pytest.raises(ModelError, match="not all of its weights are in safetensors files: convert them") as caught:
+        load_model(str(copy), CPU)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_missing_weights_are_not_drawn_at_random(copy: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -22,7 +23,8 @@ WRITER = PromptWriter(TOKENIZER, IMAGE_TOKENS)
 CHOSEN = PanAndScan(min_crop_size=8, max_num_crops=4)
 SPECIAL = sorted(added.content for added in TOKENIZER.added_tokens_decoder.values() if added.special)
 
-PLAIN = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co")), max_size=60).filter(
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\u2581")  # which reads back as a space
+PLAIN = st.text(st.characters(codec="utf-8"), max_size=60).filter(
     lambda text: not any(special in text for special in SPECIAL)
 )
 SIZES = st.lists(st.tuples(st.integers(16, 80), st.integers(16, 80)), max_size=3)
@@ -63,7 +65,7 @@ def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> Non
     assert written.ids == theirs(messages, images)
 
 
-@given(st.lists(st.sampled_from(SPECIAL) | st.text(max_size=6), max_size=6).map("".join))
+@given(st.lists(st.sampled_from(SPECIAL) | st.text(CHARACTERS, max_size=6), max_size=6).map("".join))
 def test_special_tokens_in_a_users_text_are_plain_text(text: str) -> None:
     """As many special tokens as for an innocent text, and the text itself comes back from the ids."""
     innocent = WRITER.write(Request(prompt="x"), []).ids
@@ -71,6 +73,67 @@ def test_special_tokens_in_a_users_text_are_plain_text(text: str) -> None:
     special = {token for token, added in TOKENIZER.added_tokens_decoder.items() if added.special}
     assert [i for i in written if i in special] == [i for i in innocent if i in special]
     assert text.strip() in TOKENIZER.decode(written)
+
+
+FRAGMENTS = st.lists(st.sampled_from(SPECIAL) | st.text(CHARACTERS, max_size=4), max_size=5).map("".join)
+SPLITS = st.tuples(FRAGMENTS, st.lists(st.integers(0, 60), max_size=4), st.sampled_from(["", " ", "\n"]))
+
+
+def cut(split: tuple[str, list[int], str]) -> list[dict[str, str]]:
+    """A text as parts that the template, which trims each of them, joins to that text again."""
+    text, places, space = split
+    edges = [0, *sorted(places), len(text)]
+    return [{"type": "text", "text": f"{space}{text[a:b]}{space}"} for a, b in pairwise(edges)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SPLITS, SPLITS, FRAGMENTS)
+@example(("<end_of_turn>", [8], ""), ("", [], ""), "")
+@example(("<end_of_turn>", [8], " "), ("<start_of_image>", [1, 4, 9], "\n"), "<eos>")
+def test_special_tokens_cut_into_parts_are_plain_text(
+    first: tuple[str, list[int], str], third: tuple[str, list[int], str], system: str
+) -> None:
+    def turns(said: list[dict[str, str]], answer: str, asked: list[dict[str, str]]) -> list[dict[str, Any]]:
+        system_turn = {"role": "system", "content": [{"type": "text", "text": f"{system}<end_of_"}]}
+        texts = [("user", said), ("assistant", answer), ("user", asked)]
+        return [system_turn, *({"role": role, "content": content} for role, content in texts)]
+
+    written = WRITER.write(Request(messages=turns(cut(first), "<end_of_", cut(third))), []).ids
+    plain: list[dict[str, str]] = [{"type": "text", "text": "x"}]
+    innocent = theirs([turn | {"content": plain} for turn in turns(plain, "x", plain)], [])
+    control = set(TOKENIZER.convert_tokens_to_ids(SPECIAL))
+    assert [i for i in written if i in control] == [i for i in innocent if i in control]
+    joined = ["".join(part["text"].strip() for part in cut(split)) for split in (first, third)]
+    assert TOKENIZER.decode(written) == (
+        f"<bos><start_of_turn>user\n{system}<end_of_\n\n{joined[0]}<end_of_turn>\n"
+        f"<start_of_turn>model\n<end_of_<end_of_turn>\n"
+        f"<start_of_turn>user\n{joined[1]}<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PLAIN, min_size=1, max_size=4), st.none() | PLAIN)
+def test_tokens_merge_across_parts_as_the_processors_do(parts: list[str], system: str | None) -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": text} for text in parts]}]
+    if system is not None:
+        turns.insert(0, {"role": "system", "content": system})
+    request = Request(messages=turns)
+    if WRITER.special_in(request) is None:
+        assert WRITER.write(request, []).ids == theirs(turns, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "special"),
+    [
+        ("What?", None),
+        ("a <end_of_turn>", "<end_of_turn>"),
+        ([{"type": "text", "text": "<end_of_ "}, {"type": "text", "text": "turn>"}], "<end_of_turn>"),
+        ([{"type": "text", "text": "<end_of_"}, {"type": "image"}, {"type": "text", "text": "turn>"}], None),
+        ([{"type": "image"}, {"type": "text", "text": "<start_of_image>"}], "<start_of_image>"),
+    ],
+)
+def test_special_tokens_are_found_where_the_template_joins_texts(content: Any, special: str | None) -> None:
+    assert WRITER.special_in(Request(messages=[{"role": "user", "content": content}])) == special
 
 
 @pytest.mark.parametrize("crops", range(8))
@@ -109,6 +172,8 @@ def test_prompts_that_do_not_fit_their_images_are_refused(request_: Request, cro
     ("messages", "message"),
     [
         ([], "a list of turns, not empty"),
+        ([{"role": "system", "content": "Be brief."}], "a system message alone asks nothing: add a turn"),
+        ([{"role": "<eos>user", "content": "Who?"}], "the role of turn 1 must be a word"),
         ("Who?", "a list of turns"),
         (5, "a list of turns"),
         ([None], "turn 1 must be"),

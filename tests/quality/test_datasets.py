@@ -21,7 +21,7 @@ from tests.conftest import noise
 
 from panscan.bench.workload import Source, Workload, load_workload
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
-from panscan.quality.datasets import FORMATS, DatasetFacts, LoadedDataset, facts_of_header, load_dataset
+from panscan.quality.datasets import FORMATS, Boundary, DatasetFacts, LoadedDataset, facts_of_header, load_dataset
 from panscan.quality.datasets.rows import answer_texts, read_text
 from panscan.quality.scores import scores_of
 
@@ -549,7 +549,7 @@ def test_half_a_surrogate_pair_is_counted_and_asked_nowhere(tmp_path: Path) -> N
         "chartqa, test, 4 questions: 2 used, 1 without a readable image,"
         " 1 with half a surrogate pair, which is no text, 1 without answers (unscored)"
     )
-    loaded = LoadedDataset(DatasetFacts("docvqa"), "anls")
+    loaded = LoadedDataset(DatasetFacts("docvqa"), "anls", "--dataset x", Boundary([], external=True))
     loaded.add("\ud83d", ["a.png"], "?", [], [("type", ["x", "\ud83d"])])
     assert [(row.id, row.tags) for row in loaded.rows] == [("00000", (("type", "x"),))]
 
@@ -574,7 +574,7 @@ def test_what_is_nested_too_deeply_is_said(tmp_path: Path, name: str) -> None:
 
 @given(st.lists(rows, max_size=12))
 def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any, bool, Any, Any]]) -> None:
-    loaded = LoadedDataset(DatasetFacts("jsonl"), "exact_match")
+    loaded = LoadedDataset(DatasetFacts("jsonl"), "exact_match", "--dataset x", Boundary([], external=True))
     for row_id, has_image, question, answers in given_rows:
         loaded.add(row_id, ["a.png"] if has_image else [], question, answers)
     found = loaded.facts

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.records.synthetic import batches_of, header, outcome, write_run
 
+from panscan.core import RecordsError
 from panscan.records.verdict import FLOOR, Divergence, Top1, judge, verdict_lines, verdict_of
 
 KL = st.floats(0, 10)
@@ -93,3 +94,79 @@ def test_why_there_is_no_verdict(tmp_path: Path, changes: dict, outcomes: list, 
     assert found.word == "unverified"
     assert reason in found.reason
     assert reason in " ".join(verdict_lines(run, ["c"]))
+
+
+def token_check(first: dict | None = None, **fields: object) -> dict[str, object]:
+    return {
+        "requests": 1, "tokens": 4, "departed": int(first is not None), "equal": first is None, "first": first,
+        "note": "", **fields,
+    }  # fmt: skip
+
+
+DEPARTURE = {
+    "request": "7", "position": 2, "token": 5, "expected": 6, "texts": ["'a'", "'b'"], "margin": 3.25, "clear": True,
+}  # fmt: skip
+EXACT = {
+    "type": "verdict", "cell": "c", "verdict": "exact", "reason": None, "truth": "t", "answer": figures(1e-3),
+    "image": None, "top1": {"clear": 8, "agree": 8}, "equal_tokens": True, "seconds": 1.0,
+}  # fmt: skip
+TRUTH = {
+    "type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "tiny", "requests": 1, "tokens": 1,
+    "image_positions": 1, "seconds": 2.5,
+}  # fmt: skip
+AXIS = {"axis": "order", "requests": 3, "differ": 1, "first": DEPARTURE, "own": True, "note": "reversed"}
+
+
+def judged(tmp_path: Path, *, verdict: dict | None = None, truth: dict | None = None, repeat: dict | None = None):
+    lines = [line | (repeat or {}) if line["type"] == "repeat" else line for line in batches_of("c", [1.0])]
+    run = write_run(tmp_path, [header({"c": {}}), *lines, TRUTH | (truth or {}), EXACT | (verdict or {})])
+    return verdict_of(run, "c"), " ".join(verdict_lines(run, ["c"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "exact"),
+        ({"repeat": {"tokens": token_check()}}, "exact"),
+        ({"repeat": {"tokens": token_check(DEPARTURE)}}, "different"),
+        ({"repeat": {"replicas": [
+            {"replica": each, "started": 0.0, "ended": 1.0, "device": "cpu", "tokens": token_check(first)}
+            for each, first in enumerate((None, DEPARTURE))
+        ]}}, "different"),
+        ({"verdict": {"beyond": token_check(DEPARTURE)}}, "different"),
+        ({"verdict": {"invariance": [AXIS]}}, "different"),
+        ({"verdict": {"invariance": [AXIS | {"own": False}]}}, "exact"),  # the other cell is wrong
+        ({"verdict": {"invariance": [AXIS | {"first": DEPARTURE | {"clear": False}}]}}, "exact"),
+        ({"verdict": {"verdict": "unverified", "reason": "no place"}, "repeat": {"tokens": token_check(DEPARTURE)}},
+         "different"),
+        ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": "boxes", "note": ""}}}, "different"),
+        ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": None, "note": ""}}}, "exact"),
+        ({"repeat": {"dtype": "float32", "tokens": token_check(equal=False)}}, "close"),
+        ({"repeat": {"dtype": "bfloat16", "tokens": token_check(equal=False)}}, "exact"),
+    ],
+)  # fmt: skip
+def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path, fields: dict, word: str) -> None:
+    found, said = judged(tmp_path, **fields)
+    assert found.word == word
+    if word == "different" and "truth" not in fields:
+        for part in ("request 7", "output token 3", "'a' instead of 'b'", "3.25 nats"):
+            assert part in found.reason
+            assert part in said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repeat": {"tokens": {"requests": 1}}},
+        {"repeat": {"tokens": [1]}},
+        {"repeat": {"tokens": token_check({"request": "7"})}},
+        {"repeat": {"tokens": token_check(DEPARTURE | {"texts": ["a"]})}},
+        {"verdict": {"invariance": {}}},
+        {"verdict": {"invariance": [7]}},
+        {"verdict": {"beyond": token_check(departed="1")}},
+        {"truth": {"inputs": {"requests": 1}}},
+    ],
+)
+def test_malformed_checks_are_refused_with_their_line(tmp_path: Path, fields: dict) -> None:
+    with pytest.raises(RecordsError, match=r"line \d+: "):
+        judged(tmp_path, **fields)

@@ -22,8 +22,9 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.analysis.cells import distinguishing, meant
+from panscan.bench.divergence import DivergenceTally, compare_logits
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.verify import DivergenceTally, Verifier, compare_logits
+from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
 from panscan.model.checkpoint import load_outline

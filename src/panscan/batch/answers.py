@@ -3,7 +3,8 @@
 ``answers.jsonl`` holds answers and nothing else. How they were made stands beside it, in ``answers.jsonl.run.json``
 (prompt, settings, versions), because a job is only resumed with what it began with. ``answers.jsonl.held`` holds the
 answers that wait: for a slower one before them, or, of documents that are asked again, for the end of the job.
-``answers.jsonl.lock`` keeps a second process out.
+``answers.jsonl.lock`` keeps a second process out. ``answers.jsonl.torn`` has what a killed process or a failed machine
+left of a line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["AnswerFile", "Mode", "refuse_sources"]
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
-_SIDECARS = (".run.json", ".held", ".lock")
+_SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn")
 
 
 class AnswerFile:
@@ -39,8 +40,8 @@ class AnswerFile:
     Args:
         path: the file of answers; its directory is made if need be.
         header: how the answers are made, kept beside the file.
-        mode: ``new`` refuses a file that has answers, ``resume`` goes on with it (or begins it; half a last line is cut
-            off), ``force`` throws it away.
+        mode: ``new`` refuses a file that has answers, ``resume`` goes on with it (or begins it; half a last line moves
+            to ``.torn`` with the first answer), ``force`` throws it away.
         check: of a header that is there and the one of now; why one cannot be resumed with the other, or None.
 
     Attributes:
@@ -54,7 +55,7 @@ class AnswerFile:
 
     def __init__(self, path: Path, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         self.path = Path(os.path.realpath(path))
-        self.header_path, self._held_path, self._lock_path = _sidecars(self.path)
+        self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
         self.begun_with = header
         self._lines: JsonLines | None = None
         self._held: Outbox | None = None
@@ -133,7 +134,10 @@ class AnswerFile:
         Raises:
             RecordsError: a line is not an answer, or the disk does not take the new file.
         """
-        if self._lines is None or self._held is None or not (replacing := self._held.replacing()):
+        if self._lines is None or self._held is None:
+            return
+        self._lines.cut()
+        if not (replacing := self._held.replacing()):
             return
         self._lines.rewrite(_replaced(self._lines, self._held, replacing))
         for id in [record["id"] for record, replaces in self._held if replaces is not None]:
@@ -161,7 +165,7 @@ class AnswerFile:
     def _acquire(self) -> None:
         made = [place for place in (self._lock_path, *self.path.parents) if not place.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666))  # FileLock takes some refusals for a lock
+        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o664))  # FileLock takes some refusals for a lock
         try:
             self._lock.acquire()
             self._made = made

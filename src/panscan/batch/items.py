@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 
 from panscan.core import DatasetError, ImageError, SettingError
+from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_files
-from panscan.quality.datasets import dataset_rows
+from panscan.quality.datasets import Boundary, dataset_rows
 
 __all__ = ["BatchItem", "BatchWork", "find_work"]
 
@@ -79,7 +80,12 @@ class BatchWork:
 
 
 def find_work(
-    sources: Sequence[str], *, whole_files: bool, limit: int | None, on_problem: Callable[[ImageError], None]
+    sources: Sequence[str],
+    *,
+    whole_files: bool,
+    limit: int | None,
+    on_problem: Callable[[ImageError], None],
+    external_images: bool = False,
 ) -> BatchWork:
     """The work that a user's sources stand for.
 
@@ -88,17 +94,19 @@ def find_work(
         whole_files: all pages of a document are one item. Otherwise each page is.
         limit: items at most.
         on_problem: told of each subdirectory that cannot be read.
+        external_images: rows of the dataset may name URLs, and files outside its folder.
 
     Raises:
         SettingError: a dataset beside something else, or with ``whole_files``.
         InputError: a source stands for no document, is not there or cannot be opened, or the dataset cannot be used.
     """
+    sources = [named_url(source) for source in sources]
     if any(_is_dataset(source) for source in sources):
         if len(sources) > 1:
             raise SettingError(f"a dataset stands alone: give {' '.join(sources)} to jobs of their own")
         if whole_files:
             raise SettingError("--whole-files does not go with a dataset: each row is one request already")
-        items = _dataset(Path(sources[0]))
+        items = _dataset(Path(sources[0]), external=external_images)
         files = [sources[0], *(image for item in items for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
     found = [file for source in sources for file in _files(source, on_problem)]
@@ -138,7 +146,8 @@ def _document(file: str, *, whole: bool) -> list[BatchItem]:
     return [BatchItem(name, (name,), (name,), document=file) for name in names]
 
 
-def _dataset(path: Path) -> list[BatchItem]:
+def _dataset(path: Path, *, external: bool) -> list[BatchItem]:
+    boundary = Boundary([path.parent], external=external)
     items: dict[str, BatchItem] = {}
     for number, row in enumerate(dataset_rows(path, str(path))):
         item_id = str(row.get("id", f"{number:05d}"))
@@ -146,8 +155,10 @@ def _dataset(path: Path) -> list[BatchItem]:
             raise DatasetError(f"{path}: two questions have the id {item_id!r}")
         if not row["question"].strip():  # every row has a line in the output: none is left out
             raise DatasetError(f"{path}: the question with the id {item_id!r} is empty")
-        named = (row["image"],) if isinstance(row["image"], str) else tuple(row["image"])
+        named = tuple(map(named_url, [row["image"]] if isinstance(row["image"], str) else row["image"]))
         images = tuple(name if "://" in name else str(path.parent / name) for name in named)
+        for image in images:
+            boundary.check(image, f"{path}, row {number + 1}")
         items[item_id] = BatchItem(item_id, images, named, row["question"])
     if not items:
         raise DatasetError(f"{path}: the file has no question")

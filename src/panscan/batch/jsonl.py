@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from panscan.core import RecordsError, now
+from panscan.core import RecordsError, create_file, now
 
 __all__ = ["JsonLine", "JsonLines", "Record", "encode", "unwritable"]
 
 Record = dict[str, Any]
+
+_LOG = logging.getLogger(__name__)
 
 _SYNC_S = 1.0  # a failing machine, unlike a killed process, may lose what is younger than this
 
@@ -27,7 +30,10 @@ class JsonLine(NamedTuple):
 
 
 class JsonLines:
-    """Answers in a file, one JSON line each. Half a last line is cut off.
+    """Answers in a file, one JSON line each.
+
+    Half a last line is not read, and :meth:`cut` off before something is written. A file that is only read, because it
+    turns out to be of another job, stays as it was.
 
     Args:
         path: made if need be.
@@ -41,6 +47,9 @@ class JsonLines:
         self._synced = now()
         try:
             self._file = self._opened()
+            with path.open("rb") as found:
+                self._whole = _whole(found)  # bytes before the torn line
+            self._torn = self._whole < os.fstat(self._file).st_size
         except OSError as error:
             raise unwritable(path, error) from error
 
@@ -53,6 +62,8 @@ class JsonLines:
         at = 0
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
+                if self._torn and at >= self._whole:
+                    return
                 record = _parse(raw)
                 if record is None:
                     raise RecordsError(f"{self.path}, line {number}: not an answer of panscan batch")
@@ -66,12 +77,35 @@ class JsonLines:
             record: Record = json.loads(file.readline())
         return record
 
+    def cut(self) -> None:
+        """Move half a last line to the end of ``NAME.torn``, and report it.
+
+        Raises:
+            RecordsError: the disk does not take it there.
+        """
+        if not self._torn:
+            return
+        kept = self.path.with_name(f"{self.path.name}.torn")
+        try:
+            with self.path.open("rb") as file, kept.open("ab") as torn:
+                file.seek(self._whole)
+                half = file.read()
+                torn.write(half + b"\n")
+                torn.flush()
+                os.fsync(torn.fileno())
+            os.ftruncate(self._file, self._whole)
+        except OSError as error:
+            raise unwritable(kept, error) from error
+        self._torn = False
+        _LOG.warning("%s ended in half a line: its %d bytes are now in %s", self.path, len(half), kept)
+
     def append(self, record: Mapping[str, Any]) -> int:
         """Add one whole line; returns where it begins.
 
         Raises:
             RecordsError: the disk does not take it; half a line is then cut off again.
         """
+        self.cut()
         data = encode(record)
         before = os.fstat(self._file).st_size
         try:
@@ -95,9 +129,10 @@ class JsonLines:
         Raises:
             RecordsError: the disk does not take the new file.
         """
+        self.cut()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            with temporary.open("wb") as file:
+            with create_file(temporary) as file:
                 file.writelines(lines)
                 file.flush()
                 os.fsync(file.fileno())
@@ -112,6 +147,7 @@ class JsonLines:
 
     def clear(self) -> None:
         """Hold no line."""
+        self.cut()
         os.ftruncate(self._file, 0)
 
     def close(self) -> None:
@@ -121,13 +157,7 @@ class JsonLines:
         os.close(self._file)
 
     def _opened(self) -> int:
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        with self.path.open("rb") as found:
-            whole = _whole(found)
-        if whole < os.fstat(file).st_size:
-            os.ftruncate(file, whole)
-            os.fsync(file)
-        return file
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o664)
 
     def _sync(self) -> None:
         os.fsync(self._file)
@@ -151,7 +181,7 @@ def _whole(file: BinaryIO) -> int:
     last = b""
     for line in file:
         before, end, last = end, end + len(line), line
-    return end if not last or (last.endswith(b"\n") and _parse(last) is not None) else before
+    return end if not last or (last.endswith(b"\n") and b"\0" not in last) else before
 
 
 def _parse(line: bytes) -> Record | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from panscan.batch.jsonl import Record
 from panscan.core import RecordsError
 
 __all__ = ["AnswerCounts", "Answered", "Task", "tally"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Task:
 
 
 class Answered:
-    """Which items a file has answers of. No line of it is changed.
+    """Which items a file has answers of. No line of it is changed. Of several answers to one item the last one counts,
+    and they are reported.
 
     Args:
         file: the file.
@@ -55,8 +59,16 @@ class Answered:
         self._failed: set[str] = set()
         self._held: set[str] = set()  # in no place of the file yet
         self._replaces: dict[str, str] = {}
+        repeated: list[str] = []
         for record in file.records():
+            if record["id"] in self._asked:
+                repeated.append(record["id"])
             self._note(record)
+        if repeated:
+            _LOG.warning(
+                "%s: several answers to one document, of which the last counts: %s%s", file.path,
+                ", ".join(map(repr, repeated[:5])), f" and {len(repeated) - 5} more" if len(repeated) > 5 else "",
+            )  # fmt: skip
         for record, replaces in list(file.held()):
             if replaces is not None:
                 self._replaces[record["id"]] = replaces

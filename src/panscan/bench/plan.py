@@ -18,8 +18,6 @@ from panscan.settings import Settings
 
 __all__ = ["Observer", "SweepPlan", "Visit", "Writer"]
 
-_COMPARED = 16  # requests of a verdict's sample
-
 Visit = tuple[Cell, int | None]
 """A cell and the repeat to measure; None: compare its answers with the reference's."""
 
@@ -53,6 +51,9 @@ class SweepPlan:
         seed: of the order of cells, and of the sampler in cells that name none.
         include_content: keep prompts and answers in the records.
         verify: compare each cell's answers with the reference's.
+        verify_requests: requests whose answers are compared with a truth's at most.
+        verify_tokens: output tokens of a truth's request at most.
+        check_invariance: answer each cell's requests again under other conditions (order, company, chunks, caches).
         reference: where a truth may be found, instead of computing it.
         replicas: copies of all of this that run at the same time, each a process with devices of its own.
         gpus_per_replica: GPUs of each copy.
@@ -68,6 +69,9 @@ class SweepPlan:
     seed: int = 0
     include_content: bool = False
     verify: bool = True
+    verify_requests: int = 16
+    verify_tokens: int = 32
+    check_invariance: bool = False
     reference: str | None = None
     replicas: int = 1
     gpus_per_replica: int = 1
@@ -76,9 +80,26 @@ class SweepPlan:
 
     @property
     def sample(self) -> list[Item]:
-        """The items whose answers are compared, in order."""
-        chosen = random.Random(self.seed).sample(range(len(self.items)), min(_COMPARED, len(self.items)))
+        """The items whose answers are compared, in order: those with the most views, the longest prompts and several
+        images, a fifth of the sample each, and a draw of the others."""
+        count = min(self.verify_requests, len(self.items))
+        order = random.Random(self.seed).sample(range(len(self.items)), len(self.items))
+        longest = sorted(order, key=lambda index: -len(self.items[index].prompt))
+        several = [index for index in order if len(self.items[index].documents) > 1]
+        chosen: dict[int, None] = {}
+        for kind in (sorted(order, key=lambda index: -self._most_views[index]), longest, several):
+            chosen |= dict.fromkeys([index for index in kind if index not in chosen][: count // 5])
+        chosen |= dict.fromkeys([index for index in order if index not in chosen][: count - len(chosen)])
         return [self.items[index] for index in sorted(chosen)]
+
+    @cached_property
+    def _most_views(self) -> list[int]:
+        """Views of each item, in the cell that takes the most."""
+        cells = {cell.settings.pan_and_scan: cell for cell in self.cells if cell.id not in self.skipped}.values()
+        return [
+            max((sum(len(plan.views) for plan in plans_of(item, cell.settings)) for cell in cells), default=0)
+            for item in self.items
+        ]
 
     def batches(self, settings: Settings) -> list[list[int]]:
         """Indices of items, batch by batch, in a cell."""

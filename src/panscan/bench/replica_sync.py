@@ -244,7 +244,7 @@ class ReplicaSync:
 
 
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-_OWN = ("started", "ended", "warmup_s", "peak_allocated_bytes", "peak_rss_bytes", "torch_threads")
+_OWN = ("started", "ended", "warmup_s", "peak_allocated_bytes", "peak_rss_bytes", "torch_threads", "tokens")
 
 
 def merged(parts: Sequence[Sequence[Record]], devices: Sequence[str]) -> list[Record]:

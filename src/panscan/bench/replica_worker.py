@@ -132,9 +132,8 @@ def main() -> None:
     warnings.showwarning = link.warning
     try:
         plan = start.plan if start.replica == 0 else replace(start.plan, verify=False)
-        verifier = (
-            verifier_of(plan, link, link.stage, start.directory, read_run(start.directory)) if plan.verify else None
-        )
+        previous = read_run(start.directory)
+        verifier = verifier_of(start.plan, link, link.stage, start.directory, previous, follows=start.replica > 0)
         run_sweep(plan, link, start.done, link, verifier)
     except PanscanError as error:
         link.send(Failed(error))

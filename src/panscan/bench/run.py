@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 
+_VERIFY = ("verify_requests", "verify_tokens", "check_invariance")
+
+
 def start(plan: SweepPlan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
     """Measure a plan into a new run directory.
 
@@ -95,7 +98,13 @@ def follow(plan: SweepPlan, done: set[tuple[str, int | None]], observer: Observe
 
 
 def verifier_of(
-    plan: SweepPlan, writer: Writer, say: Callable[[str], None], directory: Path | None, previous: Run | None = None
+    plan: SweepPlan,
+    writer: Writer,
+    say: Callable[[str], None],
+    directory: Path | None,
+    previous: Run | None = None,
+    *,
+    follows: bool = False,
 ) -> Verifier | None:
     """What compares a plan's answers; None if the plan does not want that.
 
@@ -105,24 +114,28 @@ def verifier_of(
         say: told what goes on.
         directory: of the run, which stores truths; None stores none.
         previous: the run so far.
+        follows: another process computes the truths and stores them in the directory.
 
     Raises:
         RecordsError: ``--reference`` names no truth, or one of other views than those of any cell.
     """
     if not plan.verify:
         return None
-    from panscan.bench.truth import TOKENS, find_references
+    from panscan.bench.truth import find_references
     from panscan.bench.verify import Verifier
 
     verifier = Verifier(
         items=plan.sample,
         source=plan.source,
-        steps=min(TOKENS, max(cell.settings.max_new_tokens for cell in plan.cells)),
+        steps=min(plan.verify_tokens, max(cell.settings.max_new_tokens for cell in plan.cells)),
         directory=None if directory is None else directory / "truth",
         references=[] if plan.reference is None else find_references(Path(plan.reference)),
         write=writer.write,
         say=say,
         recorded=set(previous.truths) if previous is not None else set(),
+        everything=plan.items,
+        invariance=plan.check_invariance,
+        follows=follows,
     )
     verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
     return verifier
@@ -181,6 +194,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
         ]
         names = ("workload_sha256", "repeats", "warmup", "seed", "include_content", "verify", "reference")
         chosen = {name: kept[name] for name in (*names, "replicas", "gpus_per_replica")}
+        chosen |= {name: kept[name] for name in _VERIFY if name in kept}  # runs of older versions lack them
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = build_workload(source, on_problem=on_problem)
@@ -258,6 +272,7 @@ def header(plan: SweepPlan, command: Sequence[str]) -> dict[str, Any]:
             "seed": plan.seed,
             "include_content": plan.include_content,
             "verify": plan.verify,
+            **{name: getattr(plan, name) for name in _VERIFY},
             "reference": plan.reference,
             "replicas": plan.replicas,
             "gpus_per_replica": plan.gpus_per_replica,

@@ -74,6 +74,8 @@ def _run_loaded(
             if verifier is not None and compared:
                 verifier.prepare(runner, compared)
             _visit(plan, visits, runner, writer=writer, observer=observer, verifier=verifier)
+            if verifier is not None and (concluded := verifier.conclude(runner, compared)):
+                writer.write(concluded)
         finally:
             runner.close()
         return
@@ -135,7 +137,7 @@ def _visit(
         try:
             runner.configure(cell.settings)
             if repeat is not None:
-                records = measure(plan, cell, repeat, runner, observer)
+                records = measure(plan, cell, repeat, runner, observer, verifier)
             elif verifier is not None:
                 records = [verifier.verify(runner, cell)]
         except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
@@ -148,8 +150,19 @@ def _visit(
         _write_outcome(cell, repeat, failure, writer=writer, observer=observer)
 
 
-def measure(plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer) -> list[dict[str, Any]]:
-    """The records of one repeat of one cell: its requests, then the lines that say that all are there."""
+def measure(
+    plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer, verifier: Verifier | None = None
+) -> list[dict[str, Any]]:
+    """The records of one repeat of one cell: its requests, then the lines that say that all are there.
+
+    Args:
+        plan: the sweep.
+        cell: that ``runner`` is configured for.
+        repeat: its number, starting at 0.
+        runner: answers the requests.
+        observer: told of progress.
+        verifier: compares the measured tokens, after the measurement.
+    """
     from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 
     todo = plan.batches(cell.settings)
@@ -177,6 +190,9 @@ def measure(plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: 
     line |= {"device": str(runner.loaded.device), "dtype": str(runner.loaded.dtype).removeprefix("torch.")}
     if not cell.settings.sampling.greedy:
         line["sampling_seed"] = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed
+    if verifier is not None:
+        seed = line.get("sampling_seed")
+        line["tokens"] = verifier.check(runner, cell, [result for _, _, result in answered], seed)
     if repeat < plan.repeats - 1:
         return [*records, line]
     return [*records, line, _cell_record(cell, repeat, "done", None)]

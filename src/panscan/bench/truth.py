@@ -22,6 +22,7 @@ from safetensors.torch import save
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.model.checkpoint import Loaded
+from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.reference import float32_model, one_view_at_a_time
@@ -38,6 +39,7 @@ __all__ = [
     "find_references",
     "load_truth",
     "observe_eager",
+    "reference_states",
     "save_truth",
     "views_digest",
 ]
@@ -104,11 +106,17 @@ class Truth:
         return sum(len(expected.places) for expected in self.requests)
 
 
-def eager_settings(settings: Settings, pixels: str) -> Settings:
-    """The settings of the reference for a cell: nothing but its weights, precision, views and pixels."""
+def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Settings:
+    """The settings of the reference for a cell: nothing but its weights, precision, views and pixels.
+
+    Args:
+        settings: of the cell.
+        pixels: which rounding the pixels have, ``cpu`` or ``device``.
+        steps: output tokens of the reference at most.
+    """
     return replace(
         settings, runner="generate", attention="eager", cache="dynamic", compile=None, tf32=False,
-        prefill_chunk_size=None, pad_to_multiple_of=None, preprocess=pixels, max_new_tokens=TOKENS,
+        prefill_chunk_size=None, pad_to_multiple_of=None, preprocess=pixels, max_new_tokens=steps,
     )  # fmt: skip
 
 
@@ -155,6 +163,26 @@ def observe_eager(
         lambda group: observe(loaded, settings, requests[group], forced[group]),
         lambda done: on_step(f"its noise in {settings.dtype}: {done} of {len(requests)} requests"),
     )
+
+
+def reference_states(loaded: Loaded, settings: Settings, request: Request, tokens: Sequence[int]) -> torch.Tensor:
+    """Final hidden states float32 ``[tokens, hidden]`` before each token of an answer, in one float32 eager prefill.
+
+    Args:
+        loaded: unquantised, in :func:`panscan.model.runtime.reference_computation`; upcast part by part.
+        settings: from :func:`eager_settings`.
+        request: the question.
+        tokens: the answer, not empty and without image tokens.
+
+    Raises:
+        UnsupportedError: the weights cannot be upcast.
+    """
+    with float32_model(loaded.model), one_view_at_a_time(loaded.model):
+        start = len(plan_request(read_images(request), loaded.reader)[1].ids) - 1
+        places = ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
+        [seen] = observe(loaded, settings, [request], [places], dtype=torch.float32, behind=[tokens[:-1]])
+    assert seen.image_hidden is not None  # places were asked for
+    return seen.image_hidden
 
 
 def _in_groups(

@@ -1,21 +1,28 @@
-"""The verdict of each cell: its next-token distributions against the truth's, through its own path.
+"""The verdict of each cell: its measured tokens and its next-token distributions against the truth's.
 
-One truth per weights and views is found or computed before cells are measured; a cell is compared right after its last
-repeat, while what it compiled is there. All figures are divergences, position by position.
+One truth per weights and views is found or computed before cells are measured. The tokens of every measured repeat are
+compared with it right away. The distributions follow after a cell's last repeat, through the cell's own path, while
+what it compiled is there. What needs the bare model again (tokens beyond the truth's, margins of tokens that differ
+between runs) waits until all cells of a loaded model are measured.
 """
 
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from panscan.bench.divergence import DivergenceTally
 from panscan.bench.grid import Cell
+from panscan.bench.invariance import Variant, compare, shared_axis, variants
+from panscan.bench.processor_check import check_inputs
+from panscan.bench.tokens import Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Noise,
     Truth,
@@ -23,17 +30,18 @@ from panscan.bench.truth import (
     eager_settings,
     load_truth,
     observe_eager,
+    reference_states,
     save_truth,
     views_digest,
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, UnsupportedError, now
+from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
-from panscan.model.reference import head_logits, weights_digest
+from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
 from panscan.records.schema import Record
-from panscan.records.verdict import MARGIN_FLOOR, Divergence, Top1, judge
+from panscan.records.verdict import AXES, AxisCheck, TokenCheck, merged_axes
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
@@ -41,13 +49,14 @@ if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
 
-__all__ = ["DivergenceTally", "PositionComparison", "Verifier", "compare_logits"]
+__all__ = ["Verifier"]
 
 _Identity = tuple[Any, ...]
 _ANY = ""
 """In place of a fingerprint of views: all of them."""
 _UNWATCHED = {"generate_batch": "generate_batch() offers no place to look at its logits"}
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
+_SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
 _OTHER_WEIGHTS = "vLLM draws random weights of its own: compare it on a checkpoint"
 
 
@@ -64,6 +73,9 @@ class Verifier:
         write: takes records.
         say: told what goes on.
         recorded: ids of truths that the run's records name already.
+        everything: all items; they are answered again if ``invariance`` is to be checked.
+        invariance: whether to answer the requests of each cell again under other conditions.
+        follows: take truths from ``directory`` that another process puts there, and compute none.
     """
 
     items: Sequence[Item]
@@ -74,10 +86,17 @@ class Verifier:
     write: Callable[[Sequence[Mapping[str, Any]]], None]
     say: Callable[[str], None]
     recorded: set[str] = field(default_factory=set)
+    everything: Sequence[Item] = ()
+    invariance: bool = False
+    follows: bool = False
     _truths: dict[tuple[str, str], Truth] = field(default_factory=dict)
     _digests: dict[_Identity, str] = field(default_factory=dict)
     _missing: dict[tuple[_Identity, str], str] = field(default_factory=dict)
     _loads: set[_Identity] = field(default_factory=set)
+    _runs: dict[str, list[Variant]] = field(default_factory=dict)
+    _settings: dict[str, Settings] = field(default_factory=dict)
+    _records: dict[str, Record] = field(default_factory=dict)
+    _longest: dict[str, int] = field(default_factory=dict)
 
     def check_references(self, cells: Sequence[Cell]) -> None:
         """Whether references were made of any views of these cells, which this machine can run.
@@ -137,6 +156,59 @@ class Verifier:
         finally:
             runner.close()
 
+    def check(self, runner: Runner, cell: Cell, results: Sequence[Result], seed: int | None) -> Record | None:
+        """Compare a measured repeat's tokens with the truth's, and keep them for :meth:`conclude`.
+
+        Args:
+            runner: that measured the repeat.
+            cell: the cell.
+            results: of all its requests.
+            seed: of the sampler; None in greedy cells.
+
+        Returns:
+            The fields of :class:`panscan.records.verdict.TokenCheck`; None without a truth.
+        """
+        self._settings[cell.id] = cell.settings
+        self._longest[cell.id] = max(result.prompt_tokens for result in results)
+        self._keep(cell, Variant("repeats", "", {result.id: result.token_ids for result in results}))
+        try:
+            truth = self._truth(cell.settings, runner.pixels(cell.settings))
+            if truth is None:
+                return None
+            judge = self._judge(runner, cell.settings, truth)
+            expected = {item.id: asked for item, asked in zip(self.items, truth.requests, strict=True)}
+            return asdict(compared_with_truth(judge, expected, results, seed))
+        except Exception as error:  # the measurement stands, whatever keeps its tokens from being compared
+            return asdict(TokenCheck(note=_reason(error, "comparing measured tokens")))
+
+    def conclude(self, runner: Runner, cells: Sequence[Cell]) -> list[Record]:
+        """The verdict records of cells again, with what takes the bare model: measured tokens beyond the truth's
+        against the reference's choices, and answers under different conditions against each other.
+
+        Args:
+            runner: all of whose cells are measured; gives up everything but its model if need be.
+            cells: of this model.
+        """
+        found = []
+        with ExitStack() as stack:
+            rows = _Rows(self, runner, stack)
+            for cell in cells:
+                record = self._records.pop(cell.id, None)
+                truth = self._truth(cell.settings, runner.pixels(cell.settings))
+                if record is None or truth is None:
+                    continue
+                started = now()
+                self.say(f"comparing tokens beyond the truth: cell {cell.id}")
+                try:
+                    extra = self._concluded(runner, cell, truth, rows)
+                except Exception as error:  # the verdict so far stands
+                    extra = {"beyond": asdict(TokenCheck(note=_reason(error, "comparing tokens beyond the truth")))}
+                if any(extra.values()):
+                    found.append(record | extra | {"seconds": record["seconds"] + now() - started})
+        for cell in cells:
+            del self._runs.get(cell.id, [])[1:]  # the first run of a cell is compared with cells of other loads
+        return found
+
     def verify(self, runner: Runner, cell: Cell) -> Record:
         """The verdict record of a cell that ``runner`` is configured for."""
         started = now()
@@ -147,13 +219,80 @@ class Verifier:
         if truth is None:
             record["reason"] = self._why_missing(cell.settings, pixels)
         else:
-            self._record(truth, "reference", 0.0)
+            self._record(runner, cell.settings, truth, "reference", 0.0)
             record["truth"] = truth.id
             try:
                 record |= self._compare(runner, cell.settings, truth)
             except Exception as error:  # a cell that cannot be watched is unverified; the sweep goes on
                 record["reason"] = _reason(error, "comparing answers")
-        return record | {"seconds": now() - started}
+            if self.invariance and _comparable(cell.settings):
+                self._vary(runner, cell)
+        self._records[cell.id] = record | {"seconds": now() - started}
+        return self._records[cell.id]
+
+    def _vary(self, runner: Runner, cell: Cell) -> None:
+        """Answer a cell's requests again under other conditions, for :meth:`conclude` to compare."""
+        requests = [request_of(item, cell.settings, self.source) for item in self.everything]
+        views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
+        for variant in variants(runner, requests, views, self._longest.get(cell.id, 0)):
+            self.say(f"answering again: {AXES[variant.axis]}")
+            self._keep(cell, variant)
+
+    def _keep(self, cell: Cell, variant: Variant) -> None:
+        """Keep answers, eight bytes a token; equal ones once."""
+        known = self._runs.setdefault(cell.id, [])
+        first = known[0].answers if known else {}
+        compact = {
+            name: first[name] if name in first and list(first[name]) == list(tokens) else array("q", tokens)
+            for name, tokens in variant.answers.items()
+        }
+        known.append(replace(variant, answers=compact))
+
+    def _judge(self, runner: Runner, settings: Settings, truth: Truth) -> Judge:
+        return Judge(runner.loaded, settings, truth.noise[_precision(settings)].margin)
+
+    def _concluded(self, runner: Runner, cell: Cell, truth: Truth, rows: _Rows) -> Record:
+        judge = self._judge(runner, cell.settings, truth)
+        if not judge.comparable:
+            return {}
+        reference = rows.of(cell.settings)
+        beyond = self._beyond(cell, truth, judge, reference)
+        axes = self._axes(cell, judge, reference)
+        return {
+            "beyond": None if beyond is None else asdict(beyond),
+            "invariance": [asdict(axis) for axis in axes],
+        }
+
+    def _beyond(self, cell: Cell, truth: Truth, judge: Judge, reference: ReferenceRows) -> TokenCheck | None:
+        """Measured tokens that the truth does not reach; None if there are none."""
+        left: dict[tuple[str, tuple[int, ...]], int] = {}
+        runs = [variant for variant in self._runs.get(cell.id, ()) if variant.axis == "repeats"]
+        if not runs:
+            return TokenCheck(note="the tokens were measured in an earlier start of this run, which did not keep them")
+        for run in runs:
+            for item, expected in zip(self.items, truth.requests, strict=True):
+                tokens = tuple(run.answers.get(item.id, ()))
+                start = first_difference(tokens, expected.tokens)
+                start = len(expected.tokens) if start is None else start
+                if start < len(tokens):
+                    left[item.id, tokens] = start
+        longest = sorted(left, key=lambda answer: left[answer] - len(answer[1]))[:_SCORED]
+        if not longest:
+            return None
+        total = TokenCheck()
+        for request, tokens in longest:
+            total += reference.check(judge, request, tokens, left[request, tokens])
+        return total
+
+    def _axes(self, cell: Cell, judge: Judge, reference: ReferenceRows) -> list[AxisCheck]:
+        """Invariance: other runs of this cell, and cells that differ from it in one axis only."""
+        own, *others = self._runs.get(cell.id) or [Variant("repeats", "", {})]
+        found = [compare(each, own.answers, judge, reference, same_cell=True) for each in others]
+        for other, settings in self._settings.items():
+            if other != cell.id and self._runs.get(other) and (axis := shared_axis(cell.settings, settings)):
+                variant = Variant(axis, "other cells of this run", self._runs[other][0].answers)
+                found.append(compare(variant, own.answers, judge, reference, same_cell=False))
+        return merged_axes(found)
 
     def _views(self, settings: Settings, pixels: str) -> str:
         return views_digest(self.items, settings, self.source, pixels)
@@ -167,7 +306,9 @@ class Verifier:
             return None
         views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
         precision = _precision(settings)
-        if weights is not None:
+        if self.follows:
+            found = self._followed(views)
+        elif weights is not None:
             found = self._truths.get((weights, views))
         else:
             found = next(
@@ -175,6 +316,12 @@ class Verifier:
                 None,
             )
         return found if found is not None and precision in found.noise else None
+
+    def _followed(self, views: str) -> Truth | None:
+        """The truth of these views that another process of this run has stored; its weights are this one's."""
+        files = [] if self.directory is None else sorted(self.directory.glob(f"*-{views[:8]}.safetensors"))
+        found = [truth for file in files if (truth := load_truth(file)).views == views]
+        return found[0] if len(found) == 1 else None
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
         if (unwatched := _unwatched(settings)) is not None:
@@ -192,7 +339,7 @@ class Verifier:
         truth, source = self._truths.get((weights, views)), "computed"
         if truth is None:
             truth, source = self._found(weights, views, settings)
-        plain = eager_settings(settings, pixels)
+        plain = eager_settings(settings, pixels, self.steps)
         precision = _precision(settings)
         try:
             if truth is None or precision not in truth.noise:
@@ -202,7 +349,7 @@ class Verifier:
         except Exception as error:  # without a truth cells are unverified, and measured all the same
             self._missing[_identity(settings), views] = _reason(error, "computing the truth")
             return
-        self._record(truth, source, now() - started)
+        self._record(runner, settings, truth, source, now() - started)
 
     def _computed(
         self, loaded: Loaded, settings: Settings, plain: Settings, truth: Truth | None, digests: tuple[str, str]
@@ -267,7 +414,8 @@ class Verifier:
         note = {} if likeliest is None else {"reason": f"from top {likeliest} log-probabilities"}
         return note | tally.verdict(truth.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
 
-    def _record(self, truth: Truth, source: str, seconds: float) -> None:
+    def _record(self, runner: Runner, settings: Settings, truth: Truth, source: str, seconds: float) -> None:
+        """Write a truth's line, once, with the comparison of its inputs with those of Transformers' processor."""
         if truth.id in self.recorded:
             return
         self.recorded.add(truth.id)
@@ -275,7 +423,53 @@ class Verifier:
         file = origin if origin is not None else Path("truth") / f"{truth.id}.safetensors"
         facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
         counts = {"requests": len(truth.requests), "tokens": truth.tokens, "image_positions": truth.image_positions}
-        self.write([{"type": "truth", **facts, **counts}])
+        chosen = [request_of(item, settings, self.source) for item in _unlike(self.items)]
+        inputs = check_inputs(runner.loaded.reader, chosen)
+        self.write([{"type": "truth", **facts, **counts, "inputs": inputs}])
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The reference's hidden states for any cell of a loaded model, which is put into its reference computation when
+    the first of them is asked for."""
+
+    verifier: Verifier
+    runner: Runner
+    stack: ExitStack
+    _by_views: dict[str, ReferenceRows] = field(default_factory=dict)
+    _entered: bool = False
+
+    def of(self, settings: Settings) -> ReferenceRows:
+        pixels = self.runner.pixels(settings)
+        views = self.verifier._views(settings, pixels)
+        if views not in self._by_views:
+            plain = eager_settings(settings, pixels, self.verifier.steps)
+            self._by_views[views] = ReferenceRows(lambda request, tokens: self._compute(plain, request, tokens))
+        return self._by_views[views]
+
+    def _compute(self, plain: Settings, request: str, tokens: Tokens) -> torch.Tensor:
+        if not self._entered:
+            self._entered = True
+            self.runner.drop()
+            release_memory()
+            self.stack.enter_context(reference_computation(self.runner.loaded.model))
+        item = next(item for item in (*self.verifier.items, *self.verifier.everything) if item.id == request)
+        asked = request_of(item, plain, self.verifier.source)
+        return reference_states(self.runner.loaded, plain, asked, list(tokens))
+
+
+def _unlike(items: Sequence[Item]) -> list[Item]:
+    """The items, those first whose images differ in kind: upright, wide, square, several, none."""
+    kinds: dict[Any, Item] = {}
+    for item in items:
+        shapes = tuple((each.width > each.height) - (each.width < each.height) for each in item.documents)
+        kinds.setdefault(shapes, item)
+    first = sorted(kinds.values(), key=lambda item: -max((len({d.width, d.height}) for d in item.documents), default=0))
+    return [*first, *(item for item in items if item not in first)]
+
+
+def _comparable(settings: Settings) -> bool:
+    return settings.sampling.greedy and settings.repetition_penalty in (None, 1)
 
 
 def _unwatched(settings: Settings) -> str | None:
@@ -310,135 +504,3 @@ def _reason(error: Exception, doing: str) -> str:
         mend = "" if doing == "comparing answers" else ": bring a truth with --reference"
         return f"out of memory while {doing}{mend}"
     return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
-
-
-_LEAST_REST = 1e-6
-"""Of a row's probability: less than this cannot be told from the rounding of the known ones."""
-_TOGETHER = 16  # positions: two float64 rows of a vocabulary of 262,208 are 4 MB
-
-
-@dataclass(slots=True)
-class PositionComparison:
-    """Position by position, float64 ``[positions]`` on the CPU.
-
-    Args:
-        kl: Kullback-Leibler divergence from the truth, in nats; inf where the logits seen are not all finite.
-        margin: by how much more the truth likes its first choice than its second, in nats.
-        moved: by how much what was seen changes that margin, in nats.
-        agree: whether the likeliest token is the truth's.
-    """
-
-    kl: torch.Tensor
-    margin: torch.Tensor
-    moved: torch.Tensor
-    agree: torch.Tensor
-
-
-def compare_logits(
-    truth: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device, *, partial: bool = False
-) -> PositionComparison:
-    """Compare logits ``[positions, vocabulary]`` with the truth's. Log-softmax is in float64.
-
-    Args:
-        truth: float32.
-        seen: float32.
-        never: ids that are suppressed, so that they are nobody's choice.
-        device: where to compute; one with float64.
-        partial: seen are log-probabilities, NaN where they are not known. What is compared then is the distribution
-            over the known tokens and "any other", which is at most as far away as the whole (data processing
-            inequality).
-    """
-    blocks = [
-        _compare(ours.to(device).double(), theirs.to(device).double(), never, partial=partial)
-        for ours, theirs in zip(torch.split(truth, _TOGETHER), torch.split(seen, _TOGETHER), strict=True)
-    ]
-    parts = [torch.cat(each).cpu() for each in zip(*blocks, strict=True)]
-    return PositionComparison(*parts)
-
-
-def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool) -> tuple[torch.Tensor, ...]:
-    p = truth.log_softmax(-1)
-    known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
-    if partial:
-        seen = _completed(p, seen, known)
-    q = seen.log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
-    kl = torch.where(seen.isfinite().all(-1), kl, inf)
-    p[:, never] = q[:, never] = -inf
-    best = p.topk(2, dim=-1)
-    margin = best.values[:, 0] - best.values[:, 1]
-    pair = q.gather(1, best.indices)
-    moved = (pair[:, 0] - pair[:, 1] - margin).abs().nan_to_num(nan=inf)
-    chosen = q.masked_fill(~known, -inf).argmax(-1)  # no unknown token is likelier than a known one
-    return kl, margin, moved, chosen == best.indices[:, 0]
-
-
-def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of all tokens: the rest of the probability spread over the unknown ones as the truth does.
-
-    A row without a known token stays NaN.
-    """
-    rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
-    theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
-    return torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
-
-
-@dataclass(slots=True)
-class DivergenceTally:
-    """Comparisons of a cell, request by request."""
-
-    answer: list[PositionComparison] = field(default_factory=list)
-    image: list[PositionComparison] = field(default_factory=list)
-
-    def add(
-        self,
-        loaded: Loaded,
-        answer: torch.Tensor,
-        seen: torch.Tensor,
-        image: torch.Tensor,
-        image_seen: Any,
-        *,
-        partial: bool = False,
-    ) -> None:
-        """Compare logits seen with the truth's hidden states; ``partial`` as in :func:`compare_logits`."""
-        never = list(loaded.model.generation_config.suppress_tokens or [])
-        device = loaded.device if loaded.device.type == "cuda" else torch.device("cpu")
-        self.answer.append(compare_logits(head_logits(loaded.model, answer), seen, never, device, partial=partial))
-        if image_seen is not None:
-            logits = head_logits(loaded.model, image)
-            self.image.append(compare_logits(logits, image_seen, never, device, partial=partial))
-
-    def joined(self, kind: str) -> PositionComparison:
-        """All positions of one kind."""
-        parts: list[PositionComparison] = getattr(self, kind)
-        names = ("kl", "margin", "moved", "agree")
-        return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
-
-    def noise(self) -> Noise:
-        """What was compared, as a yardstick for others."""
-        answer = self.joined("answer")
-        image = float(self.joined("image").kl.mean()) if self.image else None
-        return Noise([each.kl.tolist() for each in self.answer], image, float(answer.moved.max()))
-
-    def verdict(self, noise: Noise, steps: int, *, float32: bool) -> dict[str, Any]:
-        """The figures of a verdict record, of comparisons of the first ``steps`` tokens of each request."""
-        answer = self.joined("answer")
-        kinds = {"answer": (answer, noise.answer_mean(steps))}
-        if self.image and noise.image is not None:
-            kinds["image"] = self.joined("image"), noise.image
-        for each, level in kinds.values():
-            if not isfinite(level):
-                return {"verdict": "different", "reason": "eager attention itself overflows at this precision"}
-            if not each.kl.isfinite().all():
-                broken = int((~each.kl.isfinite()).sum())
-                return {"verdict": "different", "reason": f"{broken} of {len(each.kl)} positions overflow"}
-        clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
-        top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
-        found = {
-            kind: Divergence(len(each.kl), float(each.kl.mean()), float(each.kl.max()), level)
-            for kind, (each, level) in kinds.items()
-        }
-        equal = bool(answer.agree.all())
-        word = judge(found["answer"], found.get("image"), top1, equal_tokens=equal, float32=float32)
-        figures = {kind: asdict(divergence) for kind, divergence in found.items()}
-        return {"verdict": word, **figures, "top1": asdict(top1), "equal_tokens": equal}

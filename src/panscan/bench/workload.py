@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -14,14 +13,24 @@ from typing import Any
 import PIL
 
 import panscan
-from panscan.core import DatasetError, ImageError, InputError, Request, SettingError, cache_directory
-from panscan.images.files import Page, find_pages, load_page, page_digest
+from panscan.core import (
+    DatasetError,
+    ImageError,
+    InputError,
+    Request,
+    SettingError,
+    cache_directory,
+    fallback_directory,
+)
+from panscan.images.fetch import named_url
+from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
 from panscan.images.samples import write_samples
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.quality.datasets import (
     DatasetFacts,
     DatasetRow,
     Embedded,
+    LoadedDataset,
     counted,
     load_dataset,
     read_text,
@@ -97,6 +106,7 @@ class Source:
         system: a system message for every request.
         raw_prompt: prompts go to the tokenizer as they are.
         seed: of the draw.
+        external_images: rows of the dataset may name URLs, and files outside its folder.
     """
 
     images: tuple[str, ...] = ()
@@ -110,8 +120,10 @@ class Source:
     seed: int = 0
     dataset_format: str | None = None
     dataset_split: str | None = None
+    external_images: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "images", tuple(map(named_url, self.images)))
         if self.dataset and (self.images or self.prompts or self.prompt):
             raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
         if not self.dataset and (self.dataset_format or self.dataset_split):
@@ -223,10 +235,12 @@ def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputErr
     Raises:
         InputError: the dataset cannot be read, or none of its questions is usable.
     """
-    loaded = load_dataset(path, layout=source.dataset_format, split=source.dataset_split)
+    loaded = load_dataset(
+        path, layout=source.dataset_format, split=source.dataset_split, external=source.external_images
+    )
     rows, count = loaded.rows, source.num_samples
     wanted = len(rows) if count is None else min(count, len(rows))
-    opening = _Opening(f"--dataset {path}", on_problem)
+    opening = _Opening(loaded, on_problem)
     found: list[tuple[int, tuple[DocumentFile, ...]]] = []
     unreadable = 0
     order = _order(len(rows), wanted, source.seed)
@@ -261,8 +275,8 @@ def _order(rows: int, wanted: int, seed: int) -> list[int]:
 class _Opening:
     """Opens pictures, each file once, and says what is wrong with the first few."""
 
-    def __init__(self, called: str, on_problem: Callable[[InputError], None]) -> None:
-        self._called = called
+    def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None]) -> None:
+        self._called, self._boundary = loaded.called, loaded.boundary
         self._on_problem = on_problem
         self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
@@ -271,7 +285,7 @@ class _Opening:
         """The documents of each row; nothing for one of which any picture cannot be read."""
         embedded = [row.images for row in rows if isinstance(row.images, Embedded)]
         folder = cache_directory() / "dataset-pictures"
-        written = write_pictures(embedded, folder, self._called) if embedded else {}
+        written = write_pictures(embedded, folder, self._called, self._boundary) if embedded else {}
         for row in rows:
             names = written[row.images] if isinstance(row.images, Embedded) else row.images
             pages = [self._documents(name) for name in names]
@@ -284,7 +298,12 @@ class _Opening:
 
     def _documents(self, place: str) -> list[DocumentFile]:
         if place not in self._known:
-            self._known[place] = _documents_of(find_pages([place], on_problem=self._problem), self._problem)
+            try:  # A row names files, no folders and no patterns: those could lead anywhere.
+                pages = [page for page in expand_images([place]) if isinstance(page, Page)]
+            except ImageError as problem:
+                pages = []
+                self._problem(problem)
+            self._known[place] = _documents_of(pages, self._problem)
         return self._known[place]
 
     def _problem(self, problem: InputError) -> None:
@@ -367,13 +386,16 @@ def sample_dataset() -> Path:
     """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
 
     Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
-    A cache that cannot be written is replaced by a fixed folder among the temporary files, so that a run can resume.
+    A cache that cannot be written is replaced by :func:`panscan.core.fallback_directory`, so that a run can resume.
+
+    Raises:
+        SettingError: neither can be written.
     """
     name = f"samples-{panscan.__version__}-{_digest()}"
     try:
         return write_samples(cache_directory() / name, overwrite=True)
     except SettingError:
-        return write_samples(Path(tempfile.gettempdir()) / f"panscan-{name}", overwrite=True)
+        return write_samples(fallback_directory() / name, overwrite=True)
 
 
 def _digest() -> str:

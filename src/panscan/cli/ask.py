@@ -12,6 +12,7 @@ from rich.text import Text
 from panscan.cli.options import (
     axis_options,
     common_options,
+    echo,
     errors,
     given_values,
     one_preset,
@@ -19,9 +20,10 @@ from panscan.cli.options import (
     say_left_out,
     say_mini,
     show_warnings,
+    url_options,
     utf8,
 )
-from panscan.core import Request, Result
+from panscan.core import Request, Result, escape_controls
 from panscan.settings import Settings, axes, choose_runner, foreign_settings
 
 __all__ = ["command"]
@@ -48,6 +50,7 @@ Examples
 @click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@url_options
 @axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
 @common_options
 def command(**options: Any) -> None:
@@ -80,7 +83,7 @@ def _answer(request: Request, settings: Settings) -> Result:
     from panscan.model.runtime import quiet_libraries
 
     quiet_libraries()
-    loading = Text(f"loading {settings.model_name}")
+    loading = Text(escape_controls(f"loading {settings.model_name}"))
     if settings.runner == "engine":
         from panscan.engine.engine import Engine
 
@@ -126,9 +129,9 @@ def _show(result: Result, runner: str, *, as_json: bool) -> None:
         seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
         shown["stages_ms"] = {name: round(value, 3) for name, value in result.stages_ms.items()}
-        click.echo(json.dumps(shown, ensure_ascii=False))
+        echo(json.dumps(shown, ensure_ascii=False))
         return
     from panscan.cli.tables import print_result
 
-    click.echo(result.text)
+    echo(result.text)
     print_result(result, runner, errors())

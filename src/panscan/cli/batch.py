@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -17,6 +18,7 @@ from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
+    external_images_option,
     first_process,
     given_values,
     one_preset,
@@ -25,10 +27,11 @@ from panscan.cli.options import (
     say_mini,
     show_warnings,
     typed_again,
+    url_options,
     utf8,
 )
 from panscan.cli.progress import batch_progress
-from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError
+from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError, escape_controls
 from panscan.settings import Settings, axes, foreign_settings
 
 __all__ = ["command"]
@@ -47,7 +50,8 @@ One JSON object a line, in the order of the documents; what a later --resume add
 takes the place of what had failed. Beside it, answers.jsonl.run.json says how it was made (prompt, settings, versions):
 --resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
 ...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
-done, answers.jsonl.held keeps answers that wait for a slower one before them.
+done, answers.jsonl.held keeps answers that wait for a slower one before them. Half a line that a crash left at the end
+moves to answers.jsonl.torn.
 """
 
 
@@ -67,6 +71,8 @@ done, answers.jsonl.held keeps answers that wait for a slower one before them.
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@external_images_option
+@url_options
 @axis_options(leave_out=_NOT_HERE)
 @common_options
 def command(**options: Any) -> int:
@@ -93,7 +99,11 @@ def command(**options: Any) -> int:
 
     with console.status("finding documents"):
         work = find_work(
-            options["sources"], whole_files=options["whole_files"], limit=options["limit"], on_problem=on_problem
+            options["sources"],
+            whole_files=options["whole_files"],
+            limit=options["limit"],
+            on_problem=on_problem,
+            external_images=options["allow_external_images"],
         )
         refuse_sources(options["output"], work.files)
     job = _job(options, dataset=work.has_questions)
@@ -119,7 +129,7 @@ def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: An
         if ahead and ahead[-1].needs_engine:
             from panscan.engine.engine import Engine
 
-            with errors().status(Text(f"loading {job.settings.model_name}")):
+            with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
                 engine = stack.enter_context(Engine.from_settings(job.settings))
         on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
         answer(
@@ -171,12 +181,18 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
         if first_process() and not isinstance(error, SettingError | ModelError | UnsupportedError):
+            from panscan.images.fetch import conceal
+
             context = click.get_current_context()
             again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
             without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
-            words = ["batch", *typed_again(context, without=without, extra=again)]
+            words = ["panscan", "batch", *typed_again(context, without=without, extra=again)]
+            sources = context.params["sources"]
+            words = [conceal(word) if word in sources else word for word in words]
+            line = f"go on with: {shlex.join(words)}"
+            line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
-            click.echo(os.fsencode(f"go on with: {shlex.join(['panscan', *words])}"), err=True)
+            click.echo(os.fsencode(line), err=True)
         raise
 
 

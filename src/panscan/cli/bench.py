@@ -15,11 +15,13 @@ from panscan.cli.options import (
     axis_options,
     common_options,
     errors,
+    external_images_option,
     first_process,
     given_axes,
     out,
     say_mini,
     show_warnings,
+    url_options,
     utf8,
 )
 from panscan.core import InputError, PanscanError, SettingError
@@ -69,12 +71,19 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
 @click.option("--no-verify", is_flag=True, help="Do not compare answers with the reference; outputs then say so.")
+@click.option("--verify-requests", type=click.IntRange(1), default=16, show_default=True, help="Requests per truth.")
+@click.option(
+    "--verify-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per truth request."
+)
+@click.option("--check-invariance", is_flag=True, help="Answer again alone, reordered, in chunks, with warm caches.")
 @click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Copies that run side by side.")
 @click.option("--gpus-per-replica", type=click.IntRange(1), default=1, show_default=True, help="GPUs of each copy.")
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@external_images_option
+@url_options
 @axis_options()
 @common_options
 def command(**options: Any) -> int:
@@ -91,6 +100,7 @@ def command(**options: Any) -> int:
     if options["resume"] is not None:
         return _resume(options)
     from panscan.bench import run
+    from panscan.images.fetch import conceal
 
     plan = _plan(options)
     run.check_plan(plan)
@@ -102,7 +112,7 @@ def command(**options: Any) -> int:
     if not first_process():
         return _follow(plan, set())
     directory = run.new_directory(Path(options["output_dir"]), plan.cells[0].settings.model_name)
-    line = ["panscan", *click.get_current_context().obj["arguments"]]
+    line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     say_start(plan, directory)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
@@ -117,7 +127,7 @@ def _resume(options: dict[str, Any]) -> int:
     given = [
         option
         for option in context.command.params
-        if option.name not in (None, "resume")
+        if option.name not in (None, "resume", "allow_private_urls")
         and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
@@ -162,6 +172,9 @@ def _plan(options: dict[str, Any]) -> SweepPlan:
         seed=options["seed"],
         include_content=options["include_content"],
         verify=not options["no_verify"],
+        verify_requests=options["verify_requests"],
+        verify_tokens=options["verify_tokens"],
+        check_invariance=options["check_invariance"],
         reference=options["reference"],
         replicas=options["replicas"],
         gpus_per_replica=options["gpus_per_replica"],
@@ -203,6 +216,7 @@ def _source(options: dict[str, Any]) -> Source:
         seed=options["seed"],
         dataset_format=options["dataset_format"],
         dataset_split=options["dataset_split"],
+        external_images=options["allow_external_images"],
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.options import common_options, errors, out
+from panscan.cli.options import common_options, echo, errors, out
 from panscan.core import SettingError
 
 __all__ = ["command"]
@@ -57,7 +57,7 @@ def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form:
     if form == "text":
         print_comparison(report, out())
     else:
-        click.echo(markdown_text(report) if form == "md" else json.dumps(as_json(report), indent=2), nl=form == "json")
+        echo(markdown_text(report) if form == "md" else json.dumps(as_json(report), indent=2), nl=form == "json")
     for condition, outcome in report.outcomes():
         style = {"holds": "red", "cannot be told": "yellow"}.get(outcome.partition(":")[0])
         errors().print(f"--fail-on {condition} {outcome}", style=style, soft_wrap=True)

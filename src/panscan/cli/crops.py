@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, errors, given_values, one_preset, out
+from panscan.cli.options import axis_options, common_options, echo, errors, given_values, one_preset, out, url_options
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings
@@ -45,6 +45,7 @@ Examples
 @click.option("-o", "--output", help="A PNG file, or a directory for several  [default: NAME-views.png]")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
+@url_options
 @axis_options(_SETTINGS, defaults={"model": _RELEASED})
 @common_options
 def command(**options: Any) -> None:
@@ -66,7 +67,7 @@ def command(**options: Any) -> None:
         except ImageError as error:
             problems.append(error)
     if options["as_json"]:
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        echo(json.dumps(shown, indent=2, ensure_ascii=False))
     for problem in problems:
         errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
     if not shown:

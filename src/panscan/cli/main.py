@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from panscan import __version__
-from panscan.cli.options import say_log
+from panscan.cli.options import echo, say_log
 from panscan.core import PanscanError
 from panscan.settings import nearest
 
@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a pipe's encoding lacks is written escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+    os.umask(os.umask(0o077) | 0o002)  # runs, answers and caches are never for everybody to write
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -111,8 +112,8 @@ def run(arguments: list[str]) -> int:
         return 130
     except PanscanError as error:
         if state["debug"]:
-            traceback.print_exc()
-        click.echo(f"panscan: {error}", err=True)
+            echo(traceback.format_exc(), err=True)
+        echo(f"panscan: {error}", err=True)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
@@ -120,7 +121,7 @@ def run(arguments: list[str]) -> int:
         return 0
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:
-            traceback.print_exc()
+            echo(traceback.format_exc(), err=True)
         text = " ".join(str(error).split())[:300]
-        click.echo(f"panscan: unexpected {type(error).__name__}: {text} (--debug shows where)", err=True)
+        echo(f"panscan: unexpected {type(error).__name__}: {text} (--debug shows where)", err=True)
         return 1

@@ -12,14 +12,17 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.text import Text
 
-from panscan.core import PanscanWarning, SettingError
+from panscan.core import PanscanWarning, SettingError, escape_controls
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
     "axis_options",
     "common_options",
+    "echo",
     "errors",
+    "external_images_option",
     "first_process",
     "given_axes",
     "given_values",
@@ -31,6 +34,7 @@ __all__ = [
     "say_mini",
     "show_warnings",
     "typed_again",
+    "url_options",
     "utf8",
 ]
 
@@ -41,6 +45,17 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Let it reach the command line's end: ``| head`` is no failure, and rich would exit with 1."""
         raise BrokenPipeError
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escape what a terminal would obey: names and reasons come from outside."""
+        return super().render_str(escape_controls(text) if self.is_terminal else text, **options)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text exactly, except that a terminal gets its control characters escaped."""
+    stream = sys.stderr if err else sys.stdout
+    terminal = stream is not None and stream.isatty()
+    click.echo(escape_controls(text) if terminal else text, err=err, nl=nl)
 
 
 def out() -> Console:
@@ -85,6 +100,31 @@ def common_options(command: Command) -> Command:
 
     return click.option(
         "--debug", is_flag=True, expose_value=False, callback=remember, help="Show a traceback when something fails."
+    )(command)
+
+
+def url_options(command: Command) -> Command:
+    """``--allow-private-urls``, on every verb that opens documents. The environment carries it to other processes."""
+
+    def allow(_context: click.Context, _parameter: click.Parameter, value: bool) -> bool:
+        if value:
+            from panscan.images.fetch import ALLOW_PRIVATE
+
+            os.environ[ALLOW_PRIVATE] = "1"
+        return value
+
+    return click.option(
+        "--allow-private-urls",
+        is_flag=True,
+        callback=allow,
+        help="Also fetch URLs that lead to local or private addresses.",
+    )(command)
+
+
+def external_images_option(command: Command) -> Command:
+    """``--allow-external-images``, on every verb that reads a dataset."""
+    return click.option(
+        "--allow-external-images", is_flag=True, help="Let dataset rows name URLs and files outside its folder."
     )(command)
 
 

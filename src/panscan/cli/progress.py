@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from panscan.core import now
+from panscan.core import escape_controls, now
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -92,7 +92,7 @@ class SweepProgress:
 
     def loading(self, settings: Settings) -> None:
         """A model is being loaded."""
-        self._bar.update(self._task, description=f"loading {settings.model_name}")
+        self._bar.update(self._task, description=escape_controls(f"loading {settings.model_name}"))
 
     def ready(self, cell: Cell, repeat: int) -> None:
         """A cell's warm-up is over. Where no bar can be drawn, a line says how far the sweep is."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import common_options, errors, out, show_warnings
+from panscan.cli.options import common_options, echo, errors, out, show_warnings
 
 if TYPE_CHECKING:
     from panscan.analysis.recommend import Recommendation
@@ -60,7 +60,7 @@ def command(directory: Path, output: Path, **options: Any) -> None:
     )
     write_preset(preset_text(run, found), output, force=options["force"])
     if options["as_json"]:
-        click.echo(json.dumps({**asdict(found), "preset": str(output)}, ensure_ascii=False))
+        echo(json.dumps({**asdict(found), "preset": str(output)}, ensure_ascii=False))
     else:
         print_recommendation(run, found, output)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.options import common_options, errors, out
+from panscan.cli.options import common_options, echo, errors, out
 from panscan.core import RecordsError, SettingError
 
 __all__ = ["command"]
@@ -65,7 +65,7 @@ def command(run: Path, form: str, output: Path | None, quality_metric: str | Non
         written = [output]
         report.write_markdown(records, output)
     else:
-        click.echo(report.to_markdown(records), nl=False)
+        echo(report.to_markdown(records), nl=False)
     for path in written:
         out().print(str(path), soft_wrap=True)
     if not any(cell["outcome"] == "done" for cell in records.outcomes.values()):

@@ -25,9 +25,18 @@ from panscan.core.errors import (
     SettingError,
     UnsupportedError,
 )
-from panscan.core.process import cache_directory, from_perf_counter, held, now, waits_noted
+from panscan.core.process import (
+    cache_directory,
+    create_file,
+    fallback_directory,
+    from_perf_counter,
+    held,
+    now,
+    waits_noted,
+)
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
+from panscan.core.text import escape_controls
 
 __all__ = [
     "DatasetError",
@@ -51,6 +60,9 @@ __all__ = [
     "UnsupportedError",
     "View",
     "cache_directory",
+    "create_file",
+    "escape_controls",
+    "fallback_directory",
     "from_perf_counter",
     "held",
     "now",

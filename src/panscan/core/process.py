@@ -1,16 +1,22 @@
-"""The one time line, and where panscan keeps files."""
+"""The one time line, and where and how panscan keeps files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import BinaryIO
 
 import platformdirs
+
+from panscan.core.errors import SettingError
 
 _EPOCH = time.time() - time.perf_counter()
 
@@ -58,3 +64,36 @@ def held(lock: threading.Lock) -> Iterator[None]:
 def cache_directory() -> Path:
     """Where panscan keeps what it can make again: ``PANSCAN_CACHE``, or the user's cache directory. Not created."""
     return Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))
+
+
+def fallback_directory() -> Path:
+    """A fixed directory for this user among the temporary files, for where the cache cannot be written.
+
+    Other users of the machine can create files there first, so it must be a directory that only this user can write.
+
+    Raises:
+        SettingError: it is not, or cannot be created.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    path = Path(tempfile.gettempdir()) / f"panscan-{user}"
+    fix = "remove it, or set PANSCAN_CACHE to a directory that can be written"
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise SettingError(f"{path} cannot be created ({error.strerror}): {fix}") from error
+    others = os.name == "posix" and (found.st_uid != user or found.st_mode & 0o077)
+    if others or not stat.S_ISDIR(found.st_mode):
+        raise SettingError(f"{path} is not a private directory of yours: {fix}")
+    return path
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Create a file to write, in place of a leftover of that name, and never through a link.
+
+    The user's umask applies; besides, others than the owner and its group can never write it.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags, 0o664), "wb")

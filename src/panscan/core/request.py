@@ -143,6 +143,7 @@ class Request:
         images: a list of paths, http(s) URLs, PIL images, bytes of files, arrays or tensors (uint8
             ``[height, width, 3]``), read in this order, before the text; or a single one of these. One path may be a
             PDF or TIFF page (``file.pdf#page=2``); a file of many pages without ``#page=`` stands for all of them.
+            URLs must lead to public addresses, unless the environment has ``PANSCAN_ALLOW_PRIVATE_URLS=1``.
         system: a system message.
         messages: a whole conversation instead of ``prompt`` and ``system``; image parts take ``images`` in order.
         raw: ``prompt`` goes to the tokenizer as it is, for base checkpoints: no turn template,

@@ -13,9 +13,11 @@ from panscan.core import Sampling, TokenLogprobs
 from panscan.engine.readback import Readback
 from panscan.images.transfer import upload
 
-__all__ = ["Chosen", "Draws", "Sampler", "SamplingRow", "draw", "filter_scores"]
+__all__ = ["DRAWS", "Chosen", "Draws", "Sampler", "SamplingRow", "draw", "filter_scores"]
 
 _BITS = 31  # of a draw: its product with the low half of a sum of weights fits into int64
+DRAWS = 2**_BITS
+"""Number of different draws; a draw over this is a share of the probability, in order of ids."""
 _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are exact, and sums stay below 2^53
 _AT_ONCE = 32  # rows filtered at once: a row of Gemma 3's vocabulary takes about 10 MB meanwhile
 _COLDEST = 1e-30  # temperature: scores divided by less overflow, and the likeliest id has all of the mass long before

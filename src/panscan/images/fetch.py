@@ -1,15 +1,39 @@
-"""Pictures from http(s) URLs: a bounded download, kept in memory so that finding and loading a page fetch once."""
+"""Pictures from http(s) URLs: a bounded download from public addresses, kept in memory so that each is fetched once."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
+import ipaddress
+import os
+import re
+import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
+import httpcore
 import httpx
 
+from panscan.core import ImageError, now
 from panscan.images.decode import image_error
 
-__all__ = ["CACHE_BYTES", "MAX_BYTES", "TIMEOUT_S", "fetch"]
+__all__ = [
+    "ALLOW_PRIVATE",
+    "CACHE_BYTES",
+    "MAX_BYTES",
+    "TIMEOUT_S",
+    "TRANSFER_S",
+    "ConcealedUrl",
+    "conceal",
+    "fetch",
+    "is_public",
+    "named_url",
+    "rewritten",
+]
 
 MAX_BYTES = 128 * 2**20
 """A longer answer is refused while it arrives, whatever its headers claim."""
@@ -20,41 +44,238 @@ CACHE_BYTES = 512 * 2**20
 TIMEOUT_S = 30.0
 """Seconds of silence, while connecting or between two pieces of the answer."""
 
-_CACHE: OrderedDict[str, bytes] = OrderedDict()
+TRANSFER_S = 60.0
+"""Seconds for the whole transfer: every redirect, connection and piece of the answer."""
+
+MAX_REDIRECTS = 20
+
+ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
+"""Environment variable that allows addresses which are not public. The processes of replicas inherit it."""
+
+_CACHE: OrderedDict[tuple[str, bool], bytes] = OrderedDict()
 _LOCK = threading.Lock()
+
+_HIDDEN = "***"
+_LOGIN = re.compile(r"(?i)(\bhttps?://)[^\s/?#]*@")
+_PASSWORD = re.compile(r"(?i)(?:password|passwd|pwd)=$")
+_SECRET = re.compile(
+    r"(?i)([?&;](?:[^=&#;\s]*(?:password|passwd|signature|token|secret|credentials?|authorization|api-?key|accesskey(?:id)?)"
+    r"|(?:[^=&#;\s]*[-_.])?(?:pwd|sig|key|auth|jwt|sas|policy))=)(?!\*\*\*)[^&#;\s]+"
+)
+
+
+class ConcealedUrl(str):
+    """A URL as messages and records show it; ``full`` is what is fetched. Pickling keeps both."""
+
+    full: str
+
+
+def conceal(text: str) -> str:
+    """Text whose http(s) URLs show ``***`` instead of logins, passwords, tokens and signatures.
+
+    Part of a hash stands behind tokens and signatures, because they may be all that tells two URLs apart.
+    """
+    if "://" not in text:
+        return text
+    return _SECRET.sub(_hidden, _LOGIN.sub(rf"\g<1>{_HIDDEN}@", text))
+
+
+def _hidden(match: re.Match[str]) -> str:
+    value = match[0][len(match[1]) :].encode(errors="replace")
+    digest = "" if _PASSWORD.search(match[1]) else hashlib.sha256(value).hexdigest()[:8]  # passwords can be guessed
+    return match[1] + _HIDDEN + digest
+
+
+def named_url(url: str) -> str:
+    """The URL itself, or a :class:`ConcealedUrl` if it holds credentials."""
+    if isinstance(url, ConcealedUrl) or (name := conceal(url)) == url:
+        return url
+    found = ConcealedUrl(name)
+    found.full = url
+    return found
+
+
+def rewritten(url: str, change: Callable[[str], str]) -> str:
+    """``change(url)``, which still has its credentials if they are concealed."""
+    if not isinstance(url, ConcealedUrl):
+        return change(url)
+    found = ConcealedUrl(change(str(url)))
+    found.full = change(url.full)
+    return found
 
 
 def fetch(url: str) -> bytes:
     """The bytes behind ``url``, redirects followed; from memory if this process has them.
 
+    Addresses that are not public are refused, unless the environment variable :data:`ALLOW_PRIVATE` is 1. Only then are
+    proxies of the environment used: a proxy looks names up where their addresses cannot be checked.
+
     Raises:
-        ImageError: the URL is malformed, the server does not answer, answers with a status other than 200, or
-            sends more than :data:`MAX_BYTES`.
+        ImageError: the URL is malformed or leads to an address that is not public, the server does not answer in time,
+            answers with a status other than 200, or sends more than :data:`MAX_BYTES`.
     """
+    url = named_url(url)
+    full = url.full if isinstance(url, ConcealedUrl) else url
+    if f"{_HIDDEN}@" in full or f"={_HIDDEN}" in full:
+        raise image_error(url, "its credentials are not kept in records: start again with the full URL")
+    private = os.environ.get(ALLOW_PRIVATE, "") not in ("", "0")
+    key = full, private
     with _LOCK:
-        if url in _CACHE:
-            _CACHE.move_to_end(url)
-            return _CACHE[url]
-    content = _download(url)
+        if key in _CACHE:
+            _CACHE.move_to_end(key)
+            return _CACHE[key]
+    content = _Download(url, private=private).run(full)
     with _LOCK:
-        _CACHE[url] = content
+        _CACHE[key] = content
         while sum(map(len, _CACHE.values())) > CACHE_BYTES:
             _CACHE.popitem(last=False)
     return content
 
 
-def _download(url: str) -> bytes:
-    # Images are compressed already, and without further encoding a small answer cannot unfold into a large one.
-    headers = {"Accept-Encoding": "identity"}
-    content = bytearray()
-    try:
-        with httpx.stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT_S) as response:
-            if response.status_code != httpx.codes.OK:
-                raise image_error(url, f"HTTP status {response.status_code} {response.reason_phrase}".rstrip())
-            for piece in response.iter_bytes():
+class _Download:
+    """One transfer and its deadline. ``name`` is what messages call the URL."""
+
+    def __init__(self, name: str, *, private: bool) -> None:
+        self.name, self.private = name, private
+        self._end = now() + TRANSFER_S
+
+    def run(self, url: str) -> bytes:
+        try:
+            return self._follow(httpx.URL(url))
+        except httpcore.TimeoutException as error:
+            late = f"it took longer than {TRANSFER_S:g} s" if now() >= self._end else f"{TIMEOUT_S:g} s without data"
+            raise self.failed(late) from error
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError) as error:
+            raise self.failed(str(error) or type(error).__name__) from error
+        except (httpx.InvalidURL, ValueError, OverflowError) as error:
+            raise self.failed(str(error)) from error
+
+    def failed(self, why: str) -> ImageError:
+        return image_error(self.name, conceal(f"could not be fetched ({why})"))
+
+    def left(self) -> float:
+        """Seconds that one wait may take."""
+        left = min(TIMEOUT_S, self._end - now())
+        if left <= 0:
+            raise httpcore.ReadTimeout
+        return left
+
+    def _follow(self, url: httpx.URL) -> bytes:
+        login = (url.username, url.password)
+        for _ in range(MAX_REDIRECTS + 1):
+            if url.scheme not in ("http", "https") or not url.host:
+                raise httpx.InvalidURL("a URL needs http:// or https:// and a host")
+            found = self._get(url, login)
+            if isinstance(found, bytes):
+                return found
+            there = url.join(found)
+            if there.userinfo or (there.scheme, there.host, there.port) != (url.scheme, url.host, url.port):
+                login = (there.username, there.password)  # a password is for the server that it was given for
+            url = there
+        raise self.failed(f"more than {MAX_REDIRECTS} redirects")
+
+    def _get(self, url: httpx.URL, login: tuple[str, str]) -> bytes | str:
+        """The content, or where the server redirects to."""
+        # Images are compressed already, and without further encoding a small answer cannot unfold into a large one.
+        headers = {"Host": url.netloc, "Accept-Encoding": b"identity", "User-Agent": b"panscan"}
+        if any(login):
+            headers["Authorization"] = b"Basic " + base64.b64encode(":".join(login).encode())
+        target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        with self._pool(url) as pool, pool.stream("GET", target, headers=list(headers.items())) as response:
+            location = {name.lower(): value for name, value in response.headers}.get(b"location")
+            if location and response.status in (301, 302, 303, 307, 308):
+                return location.decode()
+            if response.status != httpx.codes.OK:
+                reason = response.extensions.get("reason_phrase", b"").decode("ascii", "replace")
+                raise image_error(self.name, f"HTTP status {response.status} {reason}".rstrip())
+            content = bytearray()
+            for piece in response.iter_stream():
                 content += piece
                 if len(content) > MAX_BYTES:
-                    raise image_error(url, f"more than {MAX_BYTES} bytes")
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise image_error(url, f"could not be fetched ({str(error) or type(error).__name__})") from error
-    return bytes(content)
+                    raise image_error(self.name, f"more than {MAX_BYTES} bytes")
+        return bytes(content)
+
+    def _pool(self, url: httpx.URL) -> httpcore.ConnectionPool:
+        tls, backend = httpx.create_ssl_context(), _Backend(self)
+        proxies = getproxies() if self.private and not proxy_bypass(url.host) else {}
+        if not (given := proxies.get(url.scheme) or proxies.get("all")):
+            return httpcore.ConnectionPool(tls, network_backend=backend)
+        proxy = httpx.Proxy(given if "://" in given else f"http://{given}")
+        if proxy.url.scheme not in ("http", "https"):
+            raise ValueError(f"the proxy {proxy.url.scheme}://{proxy.url.host} is not an http or https proxy")
+        return httpcore.HTTPProxy(str(proxy.url), proxy.raw_auth, ssl_context=tls, network_backend=backend)
+
+
+class _Backend(httpcore.NetworkBackend):
+    """Connects to the addresses that it has checked. The name is looked up once, so it cannot lead elsewhere later."""
+
+    def __init__(self, download: _Download) -> None:
+        self._download = download
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise httpcore.ConnectError(f"{host}: {error.strerror}") from error
+        addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        allowed = addresses if self._download.private else list(filter(is_public, addresses))
+        if not allowed:
+            named = addresses[0] if host == addresses[0] else f"{host} is {addresses[0]}"
+            raise self._download.failed(
+                f"{named}, not a public address: allow it with --allow-private-urls or {ALLOW_PRIVATE}=1"
+            )
+        for address in allowed[:-1]:
+            with contextlib.suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                return self._connected(address, port)
+        return self._connected(allowed[-1], port)
+
+    def _connected(self, address: str, port: int) -> _Stream:
+        return _Stream(httpcore.SyncBackend().connect_tcp(address, port, self._download.left()), self._download)
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection whose every wait ends with the transfer's deadline, whatever the server sends, however slowly."""
+
+    def __init__(self, stream: httpcore.NetworkStream, download: _Download) -> None:
+        self._stream, self._download = stream, download
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._download.left())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._download.left())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None) -> _Stream:
+        inner = self._stream.start_tls(ssl_context, server_hostname, self._download.left())
+        return _Stream(inner, self._download)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to the public internet.
+
+    An IPv4 address inside an IPv6 one counts for NAT64 only, by which networks without IPv4 reach it; IPv4-mapped,
+    6to4 and Teredo addresses are refused.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        if ip.ipv4_mapped or ip.sixtofour or ip.teredo or ip.is_site_local:
+            return False
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)

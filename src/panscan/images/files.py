@@ -17,9 +17,19 @@ from PIL import Image
 
 from panscan.core import ImageError
 from panscan.images.decode import count_pages, image_error, page_index, read_levels, read_page, upright_rgb
-from panscan.images.fetch import fetch
+from panscan.images.fetch import fetch, named_url, rewritten
 
-__all__ = ["SUFFIXES", "Page", "expand_images", "find_files", "find_pages", "load_page", "open_image", "page_digest"]
+__all__ = [
+    "SUFFIXES",
+    "Page",
+    "expand_images",
+    "find_files",
+    "find_pages",
+    "load_page",
+    "open_image",
+    "page_digest",
+    "split_page",
+]
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"},
@@ -35,17 +45,20 @@ class Page:
     """One image to be: a file, or one page of it.
 
     Args:
-        source: path or URL, as the user wrote it or the search found it.
+        source: path or URL, as the user wrote it or the search found it; credentials of a URL are concealed.
         page: counted from 1; None for a file that has one page.
     """
 
     source: str
     page: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", named_url(self.source))
+
     @property
     def name(self) -> str:
         """``file.png`` or ``file.pdf#page=2``, for people and records."""
-        return self.source if self.page is None else f"{self.source}#page={self.page}"
+        return self.source if self.page is None else rewritten(self.source, lambda source: f"{source}#page={self.page}")
 
 
 def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None]) -> list[Page]:
@@ -72,7 +85,7 @@ def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
             on_problem(error)
 
     for pattern in patterns:
-        given, wanted = _split(str(pattern))
+        given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, report):
             file = _identity(source)
             try:
@@ -93,7 +106,7 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     """
     found: dict[tuple[str, int | None], str] = {}
     for pattern in patterns:
-        given, wanted = _split(str(pattern))
+        given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, on_problem):
             found.setdefault((_identity(source), wanted), Page(source, wanted).name)
     return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
@@ -113,7 +126,7 @@ def expand_images(images: Sequence[Any]) -> list[Page | Image.Image]:
     for number, image in enumerate(images, start=1):
         name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
-            source, wanted = _split(str(image))
+            source, wanted = split_page(os.fspath(image))
             expanded += _pages(source, wanted, _count(source))
         elif isinstance(image, bytes):
             count = count_pages(BytesIO(image), name)
@@ -147,7 +160,7 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
     """
     if isinstance(image, str | Path):
-        image = Page(*_split(str(image)))
+        image = Page(*split_page(os.fspath(image)))
     if isinstance(image, Page):
         return load_page(image)
     if isinstance(image, bytes):
@@ -171,10 +184,12 @@ def page_digest(page: Page) -> str:
     return Page(digest, page.page).name
 
 
-def _split(given: str) -> tuple[str, int | None]:
+def split_page(given: str) -> tuple[str, int | None]:
+    """The file or URL of ``file.pdf#page=2``, and the page; None where there is none. A file may be named so itself."""
+    given = named_url(given)
     if os.path.lexists(given) or not (match := _FRAGMENT.fullmatch(given)):
         return given, None
-    return match[1], int(match[2])
+    return rewritten(given, lambda url: url[: -len(f"#page={match[2]}")]), int(match[2])
 
 
 def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from panscan.core import SettingError
+from panscan.core import SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 
 __all__ = ["Question", "write_samples"]
@@ -96,8 +97,9 @@ def write_samples(
                 " --overwrite (overwrite=True) replaces it"
             )
         for name in stale:
-            partial = directory / f".{name}.partial"
-            partial.write_bytes(files[name])
+            partial = directory / f".{name}.{os.getpid()}"
+            with create_file(partial) as file:
+                file.write(files[name])
             partial.replace(directory / name)
     except OSError as error:
         raise SettingError(f"samples cannot be written to {directory}: {error.strerror}") from error

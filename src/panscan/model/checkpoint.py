@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
 )
 from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -41,6 +43,12 @@ __all__ = ["Loaded", "Placement", "Reader", "load_model", "load_outline", "load_
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING = "embed_tokens.weight"
+_NO_CODE = {"trust_remote_code": False}  # left out, Transformers would ask on the terminal
+_NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of Transformers
+_PICKLED = (
+    "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"
+    " pytorch_model.bin, can run code and are not loaded)"
+)
 _LEAST_VOCABULARY = 260  # every byte and the marks of turns
 
 
@@ -117,9 +125,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     with _explained(name):
         config = _config(name, source, revision)
         if config.model_type == TEXT_MODEL:
-            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision))
+            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE))
         else:
-            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision))
+            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision, **_NO_CODE))
     # Without its files Transformers makes up a tokenizer of a handful of words, and says nothing.
     stranger = reader.reads_images and reader.prompts.soft_id != config.image_token_id
     if stranger or len(reader.tokenizer) < _LEAST_VOCABULARY:
@@ -158,7 +166,10 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     with _explained(name), _quiet_transformers():
-        model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **placement.arguments())
+        if not all(file.endswith(".safetensors") for file in _weight_files(source, revision).values()):
+            raise ModelError(f"--model {name}: {_PICKLED}")
+        options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
+        model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return _prepared(model, reader)
@@ -185,7 +196,7 @@ def load_outline(
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     with _explained(name):
         with torch.device("meta"):
-            model = kind.from_config(_config(name, source, revision), dtype=dtype)
+            model = kind.from_config(_config(name, source, revision), dtype=dtype, **_NO_CODE)
         model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
         if embedding:
             weight = torch.nn.Parameter(_stored_embedding(source, revision).to(device, dtype), requires_grad=False)
@@ -196,13 +207,24 @@ def load_outline(
 
 def _stored_embedding(source: str, revision: str | None) -> torch.Tensor:
     """The embedding's values, ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
-    files = {} if index is None else json.loads(Path(index).read_text("utf-8"))["weight_map"]
+    files = _weight_files(source, revision)
     file = next((file for name, file in files.items() if name.endswith(_EMBEDDING)), SAFE_WEIGHTS_NAME)
     with safe_open(cached_file(source, file, revision=revision), "pt") as weights:
         name = next(name for name in weights.keys() if name.endswith(_EMBEDDING))  # noqa: SIM118 - it is no dict
         values: torch.Tensor = weights.get_tensor(name)
     return values
+
+
+def _weight_files(source: str, revision: str | None) -> dict[str, str]:
+    """The file of each weight of a checkpoint with several files; none of one with a single file."""
+    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        return {}
+    stored = json.loads(Path(index).read_text("utf-8"))
+    files = stored.get("weight_map") if isinstance(stored, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map of files")
+    return files
 
 
 def _prepared(model: Any, reader: Reader) -> Loaded:
@@ -234,10 +256,32 @@ def _source(name: str) -> str:
 
 
 def _config(name: str, source: str, revision: str | None) -> Any:
-    config = AutoConfig.from_pretrained(source, revision=revision)
-    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):
+    stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    if (kind := stored.get("model_type", TEXT_MODEL)) not in (IMAGE_MODEL, TEXT_MODEL):
+        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {kind!r} model")
+    if (kernel := _kernel_in(stored)) is not None:
+        raise ModelError(
+            f"--model {name}: config.json names code to download ({kernel!r}), which panscan does not run: remove its"
+            " attn_implementation"
+        )
+    config = AutoConfig.from_pretrained(source, revision=revision, **_NO_CODE)
+    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # without one in the file it follows from the name
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
     return config
+
+
+def _kernel_in(stored: Any) -> str | None:
+    """The first attention kernel of the hub (``owner/name``) that a configuration names, at any depth."""
+    if not isinstance(stored, dict):
+        return None
+    for key, value in stored.items():
+        if key.startswith(("attn_implementation", "_attn_implementation")):
+            named = value.values() if isinstance(value, dict) else [value]
+            if (found := next((str(each) for each in named if "/" in str(each)), None)) is not None:
+                return found
+        if (found := _kernel_in(value)) is not None:
+            return found
+    return None
 
 
 @contextmanager
@@ -265,6 +309,10 @@ def _advice(name: str, error: BaseException) -> str:
         return "there is no such --revision"
     if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
         return "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
+    if _NO_SAFETENSORS.search(text):
+        return _PICKLED
+    if "trust_remote_code" in text:
+        return "it needs code of its own, which panscan does not run"
     if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
         return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
     if "connect" in text.lower():

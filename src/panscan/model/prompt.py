@@ -1,12 +1,13 @@
 """A request becomes token ids: the checkpoint's turn template, with one block of image tokens per view.
 
-Equal to Transformers' ``Gemma3Processor`` token by token, with one difference on purpose: special tokens that stand in
-the user's text are plain text there, not commands.
+Equal to Transformers' ``Gemma3Processor`` token by token, with one difference on purpose: special tokens in the user's
+texts, or assembled where the turn template joins them, are plain text, not commands.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
@@ -40,12 +41,19 @@ def conversation(request: Request) -> list[dict[str, Any]]:
         return turns
     if not _is_list(request.messages) or not request.messages:
         raise SettingError(f"messages must be a list of turns, not empty, got {short(request.messages)}")
-    return [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
+    turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
+    if all(turn["role"] == "system" for turn in turns):
+        raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
+    return turns
 
 
 def _turn(turn: Message, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise SettingError(f"messages: {where} must be {{'role': ..., 'content': ...}}, got {short(turn)}")
+    if not turn["role"].isidentifier():  # The template writes it unchanged, special tokens included.
+        raise SettingError(
+            f"messages: the role of {where} must be a word such as 'user' or 'assistant', got {short(turn['role'])}"
+        )
     content = turn.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -118,8 +126,13 @@ class PromptWriter:
         """
         if crops and not self.image_tokens:
             raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
-        text, guard = self._raw(request) if request.raw else self._templated(request)
-        _check_unicode(text)
+        texts: list[str] = []
+        if request.raw:
+            text = self._raw(request)
+        else:
+            turns = conversation(request)
+            _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
+            text = self._render([_held_out(turn, texts) for turn in turns])
         places = text.count(self.boi)
         if places != len(crops):
             raise SettingError(
@@ -127,39 +140,36 @@ class PromptWriter:
             )
         pieces = text.split(self.boi)
         filled = pieces[0] + "".join(self._block(n) + piece for n, piece in zip(crops, pieces[1:], strict=True))
-        return Prompt(self._ids(filled, guard), self.image_tokens * sum(n + 1 for n in crops))
+        return Prompt(self._ids(filled, texts), self.image_tokens * sum(n + 1 for n in crops))
 
     def special_in(self, request: Request) -> str | None:
-        """The first special token that stands in the texts of a conversation, if any."""
-        found = self._specials.search(_texts(conversation(request)))
-        return found[0] if found else None
+        """The first special token that a conversation's texts add to those of its turn template, if any."""
+        turns = conversation(request)
+        template = Counter(self._specials.findall(self._render([_held_out(turn, []) for turn in turns])))
+        found = Counter(self._specials.findall(self._render(turns)))
+        return next(iter(found - template), None)
 
-    def _raw(self, request: Request) -> tuple[str, str]:
+    def _raw(self, request: Request) -> str:
         assert request.prompt is not None  # Request holds this for raw prompts
         text, bos = request.prompt, self.tokenizer.bos_token
         if self.image_tokens and self.tokenizer.image_token in text:
             raise SettingError(f"a raw prompt marks an image with {self.boi}, not {self.tokenizer.image_token}")
-        return (text if text.startswith(bos) else bos + text), ""
+        _check_unicode(text)
+        return text if text.startswith(bos) else bos + text
 
-    def _templated(self, request: Request) -> tuple[str, str]:
+    def _render(self, turns: list[dict[str, Any]]) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
                 "this checkpoint has no turn template (a base model?): use a raw prompt with"
                 f" {self.boi} where each image goes (--raw-prompt)"
             )
-        turns = conversation(request)
-        guard = _unused_character(_texts(turns))
-        for turn in turns:
-            for part in turn["content"]:
-                if part["type"] == "text":
-                    part["text"] = self._specials.sub(lambda m: m[0][0] + guard + m[0][1:], part["text"])
         from jinja2 import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise SettingError(f"messages: the checkpoint's turn template refuses them: {error}") from error
-        return text, guard
+        return text
 
     def _block(self, crops: int) -> str:
         """An image's place, filled as ``Gemma3Processor`` words it; one image mark stands for a whole view."""
@@ -169,14 +179,17 @@ class PromptWriter:
         listed = " ".join([view] * crops)
         return f"Here is the original image {view} and here are some crops to help you see better {listed}"
 
-    def _ids(self, text: str, guard: str = "") -> list[int]:
-        """Token ids: special tokens as written, everything between them as plain text, ``guard`` taken out."""
+    def _ids(self, text: str, texts: Sequence[str]) -> list[int]:
+        """Token ids: special tokens as written, everything between them as plain text, with ``texts`` put back.
+
+        They are put back before encoding, so that tokens merge across their edges as they do for Transformers.
+        """
         ids: list[int] = []
         at = 0
         for match in [*self._specials.finditer(text), None]:
             plain = text[at : match.start() if match else None]
             if plain:
-                plain = plain.replace(guard, "") if guard else plain
+                plain = _MARK.sub(lambda mark: texts[int(mark[1])], plain) if texts else plain
                 ids += self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
             if match:
                 ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
@@ -186,8 +199,23 @@ class PromptWriter:
         return ids
 
 
-def _texts(turns: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(part.get("text", "") for turn in turns for part in turn["content"])
+_MARK = re.compile("\ue000([0-9]+)\ue001")
+"""Stands for a text while the turn template is rendered and searched for special tokens."""
+
+
+def _held_out(turn: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
+    """A turn with marks for its texts, which are added to ``texts``. The template still trims the space around them."""
+    content = []
+    for part in turn["content"]:
+        text = part.get("text", "")
+        inner = text.strip()
+        if not inner:
+            content.append(part)
+            continue
+        before, after = text.split(inner, 1)
+        content.append({"type": "text", "text": f"{before}\ue000{len(texts)}\ue001{after}"})
+        texts.append(inner)
+    return {"role": turn["role"], "content": content}
 
 
 def _check_unicode(text: str) -> None:
@@ -198,8 +226,3 @@ def _check_unicode(text: str) -> None:
         raise SettingError(
             f"the prompt is not Unicode text: it holds the lone surrogate {text[error.start]!r}"
         ) from None
-
-
-def _unused_character(text: str) -> str:
-    """A private-use character that the text does not hold."""
-    return next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)

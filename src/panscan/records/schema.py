@@ -11,9 +11,12 @@ Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the da
 ``empty`` (the answer was), and in their stamps ``preparing`` and ``waits``; a run's ``settings`` may have
 ``quality_metric`` (the name of the score that is its quality) and ``dataset`` (fields of
 :class:`panscan.quality.datasets.DatasetFacts`: where its questions came from, and how many were used); its cells may
-have ``aliases`` (further cells that lead to the same work, so that one was measured for all of them). A run's
-``environment`` may have ``bundled`` (by name of a bundled model, the start of the SHA-256 of its weights). Records
-without them are read; a ``mini`` without a fingerprint had random weights.
+have ``aliases`` (further cells that lead to the same work, so that one was measured for all of them). Repeats (and each
+of their replicas) may have ``tokens`` (fields of :class:`panscan.records.verdict.TokenCheck`: the measured tokens
+against the truth's), truths ``inputs`` (the comparison with Transformers' own processor), verdicts ``beyond`` (a
+``TokenCheck``) and ``invariance`` (a list of :class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may
+have ``bundled`` (by name of a bundled model, the start of the SHA-256 of its weights). Records without them are read; a
+``mini`` without a fingerprint had random weights.
 """
 
 from __future__ import annotations
@@ -116,6 +119,18 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 
+_DEPARTURE: dict[str, Any] = {
+    "request": str,
+    "position": int,
+    "token": _COUNT_OR_NONE,
+    "expected": _COUNT_OR_NONE,
+    "texts": (list, tuple),  # both tokens as text
+    "margin": _NUMBER_OR_NONE,
+    "clear": (bool, type(None)),
+}
+_CHECK: dict[str, Any] = {"requests": int, "first": _DICT_OR_NONE, "note": str}
+_TOKENS: dict[str, Any] = {**_CHECK, "tokens": int, "departed": int, "equal": bool}
+_AXIS: dict[str, Any] = {**_CHECK, "axis": str, "differ": int, "own": bool}
 _REPLICA: dict[str, Any] = {"replica": int, "started": _NUMBER, "ended": _NUMBER, "device": str}
 
 
@@ -135,7 +150,15 @@ def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None
         if kind == known and record[name] not in values:
             return f"unknown {name} {record[name]!r} (one of {', '.join(values)})"
     if kind == "repeat":
-        return _replicas_problem(record.get("replicas"))
+        return _replicas_problem(record.get("replicas")) or _check_problem(record.get("tokens"), _TOKENS)
+    if kind == "truth":
+        return _inputs_problem(record.get("inputs"))
+    if kind == "verdict":
+        axes = record.get("invariance")
+        if not isinstance(axes, (list, type(None))):
+            return f"a verdict's 'invariance' is a list, got {axes!r}"
+        checks = [(record.get("beyond"), _TOKENS), *((axis, _AXIS) for axis in axes or ())]
+        return next((found for each in checks if (found := _check_problem(*each)) is not None), None)
     return _stamps_problem(record["stamps"]) if kind == "request" else None
 
 
@@ -146,7 +169,33 @@ def _replicas_problem(replicas: Any) -> str | None:
         for name, types in _REPLICA.items():
             if not isinstance(each, dict) or not isinstance(each.get(name), types):
                 return f"each of a repeat's replicas needs {name!r}, got {each!r}"
+        if (found := _check_problem(each.get("tokens"), _TOKENS)) is not None:
+            return found
     return None
+
+
+def _check_problem(check: Any, fields: Mapping[str, Any]) -> str | None:
+    """What is wrong with a comparison of tokens; None is none."""
+    if check is None:
+        return None
+    if (found := _missing("a comparison of tokens", check, fields)) is not None or check["first"] is None:
+        return found
+    found = _missing("a departure", check["first"], _DEPARTURE)
+    if found is None and [isinstance(text, str) for text in check["first"]["texts"]] != [True, True]:
+        return f"a departure needs two 'texts', got {check['first']['texts']!r}"
+    return found
+
+
+def _inputs_problem(inputs: Any) -> str | None:
+    fields = {"requests": int, "views": int, "difference": _TEXT_OR_NONE, "note": str}
+    return None if inputs is None else _missing("a truth's inputs", inputs, fields)
+
+
+def _missing(what: str, value: Any, fields: Mapping[str, Any]) -> str | None:
+    if not isinstance(value, dict):
+        return f"{what} must be an object, got {value!r}"
+    bad = next((name for name, types in fields.items() if not isinstance(value.get(name, ...), types)), None)
+    return None if bad is None else f"{what} needs {bad!r}, got {value.get(bad)!r}"
 
 
 def _stamps_problem(stamps: Record) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from panscan.core import RecordsError
+from panscan.core import RecordsError, create_file
 from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
 
 __all__ = [
@@ -229,7 +229,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        with create_file(temporary) as file:
             _write_all(file.fileno(), data)
         temporary.replace(path)
         _sync_names(path.parent)

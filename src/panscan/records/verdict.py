@@ -1,40 +1,68 @@
-"""The verdict: whether a cell's next-token distributions are the reference's, by figures and fixed limits. No tensors.
+"""The verdict: whether a cell computes what the reference computes, by figures and fixed limits. No tensors.
 
-The yardstick is the rounding noise that nobody can avoid at the cell's precision: how far plain eager attention at that
-precision is from the truth (float32, eager, the same weights and views). All figures are Kullback-Leibler divergences
-from the truth, in nats, averaged over positions, apart for answer positions and image positions.
+It has two sides. The cell's next-token distributions are compared with the truth's (float32, eager, the same weights
+and views) in a pass of their own; all figures are Kullback-Leibler divergences from the truth, in nats, averaged
+separately over answer positions and image positions. The yardstick is the rounding noise of plain eager attention at
+the cell's precision. And the tokens of the measured repeats themselves are compared with the truth's, with the
+reference's choices beyond the truth, and with each other; one token that noise cannot explain makes the cell different.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from panscan.records.schema import VERDICTS
 from panscan.records.store import Run
 
 __all__ = [
+    "AXES",
     "CLOSE_RATIO",
     "CLOSE_TOP1",
     "EXACT_RATIO",
     "FLOOR",
     "MARGIN_FLOOR",
+    "AxisCheck",
+    "Departure",
     "Divergence",
+    "TokenCheck",
     "Top1",
     "Verdict",
+    "axis_checks",
+    "clear_margin",
     "judge",
+    "merged_axes",
+    "token_lines",
     "verdict_lines",
     "verdict_of",
 ]
 
 FLOOR = 1e-6
 """Nats; noise below this counts as this."""
-MARGIN_FLOOR = (8 * FLOOR) ** 0.5
+MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
+AXES = {
+    "repeats": "repeats of the same measurement",
+    "batch": "batch size and company",
+    "order": "arrival order",
+    "cache": "cold or warm caches",
+    "chunk": "prefill chunk size",
+    "gpus": "number of GPUs",
+}
+"""What a greedy request's tokens must not depend on, by the name in the records."""
+
+
+def clear_margin(noise: float) -> float:
+    """The margin in nats above which rounding does not explain another token.
+
+    Args:
+        noise: the largest change of a margin that eager attention at the cell's precision shows, in nats.
+    """
+    return EXACT_RATIO * max(noise, MARGIN_FLOOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +101,141 @@ class Top1:
 
 
 @dataclass(frozen=True, slots=True)
+class Departure:
+    """The first output token of a request that is not the expected one.
+
+    Args:
+        request: its id.
+        position: of the token in the answer, starting at 0.
+        token: the token found; None if the answer ended instead.
+        expected: the token expected; None if the answer should have ended.
+        texts: both tokens as text, the found one first.
+        margin: by how much the reference prefers the expected token, in nats; None where no margin can explain the
+            other one (an end that is missing or too early, a suppressed token).
+        clear: whether the margin exceeds the noise; None if no reference was at hand to tell the margin.
+    """
+
+    request: str
+    position: int
+    token: int | None
+    expected: int | None
+    texts: tuple[str, str]
+    margin: float | None
+    clear: bool | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        names = ("request", "position", "token", "expected", "margin", "clear")
+        return cls(**{name: record[name] for name in names}, texts=tuple(record["texts"]))
+
+    @property
+    def text(self) -> str:
+        """Where, which tokens, and the margin."""
+        found, expected = self.texts
+        unknown = ", margin unknown" if self.clear is None else ""
+        margin = unknown if self.margin is None else f", margin {self.margin:.3g} nats"
+        return f"request {self.request}, output token {self.position + 1}: {found} instead of {expected}{margin}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCheck:
+    """Measured tokens against the reference's.
+
+    Args:
+        requests: answers compared; one of each repeat and replica counts.
+        tokens: positions compared.
+        departed: answers that depart at a clear position.
+        equal: whether no answer departs at any position.
+        first: the first clear departure.
+        note: why nothing or not everything was compared.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    departed: int = 0
+    equal: bool = True
+    first: Departure | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        first = None if record["first"] is None else Departure.of(record["first"])
+        names = ("requests", "tokens", "departed", "equal", "note")
+        return cls(**{name: record[name] for name in names}, first=first)
+
+    def __add__(self, other: TokenCheck) -> TokenCheck:
+        return TokenCheck(
+            self.requests + other.requests,
+            self.tokens + other.tokens,
+            self.departed + other.departed,
+            self.equal and other.equal,
+            self.first or other.first,
+            self.note or other.note,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCheck:
+    """The same greedy requests under other conditions of one axis (a key of :data:`AXES`).
+
+    Args:
+        axis: the name of what was varied.
+        requests: pairs of answers compared.
+        differ: pairs whose tokens differ, noise included.
+        first: the first difference that noise does not explain, else the first one.
+        own: whether the cell's own tokens are what the reference does not choose.
+        note: how it was varied, or why not.
+    """
+
+    axis: str
+    requests: int = 0
+    differ: int = 0
+    first: Departure | None = None
+    own: bool = True
+    note: str = ""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        first = None if record["first"] is None else Departure.of(record["first"])
+        names = ("axis", "requests", "differ", "own", "note")
+        return cls(**{name: record[name] for name in names}, first=first)
+
+    @property
+    def broken(self) -> bool:
+        """Whether tokens depend on this axis beyond the noise."""
+        return self.first is not None and self.first.clear is True
+
+    @property
+    def text(self) -> str:
+        """One line: what was compared, and the first difference."""
+        if not self.requests:
+            return f"{AXES[self.axis]}: not compared ({self.note})"
+        how = f" ({self.note})" if self.note else ""
+        line = f"{AXES[self.axis]}: {self.requests} pairs of answers compared{how}, "
+        if self.first is None:
+            return line + "all tokens equal"
+        if self.broken:
+            return line + f"NOT INVARIANT, {self.first.text}"
+        why = "not judged without a reference" if self.first.clear is None else "within the noise"
+        return line + f"{self.differ} differ, {why}; first: {self.first.text}"
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of a cell's answers. ``word`` is exact, close, different or unverified; ``reason`` says why not."""
+    """What is known of a cell's answers.
+
+    Args:
+        word: exact, close, different or unverified.
+        reason: why the cell is unverified, or what makes it different beside the figures.
+        answer: divergence of the distributions at answer positions.
+        image: the same at image positions; None without images.
+        top1: agreement of the likeliest tokens along the truth's.
+        equal_tokens: whether all of those agree.
+        truth: id of the truth.
+        measured: the measured tokens against the truth's; None in runs from before that was compared.
+        beyond: the measured tokens behind the truth's last one against the reference's choices.
+        axes: invariance checks.
+    """
 
     word: str
     reason: str = ""
@@ -83,6 +244,9 @@ class Verdict:
     top1: Top1 | None = None
     equal_tokens: bool | None = None
     truth: str | None = None
+    measured: TokenCheck | None = None
+    beyond: TokenCheck | None = None
+    axes: tuple[AxisCheck, ...] = ()
 
     @property
     def ratio(self) -> float | None:
@@ -103,11 +267,16 @@ def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tok
 
 
 def verdict_of(run: Run, cell: str) -> Verdict:
-    """The verdict of a cell, from its run's records; unverified with the reason if there is none."""
+    """The verdict of a cell, from its run's records; unverified with the reason if there is none.
+
+    The word of the ``verdict`` record is that of the distributions; measured tokens and the inputs can only make it
+    worse.
+    """
     record = run.verdicts.get(cell)
+    measured = _measured_tokens(run, cell)
     if record is None:
-        return Verdict("unverified", _why_none(run, cell))
-    return Verdict(
+        return _with_tokens(Verdict("unverified", _why_none(run, cell), measured=measured), float32=False, inputs=None)
+    verdict = Verdict(
         record["verdict"],
         record["reason"] or "",
         _divergence(record["answer"]),
@@ -115,7 +284,59 @@ def verdict_of(run: Run, cell: str) -> Verdict:
         None if record["top1"] is None else Top1(record["top1"]["clear"], record["top1"]["agree"]),
         record["equal_tokens"],
         record["truth"],
+        measured,
+        TokenCheck.of(record["beyond"]) if record.get("beyond") else None,
+        tuple(AxisCheck.of(each) for each in record.get("invariance") or ()),
     )
+    float32 = any(line.get("dtype") == "float32" for (name, _), line in run.repeats.items() if name == cell)
+    truth = run.truths.get(record["truth"] or "", {})
+    return _with_tokens(verdict, float32=float32, inputs=(truth.get("inputs") or {}).get("difference"))
+
+
+def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:
+    """The checks of all repeats and replicas of a cell, added up; None if no repeat has one."""
+    lines = [line for (name, _), line in run.repeats.items() if name == cell]
+    parts = [part for line in lines for part in line.get("replicas") or [line]]
+    found = [TokenCheck.of(part["tokens"]) for part in parts if part.get("tokens")]
+    return sum(found[1:], found[0]) if found else None
+
+
+def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verdict:
+    """The verdict after looking at measured tokens and inputs: a departure that noise does not explain is different."""
+    checks = [check for check in (verdict.measured, verdict.beyond) if check is not None]
+    found = [f"measured tokens depart from the reference: {check.first.text}" for check in checks if check.first]
+    found += [f"tokens depend on {axis.text}" for axis in verdict.axes if axis.broken and axis.own]
+    if inputs is not None:
+        found.append(f"the inputs are not those of Transformers' processor: {inputs}")
+    if found:
+        others = [verdict.reason] if verdict.reason and verdict.word == "different" else []
+        return replace(verdict, word="different", reason="; ".join([*others, *found]))
+    if verdict.word == "exact" and float32 and not all(check.equal for check in checks):
+        return replace(verdict, word="close", reason="measured tokens are not equal in float32")
+    return verdict
+
+
+def axis_checks(verdicts: Iterable[Verdict]) -> list[AxisCheck]:
+    """One check per axis over several cells, in the order of :data:`AXES`."""
+    return merged_axes(check for verdict in verdicts for check in verdict.axes)
+
+
+def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
+    """One check per axis: sums, and the first difference, one that noise does not explain before others."""
+    found: dict[str, AxisCheck] = {}
+    for check in checks:
+        known = found.get(check.axis, AxisCheck(check.axis, own=False))
+        takes = check.first is not None and (known.first is None or (check.broken and not known.broken))
+        notes = dict.fromkeys(each.note for each in (known, check) if each.note and each.requests)
+        found[check.axis] = AxisCheck(
+            check.axis,
+            known.requests + check.requests,
+            known.differ + check.differ,
+            check.first if takes else known.first,
+            check.own if takes else known.own,
+            "; ".join(notes) or check.note or known.note,
+        )
+    return [found[axis] for axis in AXES if axis in found]
 
 
 def verdict_lines(run: Run, cells: Iterable[str]) -> list[str]:
@@ -134,8 +355,21 @@ def verdict_lines(run: Run, cells: Iterable[str]) -> list[str]:
             f"Answers against float32 eager attention on the same weights and views: {counts}"
             f" (exact: within {EXACT_RATIO:g}x the rounding noise). {origin}."
         )
+    lines += token_lines(verdicts)
     reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.word == "unverified")
     return lines + [f"Unverified: {reason}." for reason in reasons]
+
+
+def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """What comparing tokens adds to the distributions: how many were compared, what departs, one line per axis."""
+    checks = [check for each in verdicts for check in (each.measured, each.beyond) if check is not None]
+    lines = []
+    if tokens := sum(check.tokens for check in checks):
+        lines.append(f"Measured tokens compared with the reference's: {tokens:,}.")
+    lines += dict.fromkeys(f"Not compared: {check.note}." for check in checks if check.note)
+    lines += [f"Different: {verdict.reason}." for verdict in verdicts if verdict.word == "different" and verdict.reason]
+    checked = [axis for axis in axis_checks(verdicts) if axis.requests or axis.note.startswith("failed")]
+    return lines + [f"Invariance, {axis.text}." for axis in checked]
 
 
 def _why_none(run: Run, cell: str) -> str:

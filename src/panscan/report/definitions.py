@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from panscan.analysis import significance
-from panscan.analysis.cells import number_text
+from panscan.analysis.cells import count, number_text
 from panscan.quality import scores
 from panscan.records import verdict
 from panscan.records.environment import bundled_weights, has_random_weights
@@ -109,7 +109,7 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 @dataclass(frozen=True, slots=True)
 class TruthSummary:
     """The reference that cells were compared with. ``seconds`` of making it and of comparing are apart from all times
-    above."""
+    above. ``inputs`` says how its inputs compare with those of Transformers' processor; empty if nobody compared."""
 
     model: str
     origin: str
@@ -119,6 +119,7 @@ class TruthSummary:
     seconds: float
     cells: int
     compared_seconds: float
+    inputs: str = ""
 
 
 def truths(run: Run) -> list[TruthSummary]:
@@ -138,9 +139,21 @@ def truths(run: Run) -> list[TruthSummary]:
                 record["seconds"],
                 len(compared),
                 sum(each["seconds"] for each in compared),
+                _inputs(record.get("inputs")),
             )
         )
     return found
+
+
+def _inputs(checked: Mapping[str, Any] | None) -> str:
+    if checked is None:
+        return ""
+    what = f"{count(checked['requests'], 'request')} with {count(checked['views'], 'view')}"
+    note = f" ({clean(checked['note'])})" if checked["note"] else ""
+    if checked["difference"] is not None:
+        return f"The inputs are NOT those of Transformers' own processor: {clean(checked['difference'])}{note}."
+    same = "boxes, token ids and pixels are bit-identical"
+    return f"The inputs of {what} also went through Transformers' own processor: {same}{note}."
 
 
 def definitions() -> list[tuple[str, str]]:
@@ -196,14 +209,24 @@ def _about_answers() -> list[tuple[str, str]]:
         ),
         (
             "exact",
-            f"at most {verdict.EXACT_RATIO:g}x the noise at both kinds of position; in float32 equal tokens, too.",
+            f"at most {verdict.EXACT_RATIO:g}x the noise at both kinds of position, and no measured token that noise "
+            "does not explain; in float32 equal tokens, too.",
         ),
         (
             "close",
             f"at most {verdict.CLOSE_RATIO:g}x, and the truth's likeliest token at {verdict.CLOSE_TOP1:.0%} or more of "
             "the positions where its margin is larger than the noise (top-1).",
         ),
-        ("different", "the rest: the answers are not the model's."),
+        (
+            "different",
+            "the rest; also any cell whose measured tokens depart from the reference by more than "
+            f"{verdict.EXACT_RATIO:g}x the noise, or depend on what must not matter, and any whose inputs are wrong.",
+        ),
+        (
+            "Invariance",
+            "the same greedy request gives the same tokens whatever the batch, the order, the caches, the prefill "
+            "chunks and the number of GPUs; --check-invariance runs what the measurement does not vary.",
+        ),
         ("unverified", "not compared, for the reason beside it."),
     ]
 

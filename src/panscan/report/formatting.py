@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import number_text
+from panscan.core import escape_controls
 from panscan.records.metrics import Metrics
 from panscan.records.verdict import Verdict
 
@@ -108,9 +109,10 @@ def verdict_figures(verdict: Verdict) -> tuple[str, ...]:
 
 
 def safe_text(console: Console, text: str) -> Text:
-    """Never markup, and only what the console can encode: names and reasons come from outside."""
+    """Never markup or control characters, and only what the console can encode: names and reasons come from outside."""
     from rich.text import Text
 
+    text = escape_controls(text) if console.is_terminal else text
     return Text(text.translate(_ASCII) if console.options.ascii_only else text)
 
 

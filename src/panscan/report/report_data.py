@@ -33,7 +33,7 @@ from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.requests import STAGES
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict
+from panscan.records.verdict import Verdict, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Front, comparisons, front_of
@@ -117,6 +117,7 @@ class ReportData:
         footnotes: why cells are unverified.
         aliases: cells that were measured for settings that lead to the same work, too.
         costs: what a reader of the accuracy vs exact must know; empty where no cell has one.
+        tokens: what comparing measured tokens found, line by line.
         speedups: how many times faster the engine is than other runners.
         quality_title: what people call the metric that is the run's quality.
         answers: None for a run without scores.
@@ -138,6 +139,7 @@ class ReportData:
     footnotes: tuple[str, ...]
     aliases: tuple[str, ...]
     costs: tuple[str, ...]
+    tokens: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[ChartGroup, ...]
     quality_title: str
@@ -183,6 +185,7 @@ def report_data_of(run: Run) -> ReportData:
         footnotes=footnotes,
         aliases=tuple(map(clean, alias_lines(run, {cell.cell: f"Cell {cell.name}" for cell in cells}))),
         costs=tuple(cost_lines({cell.cell: cell.cost for cell in cells if cell.cost is not None})),
+        tokens=tuple(clean(line) for line in token_lines([row.verdict for row in rows])),
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
         quality_title=metric_title(run),

@@ -40,6 +40,10 @@ class Runner(Protocol):
         """
         ...
 
+    def drop(self) -> None:
+        """Give back the memory of everything but the loaded model; the next call builds it again."""
+        ...
+
     def close(self) -> None:
         """Give the memory back."""
         ...

@@ -188,6 +188,9 @@ class GenerateRunner:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"
         return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
 
+    def drop(self) -> None:
+        """Do nothing: between calls there is only the model."""
+
     def close(self) -> None:
         """Drop the model and give its memory back."""
         del self.loaded

@@ -8,7 +8,7 @@ hidden states at the positions asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -151,6 +151,7 @@ def observe(
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
+    behind: Sequence[Sequence[int]] | None = None,
 ) -> list[Observation]:
     """Watch one ``generate()`` call.
 
@@ -162,12 +163,15 @@ def observe(
             some positions of images.
         steps: tokens at most, where none are forced.
         dtype: of the pixels; the model's own if None.
+        behind: tokens to put behind each prompt, so that their positions are places of one prefill.
     """
     on_device = settings.preprocess == "device"
     prepared = [
         prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
         for item in batch
     ]
+    for item, tokens in zip(prepared, behind or (), strict=False):
+        item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens])
     keep_hidden = forced is None
     if forced is None:
         forced = [_own_tokens(item, loaded, steps) for item in prepared]

@@ -125,6 +125,10 @@ class VllmRunner:
             found.append(observation_of(forced_tokens, answer, len(own), output.prompt_logprobs, vocabulary))
         return found
 
+    def drop(self) -> None:
+        """Shut the LLM down; what stays is the outline of the model."""
+        self._shut()
+
     def close(self) -> None:
         """End vLLM's process, and give the memory back."""
         self._shut()

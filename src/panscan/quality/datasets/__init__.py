@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from panscan.quality.datasets.formats import FORMATS, dataset_rows, load_dataset
 from panscan.quality.datasets.rows import (
+    Boundary,
     DatasetFacts,
     DatasetRow,
     Embedded,
@@ -17,6 +18,7 @@ from panscan.quality.datasets.tables import write_pictures
 
 __all__ = [
     "FORMATS",
+    "Boundary",
     "DatasetFacts",
     "DatasetRow",
     "Embedded",

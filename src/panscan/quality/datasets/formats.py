@@ -13,6 +13,7 @@ from typing import Any
 from panscan.core import DatasetError, SettingError
 from panscan.quality.datasets import tables
 from panscan.quality.datasets.rows import (
+    Boundary,
     DatasetFacts,
     LoadedDataset,
     Number,
@@ -216,6 +217,7 @@ class DatasetFormat:
         read: takes the rows of files.
         splits: which one is taken where the user names none, the first that is there.
         folder: whether a folder of it may be named.
+        beside: whether its images may be in folders beside that of its files.
     """
 
     metric: str
@@ -223,31 +225,37 @@ class DatasetFormat:
     read: Callable[[Sequence[Path], str, LoadedDataset], None]
     splits: tuple[str, ...] = ("validation", "test", "train")
     folder: bool = True
+    beside: bool = False
 
 
 FORMATS: Mapping[str, DatasetFormat] = {
     "jsonl": DatasetFormat(EXACT_MATCH, r".*\.jsonl", read_json_lines, folder=False),
-    "docvqa": DatasetFormat("anls", r"(?P<split>train|val|test)_v\d.*\.json", read_docvqa),
+    "docvqa": DatasetFormat("anls", r"(?P<split>train|val|test)_v\d.*\.json", read_docvqa, beside=True),
     "infographicvqa": DatasetFormat(
-        "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", read_infographicvqa
+        "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", read_infographicvqa, beside=True
     ),
     "chartqa": DatasetFormat(
         "relaxed_accuracy", r"(?P<split>train|val|test)_(human|augmented)\.json", read_chartqa,
         ("test", "validation", "train"),
     ),
-    "textvqa": DatasetFormat("vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa),
+    "textvqa": DatasetFormat(
+        "vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa, beside=True
+    ),
     "table": DatasetFormat(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
 }  # fmt: skip
 """By name, as in ``--dataset-format``. The last is of Hugging Face ``datasets``: parquet, its cache, save_to_disk."""
 
 
-def load_dataset(path: Path, *, layout: str | None = None, split: str | None = None) -> LoadedDataset:
+def load_dataset(
+    path: Path, *, layout: str | None = None, split: str | None = None, external: bool = False
+) -> LoadedDataset:
     """The rows of a dataset on the disk; nothing is fetched.
 
     Args:
         path: a file of one of :data:`FORMATS`, or a folder that has such files.
         layout: its name; None to find out.
         split: which of several; None for the one that the layout prefers.
+        external: whether rows may name URLs, and files outside the dataset's folder.
 
     Raises:
         DatasetError: no such file or folder, no known layout in it (or several), no such split, unreadable files.
@@ -274,7 +282,10 @@ def load_dataset(path: Path, *, layout: str | None = None, split: str | None = N
     others = ", ".join(each for each in by_split if each not in (chosen, ""))
     unsplit = len(by_split.get("", ())) if chosen else 0
     facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
-    loaded = LoadedDataset(facts, FORMATS[name].metric)
+    folders = [path] if is_folder else []
+    folders += [folder for file in files for folder in (file.parent, file.parent.parent)[: 1 + FORMATS[name].beside]]
+    boundary = Boundary(folders, external=external)
+    loaded = LoadedDataset(facts, FORMATS[name].metric, called, boundary)
     try:
         FORMATS[name].read(files, called, loaded)
     except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions

@@ -13,9 +13,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from panscan.core import DatasetError
+from panscan.images.fetch import conceal
+from panscan.images.files import split_page
 
 __all__ = [
     "ANSWER_KEYS",
+    "Boundary",
     "DatasetFacts",
     "DatasetRow",
     "Embedded",
@@ -178,6 +181,46 @@ class Pictures:
         return []
 
 
+class Boundary:
+    """The folders that a dataset's images may be in. Rows may come from strangers, and images show in answers.
+
+    Args:
+        folders: of the dataset.
+        external: whether rows may name URLs and other files as well.
+    """
+
+    def __init__(self, folders: Iterable[Path], *, external: bool) -> None:
+        self.external = external
+        self._roots = list(dict.fromkeys(root for folder in folders for root in _real_roots(folder)))
+
+    def check(self, image: str, where: str) -> None:
+        """Refuse an image of a row, links resolved, that lies elsewhere.
+
+        Raises:
+            DatasetError: it does, or is a URL.
+        """
+        if self.external:
+            return
+        if "://" in image:
+            raise DatasetError(f"{where}: the image {conceal(image)} is a URL: allow it with --allow-external-images")
+        try:
+            real = Path(split_page(image)[0]).resolve()
+        except (OSError, RuntimeError, ValueError):  # a loop of links, a null byte: nothing that could be opened
+            return
+        if not any(real.is_relative_to(root) for root in self._roots):
+            raise DatasetError(
+                f"{where}: the image {image} is outside the dataset's folder: allow it with --allow-external-images"
+            )
+
+
+def _real_roots(folder: Path) -> list[Path]:
+    """A folder, and the ``blobs`` that files in a snapshot of the Hugging Face hub's cache are links to."""
+    real = folder.resolve()
+    snapshots = next((each for each in (real, *real.parents) if each.parent.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent.parent / "blobs"
+    return [real] if blobs is None or not blobs.is_dir() or blobs.is_symlink() else [real, blobs]
+
+
 def is_file(path: Path) -> bool:
     """Whether there is such a file; a path that cannot be asked about names none."""
     try:
@@ -281,10 +324,14 @@ class LoadedDataset:
     Args:
         facts: of which dataset, and what became of its rows so far.
         metric: the dataset's own metric of quality.
+        called: what messages call it.
+        boundary: of its images.
     """
 
     facts: DatasetFacts
     metric: str
+    called: str
+    boundary: Boundary
     rows: list[DatasetRow] = field(default_factory=list)
     _ids: set[str] = field(default_factory=set)
 
@@ -300,6 +347,9 @@ class LoadedDataset:
         people: bool = False,
     ) -> None:
         """Take a row, or count why not.
+
+        Raises:
+            DatasetError: an image is outside the dataset.
 
         Args:
             given: its id; None for the number of the row.
@@ -317,9 +367,12 @@ class LoadedDataset:
         if not isinstance(question, str) or not question.strip():
             facts.without_question += 1
             return
-        if not isinstance(images, Embedded) and not images:
-            facts.without_image += 1
-            return
+        if not isinstance(images, Embedded):
+            for image in images:
+                self.boundary.check(image, f"{self.called}, row {number + 1}")
+            if not images:
+                facts.without_image += 1
+                return
         if not is_unicode(question):
             facts.broken_text += 1
             return

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.core import DatasetError, UnsupportedError
-from panscan.quality.datasets.rows import ANSWER_KEYS, Embedded, LoadedDataset, is_file
+from panscan.core import DatasetError, UnsupportedError, create_file
+from panscan.quality.datasets.rows import ANSWER_KEYS, Boundary, Embedded, LoadedDataset, is_file
 
 __all__ = ["metric_of_columns", "read", "write_pictures"]
 
@@ -90,11 +90,13 @@ def metric_of_columns(names: Collection[str]) -> str | None:
     return next((metric for known, metric in _METRICS if known <= set(names)), None)
 
 
-def write_pictures(wanted: Collection[Embedded], folder: Path, called: str) -> dict[Embedded, list[str]]:
+def write_pictures(
+    wanted: Collection[Embedded], folder: Path, called: str, boundary: Boundary
+) -> dict[Embedded, list[str]]:
     """The pictures of rows as files in ``folder``, by row; an empty list where a row has none.
 
     Raises:
-        DatasetError: a table cannot be read, or the folder not written.
+        DatasetError: a table cannot be read, the folder not written, or a row names a file outside the ``boundary``.
     """
     by_file: dict[str, set[int]] = defaultdict(set)
     for each in wanted:
@@ -106,22 +108,28 @@ def write_pictures(wanted: Collection[Embedded], folder: Path, called: str) -> d
         for number, row in enumerate(_rows(path, [image], called)):
             if number in numbers:
                 value = row[image]
-                pictures = value if isinstance(value, list) else [value]
-                found[Embedded(file, number)] = [
-                    place for each in pictures for place in _written(each, path.parent, folder, called)
-                ]
+                places: list[str] = []
+                for picture in value if isinstance(value, list) else [value]:
+                    if (data := _bytes_of(picture)) is not None:
+                        places.append(_kept(data, folder, called))
+                    elif (beside := _beside(picture, path.parent)) is not None:
+                        boundary.check(beside, f"{called}: {path.name}, row {number + 1}")
+                        places.append(beside)
+                found[Embedded(file, number)] = places
             if number == last:
                 break
     return found
 
 
-def _written(picture: Any, beside: Path, folder: Path, called: str) -> list[str]:
-    """The path of a picture as ``datasets`` stores it: bytes, or ``{"bytes", "path"}``."""
+def _bytes_of(picture: Any) -> bytes | None:
+    """The bytes of a picture as ``datasets`` stores it: bytes, or ``{"bytes", "path"}``."""
     data = picture.get("bytes") if isinstance(picture, Mapping) else picture
-    if isinstance(data, bytes) and data:
-        return [_kept(data, folder, called)]
+    return data if isinstance(data, bytes) and data else None
+
+
+def _beside(picture: Any, folder: Path) -> str | None:
     path = picture.get("path") if isinstance(picture, Mapping) else None
-    return [str(beside / path)] if isinstance(path, str) and is_file(beside / path) else []
+    return str(folder / path) if isinstance(path, str) and is_file(folder / path) else None
 
 
 def _kept(data: bytes, folder: Path, called: str) -> str:
@@ -131,7 +139,8 @@ def _kept(data: bytes, folder: Path, called: str) -> str:
         if not place.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = place.with_name(f".{place.name}.{os.getpid()}")
-            partial.write_bytes(data)
+            with create_file(partial) as file:
+                file.write(data)
             partial.replace(place)
     except OSError as error:
         raise DatasetError(

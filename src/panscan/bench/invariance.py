@@ -1,0 +1,166 @@
+"""The same greedy requests under other conditions: their tokens must not change beyond what rounding explains.
+
+What a run varies anyway (repeats, cells that differ in one axis only) is compared for free; :func:`variants` runs the
+requests again for the rest. Where two answers part, the reference tells how much the two tokens differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
+from panscan.core import PanscanError, Request, Result
+from panscan.engine.options import EngineOptions
+from panscan.records.verdict import AxisCheck, Departure
+from panscan.runners.base import Runner, calls
+from panscan.settings import Settings
+
+__all__ = ["Answers", "Variant", "compare", "shared_axis", "variants"]
+
+_ALONE = 8  # requests that are answered alone
+_JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
+_SETTINGS = {
+    "batch": (
+        "batch_size",
+        "max_num_seqs",
+        "max_concurrency",
+        "equal_views",
+        "pad_to_multiple_of",
+        "vision_batch_size",
+    ),
+    "chunk": ("prefill_chunk_size",),
+    "cache": ("prefix_caching", "vision_cache_gb", "kv_cache_gb"),
+    "gpus": ("device_map", "max_memory", "tp_plan"),
+}
+"""The settings of each axis, which may not change any answer."""
+
+Answers = Mapping[str, Tokens]
+"""Measured tokens by request id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The answers of one run of a cell's requests; ``note`` describes the conditions, or why there are no answers."""
+
+    axis: str
+    note: str
+    answers: Answers
+
+
+def shared_axis(a: Settings, b: Settings) -> str | None:
+    """The only axis in whose settings two cells differ; None if there is no such axis."""
+    for axis, names in _SETTINGS.items():
+        if a != b and replace(a, **{name: getattr(b, name) for name in names}) == b:
+            return axis
+    return None
+
+
+def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], longest: int) -> Iterator[Variant]:
+    """Answer the requests again: in reverse order, with warm caches, alone, and in smaller prefill chunks.
+
+    Args:
+        runner: configured for the cell.
+        requests: the cell's.
+        views: view count of each.
+        longest: tokens of the longest prompt; a third of it is a chunk that cuts most prompts.
+    """
+    settings = runner.settings
+    backwards = range(len(requests))[::-1]
+    yield _variant("order", "in reverse order", lambda: _answers(runner, requests, views, backwards))
+    if hasattr(runner, "answer"):  # the engine's caches outlive a call
+        yield _variant("cache", "with the caches of an earlier pass", lambda: _named(runner.answer(requests)))
+    else:
+        yield Variant("cache", "the runner keeps no cache between calls", {})
+    if len(requests) > 1 or settings.batch_size > 1:
+        alone = [requests[index] for index in _spread(len(requests))]
+        yield _variant("batch", "each alone", lambda: _named([runner.run([request])[0] for request in alone]))
+    if settings.runner == "engine":
+        size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
+        yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
+    else:
+        yield Variant("chunk", "generate() cuts image blocks in chunks: see prefill_chunk_size", {})
+    yield Variant("gpus", "this run uses one set of devices", {})
+
+
+def _variant(axis: str, note: str, run: Callable[[], Answers]) -> Variant:
+    try:
+        return Variant(axis, note, run())
+    except PanscanError as error:
+        return Variant(axis, f"failed: {' '.join(str(error).split())[:200]}", {})
+
+
+def _spread(count: int) -> list[int]:
+    """Up to :data:`_ALONE` indices, spread evenly."""
+    step = max(1, count // _ALONE)
+    return list(range(0, count, step))[:_ALONE]
+
+
+def _named(results: Sequence[Result]) -> Answers:
+    return {result.id: result.token_ids for result in results}
+
+
+def _answers(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> Answers:
+    found: dict[str, Tokens] = {}
+    for batch in calls([views[index] for index in order], runner.settings):
+        found |= _named(runner.run([requests[order[place]] for place in batch]))
+    return found
+
+
+def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:
+    runner.configure(replace(settings, prefill_chunk_size=size))
+    try:
+        return _named(runner.run(requests))
+    finally:
+        runner.configure(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    request: str
+    at: int
+    a: Tokens
+    b: Tokens
+
+
+def compare(
+    variant: Variant, own: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
+) -> AxisCheck:
+    """Compare two runs of the same requests.
+
+    Args:
+        variant: the run that the cell's own is compared with.
+        own: the cell's measured answers.
+        judge: of the cell.
+        reference: hidden states along the cell's own answers; None where they cannot be computed.
+        same_cell: whether the variant is another run of the cell, so that a fault in it is the cell's.
+    """
+    other = variant.answers
+    both = [request for request in own if request in other]
+    different = [_difference(request, own[request], other[request]) for request in both]
+    found = [each for each in different if each is not None]
+    judged = [_judged(each, judge, reference) for each in found[:_JUDGED]]
+    clear = [each for each in judged if each[0].clear]
+    first, is_own = next(iter(clear or judged), (None, True))
+    return AxisCheck(variant.axis, len(both), len(found), first, same_cell or is_own, variant.note)
+
+
+def _difference(request: str, a: Tokens, b: Tokens) -> _Difference | None:
+    """Where two answers part. Answers of different length limits are equal as far as both reach."""
+    at = first_difference(a[: len(b)], b[: len(a)])
+    return None if at is None else _Difference(request, at, a, b)
+
+
+def _judged(found: _Difference, judge: Judge, reference: ReferenceRows | None) -> tuple[Departure, bool]:
+    """The difference as a departure from the token that the reference prefers, and whether the cell's own departs."""
+    own, other, at = found.a[found.at], found.b[found.at], found.at
+    try:
+        hidden = None if reference is None else reference.along(found.request, found.a[: at + 1])[at]
+    except Exception:  # quantised or offloaded weights, no memory, tokens that are no text: the margin is unknown
+        hidden = None
+    if hidden is None:
+        return judge.departure(found.request, at, (own, other), None), True
+    row = judge.logits(hidden[None])[0]
+    best = int(row.argmax())
+    departs, expected = (own, other) if best == other or row[own] < row[other] else (other, own)
+    return judge.departure(found.request, at, (departs, expected), hidden), departs == own

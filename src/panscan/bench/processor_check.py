@@ -1,0 +1,122 @@
+"""The inputs that a cell and its truth share, against Transformers' own processor: boxes, token ids, pixels.
+
+The planner, the prompt writer and the preprocessor serve the truth too, so no comparison with the truth can see a fault
+of theirs. Here the first requests also go through the checkpoint's processor, once per truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from panscan.core import PanAndScan, Request
+from panscan.images.pixels import pixels_pil
+from panscan.images.views import ViewPlan
+from panscan.model.checkpoint import Reader
+from panscan.model.inputs import Read, plan_request, read_images
+from panscan.model.prompt import conversation
+from panscan.records.schema import Record
+
+__all__ = ["CHECKED_REQUESTS", "check_inputs"]
+
+CHECKED_REQUESTS = 4
+_MOST_PIXELS = 64_000_000  # of an image whose boxes are checked: a number for each pixel takes four bytes
+
+
+def check_inputs(reader: Reader, requests: Sequence[Request]) -> Record:
+    """Compare panscan's inputs with those of the checkpoint's processor.
+
+    Pixels are those of the CPU preprocessor, which must be bit-identical to Transformers' Pillow backend.
+
+    Args:
+        reader: of the checkpoint.
+        requests: the first :data:`CHECKED_REQUESTS` of them are checked.
+
+    Returns:
+        ``requests`` and ``views`` checked, ``difference`` (None, or the first one in words) and ``note`` (why something
+        was not checked; empty if everything was).
+    """
+    checked = requests[:CHECKED_REQUESTS]
+    views, notes = 0, []
+    for request in checked:
+        read = read_images(request)
+        try:
+            found, count = _difference(reader, read)
+        except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+            notes.append(f"request {request.id}: the processor refuses it: {' '.join(str(error).split())[:120]}")
+            continue
+        views += count
+        if found is not None:
+            return _record(len(checked), views, f"request {request.id}, {found}", notes)
+    if any(reader.prompts.special_in(request) for request in checked if not request.raw):
+        notes.append("token ids of prompts that contain special tokens differ on purpose and were not compared")
+    return _record(len(checked), views, None, notes)
+
+
+def _record(requests: int, views: int, difference: str | None, notes: Sequence[str]) -> Record:
+    return {"requests": requests, "views": views, "difference": difference, "note": "; ".join(notes)}
+
+
+def _difference(reader: Reader, read: Read) -> tuple[str | None, int]:
+    """The first difference of one request, if any, and the views that were compared."""
+    plans, prompt = plan_request(read, reader)
+    settings, count = read.request.pan_and_scan, 0
+    if reader.reads_images and read.images:
+        from transformers import Gemma3ImageProcessorPil
+
+        assert reader.pixels is not None  # it reads images
+        theirs = Gemma3ImageProcessorPil.from_dict(reader.processor.image_processor.to_dict())
+        for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
+            count += len(plan.views)
+            if (found := _box_difference(theirs, image, plan, settings)) is not None:
+                return f"image {number}: {found}", count
+            expected = theirs(image, return_tensors="pt", **settings.processor_kwargs())["pixel_values"]
+            ours = pixels_pil(image, plan.views, reader.pixels)
+            if expected.shape != ours.shape:
+                return f"image {number}: {len(ours)} views instead of {len(expected)}", count
+            if not torch.equal(ours, expected):
+                return f"image {number}: pixels differ by up to {float((ours - expected).abs().max()):.3g}", count
+    if read.request.raw or reader.prompts.special_in(read.request) is None:
+        return _id_difference(reader, read, prompt.ids), count
+    return None, count
+
+
+def _box_difference(processor: Any, image: Image.Image, plan: ViewPlan, settings: PanAndScan) -> str | None:
+    width, height = image.size
+    if not settings.enabled or width * height > _MOST_PIXELS:
+        return None
+    numbers = np.arange(width * height, dtype=np.int32).reshape(1, height, width)
+    options = {name: value for name, value in settings.processor_kwargs().items() if name != "do_pan_and_scan"}
+    theirs = [_box(crop[0], width) for crop in processor.pan_and_scan(numbers, **options)]
+    ours = [view.box for view in plan.views[1:]]
+    return None if ours == theirs else f"crop boxes {ours} instead of {theirs}"
+
+
+def _box(crop: Any, width: int) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of a crop of an image whose pixels are numbered row by row."""
+    (top, left), (bottom, right) = divmod(int(crop[0, 0]), width), divmod(int(crop[-1, -1]), width)
+    return left, top, right + 1, bottom + 1
+
+
+def _id_difference(reader: Reader, read: Read, ours: Sequence[int]) -> str | None:
+    request = read.request
+    if request.raw:
+        assert request.prompt is not None  # Request holds this for raw prompts
+        bos = reader.tokenizer.bos_token
+        text = request.prompt if request.prompt.startswith(bos) else bos + request.prompt
+    else:
+        text = reader.tokenizer.apply_chat_template(conversation(request), tokenize=False, add_generation_prompt=True)
+    if reader.reads_images and read.images:
+        chosen = {"images": read.images, **request.pan_and_scan.processor_kwargs()}
+        [theirs] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]
+    else:
+        theirs = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
+    theirs = [int(token) for token in theirs]
+    if theirs == list(ours):
+        return None
+    at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+    return f"token ids differ at position {at}: {list(ours[at : at + 3])} instead of {theirs[at : at + 3]}"

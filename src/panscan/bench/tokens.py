@@ -1,0 +1,217 @@
+"""Measured tokens against the reference: where an answer departs from it, and whether rounding explains that.
+
+Along the truth's own tokens this costs nothing: its hidden states are stored. Beyond them, one float32 pass over prompt
+and answer tells the reference's choice at every position (:class:`ReferenceRows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from panscan.bench.truth import TruthRequest
+from panscan.core import Result, Sampling
+from panscan.engine.sampling import DRAWS, draw
+from panscan.model.checkpoint import Loaded
+from panscan.model.reference import head_logits
+from panscan.records.verdict import Departure, TokenCheck, clear_margin
+from panscan.settings import Settings
+
+__all__ = ["Judge", "ReferenceRows", "Tokens", "compared_with_truth", "first_difference"]
+
+_PERTURBED = 32  # versions of a sampled position's logits; where all draw the same token, noise cannot change it
+_KEPT = 64  # answers whose hidden states stay in memory, a few megabytes each
+_END = "the end"
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What is needed to judge a token of one model under one cell's settings.
+
+    Args:
+        loaded: the model; its head turns hidden states into logits, and its tokenizer names tokens.
+        settings: the cell's.
+        noise: the largest change of a margin that eager attention at the cell's precision shows, in nats.
+    """
+
+    loaded: Loaded
+    settings: Settings
+    noise: float
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the tokens are greedy choices over the model's own scores."""
+        return self.settings.sampling.greedy and self.settings.repetition_penalty in (None, 1)
+
+    @property
+    def suppressed(self) -> list[int]:
+        return list(self.loaded.model.generation_config.suppress_tokens or [])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits float32 ``[positions, vocabulary]`` of final hidden states, suppressed tokens at minus infinity."""
+        scores = head_logits(self.loaded.model, hidden).cpu()
+        scores[:, [token for token in self.suppressed if token < scores.shape[-1]]] = float("-inf")
+        return scores
+
+    def departure(
+        self, request: str, position: int, pair: tuple[int | None, int | None], hidden: torch.Tensor | None
+    ) -> Departure:
+        """Describe one token that is not the expected one.
+
+        Args:
+            request: its id.
+            position: of the token in the answer.
+            pair: the token found and the one expected; None stands for the end of the answer.
+            hidden: float32 ``[hidden]``, final hidden state before the token; None if no reference knows it.
+        """
+        found, expected = pair
+        texts = self.text(found), self.text(expected)
+        if found is None or expected is None or found in self.suppressed:
+            return Departure(request, position, found, expected, texts, None, clear=True)
+        if hidden is None:
+            return Departure(request, position, found, expected, texts, None, clear=None)
+        row = self.logits(hidden[None])[0]
+        margin = float(row[expected] - row[found])
+        return Departure(request, position, found, expected, texts, margin, margin > clear_margin(self.noise))
+
+    def text(self, token: int | None) -> str:
+        """A token in quotes, or the end of the answer."""
+        return _END if token is None else repr(self.loaded.reader.tokenizer.decode([token]))
+
+
+def compared_with_truth(
+    judge: Judge, expected: Mapping[str, TruthRequest], results: Sequence[Result], seed: int | None
+) -> TokenCheck:
+    """Compare measured answers with the truth's as far as it reaches, and how each of them ends.
+
+    Args:
+        judge: of the cell.
+        expected: the truth's requests by id.
+        results: measured; those that the truth does not have are only looked at for how they end.
+        seed: of the sampler in this repeat; None for greedy cells.
+    """
+    total = sum((_wrong_end(judge, result) for result in results), TokenCheck())
+    settings = judge.settings
+    if settings.repetition_penalty not in (None, 1):
+        note = "a repetition penalty changes the scores: only the distributions were compared"
+    elif not settings.sampling.greedy and (settings.runner != "engine" or seed is None):
+        note = f"runner {settings.runner} draws from one stream for all requests: only the distributions were compared"
+    else:
+        one = _greedy if settings.sampling.greedy else _sampled
+        known = [result for result in results if result.id in expected]
+        return sum((one(judge, expected[each.id], each.token_ids, seed or 0) for each in known), total)
+    return replace(total, note=note)
+
+
+def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
+    """An answer that says it stopped must end with one of the model's end marks: cells have no stop texts."""
+    tokens = result.token_ids
+    marked = bool(tokens) and tokens[-1] in judge.loaded.eos_ids and not judge.settings.ignore_eos
+    if result.error is not None or result.finish_reason != "stop" or marked:
+        return TokenCheck()
+    found = judge.departure(result.id, len(tokens), (None, None), None)
+    return TokenCheck(departed=1, equal=False, first=replace(found, texts=(_END, "another token")))
+
+
+def _greedy(judge: Judge, expected: TruthRequest, tokens: Tokens, _: int) -> TokenCheck:
+    truth = expected.tokens[: judge.settings.max_new_tokens]
+    ends = not judge.settings.ignore_eos and truth[-1] in judge.loaded.eos_ids
+    at = first_difference(tokens, truth)
+    if at is None and ends and len(tokens) > len(truth):
+        at = len(truth)
+    if at is None:
+        return TokenCheck(1, len(truth))
+    pair = tokens[at] if at < len(tokens) else None, truth[at] if at < len(truth) else None
+    found = judge.departure(expected.request, at, pair, expected.answer[at] if at < len(truth) else None)
+    return TokenCheck(1, at + 1, int(found.clear is True), equal=False, first=found if found.clear else None)
+
+
+def first_difference(a: Tokens, b: Tokens) -> int | None:
+    """The first position at which two answers differ; None if ``b`` is the beginning of ``a``."""
+    at = next((at for at, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
+    return len(a) if at is None and len(a) < len(b) else at
+
+
+def _sampled(judge: Judge, expected: TruthRequest, tokens: Tokens, seed: int) -> TokenCheck:
+    """Compare draws with those that the truth's distributions give, while the answer follows the truth's tokens.
+
+    A draw counts if logits moved by the noise draw the same token. The distributions are filtered by Transformers' own
+    warpers, not by the engine's sampler, which is what is tested.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sampling, compared = judge.settings.sampling, 0
+    for at, token in enumerate(tokens[: len(expected.tokens)]):
+        row = judge.logits(expected.answer[at][None])
+        moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
+        versions = _filtered(torch.cat([row, row + moves]), sampling).double().softmax(-1)
+        target = draw(seed, at) / DRAWS
+        drawn = (versions.cumsum(-1) <= target * versions.sum(-1, keepdim=True)).sum(-1).tolist()
+        compared += 1
+        if token not in drawn and len(set(drawn)) == 1:
+            texts = judge.text(token), judge.text(drawn[0])
+            first = Departure(expected.request, at, token, drawn[0], texts, None, clear=True)
+            return TokenCheck(1, compared, 1, equal=False, first=first)
+        if token != expected.tokens[at]:
+            break
+    return TokenCheck(1, compared)
+
+
+def _filtered(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Scores after temperature, ``top_k``, ``top_p`` and ``min_p``, as ``generate()`` filters them."""
+    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    for kind, value in (
+        (TopKLogitsWarper, sampling.top_k), (TopPLogitsWarper, sampling.top_p), (MinPLogitsWarper, sampling.min_p),
+    ):  # fmt: skip
+        warpers += [] if value is None else [kind(value)]
+    ids = torch.empty(len(scores), 0, dtype=torch.long)
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return scores
+
+
+@dataclass(slots=True)
+class ReferenceRows:
+    """Final hidden states of the reference along any answer.
+
+    Args:
+        compute: final hidden states float32 ``[tokens, hidden]`` before each token of an answer, from the request's id
+            and the tokens. Raises whatever keeps it from computing.
+    """
+
+    compute: Callable[[str, Tokens], torch.Tensor]
+    _known: dict[tuple[str, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+
+    def along(self, request: str, tokens: Tokens) -> torch.Tensor:
+        """Hidden states ``[tokens, hidden]`` before each token of an answer."""
+        key = request, tuple(tokens)
+        if key not in self._known:
+            while len(self._known) >= _KEPT:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = self.compute(request, tokens)
+        return self._known[key]
+
+    def check(self, judge: Judge, request: str, tokens: Tokens, start: int) -> TokenCheck:
+        """Compare an answer's tokens from position ``start`` with the reference's choices behind the same tokens."""
+        marks = () if judge.settings.ignore_eos else judge.loaded.eos_ids
+        end = next((at for at, token in enumerate(tokens[:-1]) if token in marks), None)
+        if end is not None:
+            found = judge.departure(request, end + 1, (tokens[end + 1], None), None)
+            return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
+        bad = next((at for at, token in enumerate(tokens) if token in judge.suppressed), None)
+        if bad is not None:
+            found = judge.departure(request, bad, (tokens[bad], None), None)
+            return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
+        hidden = self.along(request, tokens)[start:]
+        best = torch.cat([judge.logits(rows).argmax(-1) for rows in torch.split(hidden, 16)]).tolist()
+        for at, (token, choice) in enumerate(zip(tokens[start:], best, strict=True), start):
+            if token != choice:
+                found = judge.departure(request, at, (token, choice), hidden[at - start])
+                if found.clear:
+                    return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
+        return TokenCheck(1, len(tokens) - start)

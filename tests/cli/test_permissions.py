@@ -1,0 +1,88 @@
+"""Who may read and write what panscan creates: the user's umask says so, but never everybody."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import noise
+
+from panscan.core import SettingError, create_file, fallback_directory
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="umask and owners are POSIX's")
+
+TINY = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "-p", "What?"]
+
+
+BATCH = ["batch", "a.png", "-o", "out/a.jsonl", *TINY]
+BENCH = ["bench", "a.png", "--warmup", "0", *TINY]
+
+
+@pytest.mark.parametrize(
+    ("words", "umask", "forbidden", "made"),
+    [
+        (BENCH, 0, stat.S_IWOTH, {"records.jsonl", "report.html", "summary.csv", "truth"}),
+        (BATCH, 0o077, stat.S_IRWXG | stat.S_IRWXO, {"out", "a.jsonl", "a.jsonl.run.json"}),
+    ],
+    ids=["bench", "batch"],
+)
+def test_the_umask_is_honoured_and_nothing_is_world_writable(
+    tmp_path: Path, words: list[str], umask: int, forbidden: int, made: set[str]
+) -> None:
+    noise(90, 60).save(tmp_path / "a.png")
+    before = {tmp_path, *tmp_path.iterdir()}
+    environment = {**os.environ, "PANSCAN_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "panscan", *words],
+        cwd=tmp_path,
+        env=environment,
+        umask=umask,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    created = set(tmp_path.rglob("*")) - before
+    assert made <= {path.name for path in created}
+    assert [path for path in created if path.stat().st_mode & forbidden] == []
+
+
+def test_the_fallback_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = fallback_directory()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert fallback_directory() == path
+    path.chmod(0o755)
+    with pytest.raises(SettingError, match=r"is not a private directory of yours: remove it, or set PANSCAN_CACHE"):
+        fallback_directory()
+    path.rmdir()
+    (tmp_path / "elsewhere").mkdir(0o700)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SettingError, match="not a private directory"):
+        fallback_directory()
+    path.unlink()
+    path.write_text("")
+    with pytest.raises(SettingError, match="not a private directory"):
+        fallback_directory()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a directory away")
+def test_the_fallback_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    os.chown(fallback_directory(), 12345, 12345)
+    with pytest.raises(SettingError, match="not a private directory"):
+        fallback_directory()
+
+
+def test_files_are_not_created_through_links(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "new").symlink_to("precious")
+    with create_file(tmp_path / "new") as file:
+        file.write(b"new")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "new").read_bytes() == b"new"
+    assert not (tmp_path / "new").is_symlink()

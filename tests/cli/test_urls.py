@@ -1,0 +1,85 @@
+"""URLs on the command line: private addresses need the option, and credentials reach no output."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import noise
+from tests.images.site import Site, serving
+
+from panscan.cli.main import run
+from panscan.images import fetch
+
+QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
+SECRETS = ("ann", "hunter2", "s1gned")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "")  # so that what --allow-private-urls sets ends with the test
+    fetch._CACHE.clear()
+    picture = io.BytesIO()
+    noise(90, 60).save(picture, "PNG")
+    with serving() as server:
+        server.put("/scan.png?sig=s1gned", picture.getvalue())
+        yield server
+    fetch._CACHE.clear()
+
+
+def url_of(site: Site) -> str:
+    return site.url("/scan.png?sig=s1gned", "ann:hunter2@127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ask", "URL", "-p", "What?", *QUICK],
+        ["batch", "URL", "-p", "What?", "-o", "answers.jsonl", *QUICK],
+        ["bench", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
+        ["crops", "URL", "-o", "views.png"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_private_addresses_need_the_option(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]
+) -> None:
+    words = [url_of(site) if word == "URL" else word for word in words]
+    assert run(words) == 3
+    refused = capsys.readouterr()
+    assert "127.0.0.1, not a public address: allow it with --allow-private-urls" in refused.err + (
+        Path("answers.jsonl").read_text() if words[0] == "batch" else ""
+    )
+    assert not site.asked
+    Path("answers.jsonl").unlink(missing_ok=True)
+    assert run([*words, "--allow-private-urls"]) == 0
+    printed = capsys.readouterr()
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    for text in (refused.out + refused.err + printed.out + printed.err).encode(), *written:
+        assert not any(secret.encode() in text for secret in SECRETS)
+
+
+def test_a_run_is_resumed_without_credentials_with_one_clear_line(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["bench", url_of(site), "-p", "What?", "--warmup", "0", "--no-verify", "--allow-private-urls", *QUICK]
+    assert run(words) == 0
+    [directory] = Path("runs").iterdir()
+    capsys.readouterr()
+    assert run(["bench", "--resume", str(directory), "--allow-private-urls"]) == 3
+    assert "credentials are not kept in records: start again with the full URL" in capsys.readouterr().err
+
+
+def test_answers_about_urls_with_credentials_are_resumed(site: Site) -> None:
+    words = ["batch", url_of(site), "-p", "What?", "-o", "answers.jsonl", "--allow-private-urls", *QUICK]
+    assert run(words) == 0
+    before = Path("answers.jsonl").read_bytes()
+    [line] = before.splitlines()
+    assert json.loads(line)["id"].startswith("http://***@127.0.0.1:")
+    assert run([*words, "--resume"]) == 0
+    assert Path("answers.jsonl").read_bytes() == before

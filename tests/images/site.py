@@ -1,0 +1,56 @@
+"""A web server on this machine, for tests that fetch."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Site(ThreadingHTTPServer):
+    """Serves ``answers`` (path to status, Location and body) on this machine, and counts what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.answers: dict[str, tuple[int, str, bytes]] = {}
+        self.asked: Counter[str] = Counter()
+        self.headers: dict[str, Message] = {}
+
+    def url(self, path: str, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.server_port}{path}"
+
+    def put(self, path: str, body: bytes = b"", status: int = 200, location: str = "") -> str:
+        self.answers[path] = status, location, body
+        return self.url(path)
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        self.server.asked[self.path] += 1
+        self.server.headers[self.path] = self.headers
+        status, location, body = self.server.answers.get(self.path, (404, "", b""))
+        self.send_response(status)
+        if location:
+            self.send_header("Location", location)
+        self.end_headers()
+        with suppress(OSError):  # the client has had enough
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[Site]:
+    """A site that answers until the end of the block."""
+    with Site() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

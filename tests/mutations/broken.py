@@ -1,0 +1,294 @@
+"""The broken engines. Each is a patch of the real code, active while a cell is measured and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from panscan.bench import workload
+from panscan.core import View
+from panscan.engine import prepare, sampling
+from panscan.engine.executor import Executor
+from panscan.engine.loop import Loop
+from panscan.engine.options import EngineOptions
+from panscan.engine.request_state import RequestState
+from panscan.engine.scheduling import kv_blocks
+from panscan.engine.scheduling.sequence import AttentionRows, PromptLayout
+from panscan.images.views import ViewPlan, plan_views
+from panscan.model import inputs
+from panscan.model.prompt import Prompt, PromptWriter
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A broken engine.
+
+    Args:
+        name: what is wrong, for people.
+        apply: patches the code.
+        caught_by: the parts of the verdict that must catch it; empty if it is invisible.
+        why_invisible: why no part can.
+        settings: of the cell, beside the suite's own.
+        plan: of the sweep, beside the suite's own.
+    """
+
+    name: str
+    apply: Break
+    caught_by: frozenset[str] = frozenset()
+    why_invisible: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            self.apply(patch)
+            yield
+
+
+def _choosing(second_best: Callable[[int, list[sampling.SamplingRow]], bool]) -> Break:
+    """The sampler takes the second-best token of the rows that ``second_best`` picks."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        whole = sampling.Sampler.scores
+
+        def scores(self: sampling.Sampler, logits: torch.Tensor, rows: list[sampling.SamplingRow]) -> torch.Tensor:
+            found = whole(self, logits, rows).clone()
+            for at in range(len(rows)):
+                if second_best(at, rows):
+                    found[at, found[at].argmax()] = float("-inf")
+            return found
+
+        patch.setattr(sampling.Sampler, "scores", scores)
+
+    return apply
+
+
+def _cold(patch: pytest.MonkeyPatch) -> None:
+    whole = sampling.filter_scores
+    patch.setattr(sampling, "filter_scores", lambda scores, samplings: whole(scores * 100, samplings))
+
+
+def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kv_blocks, "_told", lambda span: (span.end - span.start).to_bytes(4, "little"))
+
+
+def _one_image_for_views(patch: pytest.MonkeyPatch) -> None:
+    whole = prepare.view_key
+    patch.setattr(prepare, "view_key", lambda _, box, *others: whole(b"", (0, 0, *map(len, (box, box))), *others))
+
+
+def _overlap_reads_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
+    _with_overlap(patch)
+    whole = Executor._ids
+
+    def ids(self: Executor, step: Any, pending: Any) -> torch.Tensor:
+        return whole(self, step, None if pending is None else replace(pending, tokens=pending.tokens.roll(1)))
+
+    patch.setattr(Executor, "_ids", ids)
+
+
+def _with_overlap(patch: pytest.MonkeyPatch) -> None:
+    """A CPU's engine overlaps nothing of its own accord."""
+    whole = EngineOptions.of
+    patch.setattr(EngineOptions, "of", classmethod(lambda cls, settings: replace(whole(settings), overlap=True)))
+
+
+def _crops_swapped(patch: pytest.MonkeyPatch) -> None:
+    def swapped(*arguments: Any, **options: Any) -> ViewPlan:
+        plan = plan_views(*arguments, **options)
+        return replace(plan, views=(plan.views[0], *plan.views[:0:-1]))
+
+    _for_planner(patch, swapped)
+
+
+def _boxes_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    def moved(view: View) -> View:
+        left, top, right, bottom = view.box
+        return view if view.kind == "whole" else replace(view, box=(left, max(0, top - 1), right, bottom))
+
+    def plan(*arguments: Any, **options: Any) -> ViewPlan:
+        found = plan_views(*arguments, **options)
+        return replace(found, views=tuple(moved(view) for view in found.views))
+
+    _for_planner(patch, plan)
+
+
+def _for_planner(patch: pytest.MonkeyPatch, plan: Callable[..., ViewPlan]) -> None:
+    for module in (inputs, workload):
+        patch.setattr(module, "plan_views", plan)
+
+
+def _words_missing(patch: pytest.MonkeyPatch) -> None:
+    whole = PromptWriter.write
+
+    def write(self: PromptWriter, *arguments: Any) -> Prompt:
+        prompt = whole(self, *arguments)
+        return replace(prompt, ids=[*prompt.ids[:-4], *prompt.ids[-3:]])
+
+    patch.setattr(PromptWriter, "write", write)
+
+
+def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
+    from panscan.bench import processor_check
+
+    whole = inputs.pixels_pil
+    for module in (inputs, processor_check):
+        patch.setattr(module, "pixels_pil", lambda *arguments: whole(*arguments).flip(1))
+
+
+def _window(change: int) -> Break:
+    """Local layers see another number of positions."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        whole = AttentionRows.of.__func__  # type: ignore[attr-defined]  # of a classmethod
+        patch.setattr(
+            AttentionRows,
+            "of",
+            classmethod(lambda cls, step, block_size, window: whole(cls, step, block_size, window + change)),
+        )
+
+    return apply
+
+
+def _causal_image_tokens(patch: pytest.MonkeyPatch) -> None:
+    """As Transformers' flash masks make them: an image block is one segment of text."""
+    whole = PromptLayout.segments
+
+    def segments(self: PromptLayout, start: int, end: int) -> Iterator[Any]:
+        for segment in whole(self, start, end):
+            yield replace(segment, image=False)
+
+    patch.setattr(PromptLayout, "segments", segments)
+
+
+def _features_dropped(patch: pytest.MonkeyPatch) -> None:
+    whole = Executor._embed
+
+    def embed(self: Executor, step: Any, features: Any, pending: Any) -> torch.Tensor:
+        return whole(self, step, lambda key: torch.zeros_like(features(key)), pending)
+
+    patch.setattr(Executor, "_embed", embed)
+
+
+def _ends(reason: Callable[[RequestState, int, Any], str | None]) -> Break:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        whole = RequestState._reason
+
+        def other(self: RequestState, token: int, eos_ids: Any, *, full: bool) -> Any:
+            usual = whole(self, token, eos_ids, full=full)
+            return usual if self.watched is not None else reason(self, token, usual)
+
+        patch.setattr(RequestState, "_reason", other)
+
+    return apply
+
+
+def _end_marks_ignored(_state: RequestState, _token: int, usual: Any) -> Any:
+    return None if usual == "stop" else usual
+
+
+def _ends_early(state: RequestState, _token: int, usual: Any) -> Any:
+    return usual or ("stop" if len(state.stamps.tokens) == 3 else None)
+
+
+def _wrong_behind_a_long_prefix(patch: pytest.MonkeyPatch) -> None:
+    """Right with cold caches; where a whole image came from the prefix cache, each answer begins with another token."""
+    rows: list[sampling.SamplingRow] = []
+    whole = Loop._row
+
+    def row(self: Loop, tokens: Any) -> sampling.SamplingRow:
+        found = whole(self, tokens)
+        if (tokens.cached or 0) > tokens.prompt_tokens // 2 and not found.position:
+            rows.append(found)
+        return found
+
+    patch.setattr(Loop, "_row", row)
+    _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
+
+
+def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
+    """Right where a prompt is computed in one pass; else its answer begins with another token."""
+    several: set[int] = set()
+    rows: list[sampling.SamplingRow] = []
+    launch, row = Loop._launch, Loop._row
+
+    def launched(self: Loop, step: Any) -> Any:
+        for chunk in step.chunks:
+            if not chunk.sequence.decodes and chunk.start > (chunk.sequence.cached or 0):
+                several.add(chunk.sequence.number)
+        return launch(self, step)
+
+    def told(self: Loop, tokens: Any) -> sampling.SamplingRow:
+        found = row(self, tokens)
+        if tokens.number in several and not found.position:
+            rows.append(found)
+        return found
+
+    patch.setattr(Loop, "_launch", launched)
+    patch.setattr(Loop, "_row", told)
+    _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
+
+
+def _loses_a_request(kind: str) -> Break:
+    """The tokens of two requests change places at the end of a pass, in companies that the sample may not have."""
+
+    def picked(at: int, rows: list[sampling.SamplingRow]) -> bool:
+        if kind == "alone":
+            return len(rows) == 1 and rows[0].position == 0
+        return len(rows) > 200 and at > 200
+
+    return _choosing(picked)
+
+
+def _nothing(_patch: pytest.MonkeyPatch) -> None:
+    """The engine as it is."""
+
+
+TRUTH, BEYOND, ANSWER, IMAGE, INPUTS = (
+    "measured tokens", "tokens beyond the truth", "answer distributions", "image distributions", "inputs",
+)  # fmt: skip
+SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
+CHECKED = {"check_invariance": True}
+
+
+def _mutation(name: str, apply: Break, *caught_by: str, **others: Any) -> Mutation:
+    return Mutation(name, apply, frozenset(caught_by), **others)
+
+
+MUTATIONS = [
+    _mutation("(none: the engine as it is)", _nothing, why_invisible="nothing is wrong", plan=CHECKED),
+    _mutation("the sampler takes the second-best token", _choosing(lambda at, rows: True), TRUTH, BEYOND),
+    _mutation("the sampler ignores the temperature", _cold, TRUTH, settings=SAMPLED),
+    _mutation("the prefix cache takes all images for one", _one_image_for_prefixes, TRUTH, BEYOND),
+    _mutation("the vision cache takes all images for one", _one_image_for_views, TRUTH, BEYOND, ANSWER, IMAGE),
+    _mutation("overlapped passes read other requests' tokens", _overlap_reads_wrong_tokens, TRUTH, BEYOND),
+    _mutation("wrong from output token 33 on", _choosing(lambda at, rows: rows[at].position >= 32), BEYOND),
+    _mutation("wrong where more than 16 rows are sampled", _choosing(lambda at, rows: len(rows) > 16), TRUTH, BEYOND),
+    _mutation("end marks are ignored", _ends(_end_marks_ignored), TRUTH, settings={"ignore_eos": False}),
+    _mutation("answers end after three tokens", _ends(_ends_early), TRUTH),
+    _mutation("crops in reverse order", _crops_swapped, INPUTS),
+    _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS),
+    _mutation("red and blue swapped", _channels_swapped, INPUTS),
+    _mutation("the prompt lacks a token", _words_missing, INPUTS),
+    _mutation("image tokens are causal", _causal_image_tokens, ANSWER, IMAGE),
+    _mutation("the images' features are zero", _features_dropped, ANSWER, IMAGE),
+    _mutation("the window is one position short", _window(-1), ANSWER, IMAGE),
+    _mutation("wrong behind a long cached prefix", _wrong_behind_a_long_prefix, "invariance: cache", plan=CHECKED),
+    _mutation("wrong behind a second prefill chunk", _wrong_behind_a_second_chunk, "invariance: chunk", plan=CHECKED),
+    _mutation("wrong for a request that is alone", _loses_a_request("alone"), "invariance: batch", plan=CHECKED),
+    _mutation("the window is 64 positions short, mini in bf16", _window(-64),
+              settings={"model": "mini", "dtype": "bf16"},
+              why_invisible="what the mini model reads beyond its window matters less than the rounding of bf16"),
+    _mutation("wrong where more than 200 rows are sampled", _loses_a_request("crowded"),
+              why_invisible="the measured traffic never has so many requests at once: what is not run is not seen"),
+]  # fmt: skip

@@ -1,0 +1,84 @@
+"""Runs a broken engine through a sweep as ``panscan bench`` does, and reads from the records what caught it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import noise
+from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TRUTH, Mutation
+
+from panscan.bench.grid import Cell
+from panscan.bench.plan import SweepPlan
+from panscan.bench.run import start
+from panscan.bench.workload import Source, build_workload
+from panscan.core import InputError
+from panscan.records.verdict import Verdict, verdict_of
+from panscan.settings import Settings, settings_from
+
+__all__ = ["Found", "documents", "verdict_under"]
+
+BASE = {
+    "model": "tiny", "runner": "engine", "dtype": "fp32", "device": "cpu", "max_new_tokens": 40, "kv_cache_gb": 0.05,
+    "ignore_eos": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The verdict on a broken engine, and the parts of it that differ from those of an intact one."""
+
+    verdict: Verdict
+    caught_by: frozenset[str]
+
+
+class _Silent:
+    """Takes no notice of a sweep's progress."""
+
+    def loading(self, settings: Settings) -> None: ...
+    def ready(self, cell: Cell, repeat: int) -> None: ...
+    def batch_done(self) -> None: ...
+    def stage(self, what: str) -> None: ...
+    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
+        raise AssertionError(f"{outcome}: {reason}")
+
+
+def documents(folder: Path) -> list[Path]:
+    """Small pictures, each of its own noise, with and without crops."""
+    places = []
+    for seed in range(18):
+        places.append(folder / f"page{seed:02}.png")
+        noise(*((256, 640), (600, 256), (256, 256))[seed % 3], seed).save(places[-1])
+    return places
+
+
+def verdict_under(mutation: Mutation, pages: list[Path], directory: Path) -> Found:
+    """Measure and verify one cell with a broken engine.
+
+    Args:
+        mutation: what is broken.
+        pages: the workload's pictures.
+        directory: of the run.
+    """
+    source = Source(images=tuple(map(str, pages)), prompt="What is it?")
+    items = build_workload(source, on_problem=_refuse)
+    cell = Cell.of(settings_from({**BASE, **mutation.settings}))
+    plan = SweepPlan(cells=[cell], items=items, source=source, verify_requests=6, **mutation.plan)
+    with mutation.active():
+        run = start(plan, directory, ["panscan", "bench"], _Silent())
+    verdict = verdict_of(run, cell.id)
+    parts = {
+        TRUTH: verdict.measured is not None and verdict.measured.first is not None,
+        BEYOND: verdict.beyond is not None and verdict.beyond.first is not None,
+        ANSWER: verdict.answer is not None and verdict.answer.ratio > 2,
+        IMAGE: verdict.image is not None and verdict.image.ratio > 2,
+        INPUTS: any((truth.get("inputs") or {}).get("difference") for truth in run.truths.values()),
+        **{f"invariance: {axis.axis}": axis.broken for axis in verdict.axes},
+    }
+    caught = frozenset(name for name, caught in parts.items() if caught)
+    assert bool(caught) == (verdict.word == "different"), f"{mutation.name}: {verdict}"
+    return Found(verdict, caught)
+
+
+def _refuse(problem: InputError) -> None:
+    raise problem
