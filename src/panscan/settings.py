@@ -61,6 +61,7 @@ _COUNTS = (
 RANGES = {
     **dict.fromkeys(_COUNTS, Range(whole=True, least=1)),
     "kv_cache_gb": Range(above=0, note="leave it out to take most of the free memory"),
+    "image_memory_gb": Range(above=0, most=1_000_000, note="an image that is larger is read alone"),
     "vision_cache_gb": Range(above=0, note="it holds the encoded views of a pass"),
     **{"sampling_seed" if name == "seed" else name: allowed for name, allowed in SAMPLING_RANGES.items()},
 }
@@ -118,6 +119,9 @@ class Settings:
     )
     prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
     vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
+    image_memory_gb: float = _axis(
+        2.0, "decoded images in preparation, in GB (10^9 bytes); a larger one is read alone", only="engine"
+    )
     vision_batch_size: int = _axis(16, "views encoded at once", only="engine")
     attention_backend: str = _axis(
         "auto",

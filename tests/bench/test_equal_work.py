@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def test_equal_views_and_equal_settings_are_one_cell() -> None:
         ([page(260, 800), page(100, 900)], {2: [], 4: [], 6: []}),
         ([page(300, 300)], {2: [4, 6]}),
     ):
-        merged = merge_equal_work(cells, partial(views_of, items))
+        merged = merge_equal_work(cells, views_of(items))
         found = [(cell.settings.batch_size, cell.settings.pan_and_scan_max_num_crops) for cell in merged]
         assert sorted(found) == [(size, most) for size in (1, 2) for most in crops]
         for cell in merged:
@@ -58,25 +57,25 @@ def test_equal_views_and_equal_settings_are_one_cell() -> None:
                 cell.settings.pan_and_scan_max_num_crops
             ]
             assert all(each.batch_size == cell.settings.batch_size for each in others)
-            assert all(views_of(items, each) == views_of(items, cell.settings) for each in others)
+            assert all(views_of(items)(each) == views_of(items)(cell.settings) for each in others)
         assert {each.id for cell in merged for each in (cell, *cell.aliases)} == {cell.id for cell in cells}
 
 
 def test_pages_without_crops_need_no_pan_and_scan() -> None:
     cells = build_cells({"do_pan_and_scan": ["false", "true"]})
-    [merged] = merge_equal_work(cells, partial(views_of, [page(300, 300)]))
+    [merged] = merge_equal_work(cells, views_of([page(300, 300)]))
     assert [alias.settings.do_pan_and_scan for alias in merged.aliases] == [True]
 
 
 def test_vllm_plans_its_memory_by_the_crops_that_are_allowed() -> None:
     cells = build_cells({NAME: ["4", "6"], "runner": ["vllm"]})
-    assert merge_equal_work(cells, partial(views_of, [page(300, 300)])) == cells
+    assert merge_equal_work(cells, views_of([page(300, 300)])) == cells
 
 
 def test_settings_that_cannot_be_planned_stay_cells_of_their_own() -> None:
     """Crops without pixels: the sweep skips them, each with its reason."""
     cells = build_cells({NAME: ["4", "6"], "min_crop_size": ["1"]})
-    assert merge_equal_work(cells, partial(views_of, [page(1, 9)])) == cells
+    assert merge_equal_work(cells, views_of([page(1, 9)])) == cells
 
 
 def test_one_row_has_all_names_wherever_it_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

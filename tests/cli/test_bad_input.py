@@ -18,6 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a picture and a prompt file."""
     monkeypatch.chdir(tmp_path)
     noise(300, 900).save(tmp_path / "doc.png")
+    noise(40, 40).save(tmp_path / "three.tif", save_all=True, append_images=[noise(40, 40, 1), noise(40, 40, 2)])
     (tmp_path / "prompts.txt").write_text("What is it?\n")
     return tmp_path
 
@@ -45,6 +46,10 @@ CASES = [
     (["bench", "--no-images"], 2, "--no-images needs"),
     (["bench", "doc.png", "--num-samples", "0"], 2, "--num-samples must be at least 1"),
     (["bench", "doc.png", "--repeats", "0"], 2, "--repeats"),
+    (["bench", "three.tif", "-p", "x", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),
+    (["ask", "three.tif", "-p", "x", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),
+    (["crops", "three.tif", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),
+    (["ask", "three.tif#page=3", "-p", "x", "--max-pages", "2"], 3, "page 3 is beyond the first 2: raise --max-pages"),
     (["bench", "--resume", "nowhere"], 3, "nowhere"),
     (["bench", "--resume", "nowhere", "--batch-size", "2"], 2, "--resume takes the run's own settings"),
     (["bench", "--images", "none*.png"], 3, "no readable image is left"),

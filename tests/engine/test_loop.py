@@ -17,7 +17,7 @@ from tests.conftest import noise
 from tests.engine.driving import Driver, Reference, requests
 
 from panscan import GenerateRunner, Request, Sampling
-from panscan.core import EngineError, ImageError, TokenEvent
+from panscan.core import EngineError, ImageError, SettingError, TokenEvent
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 
@@ -220,4 +220,53 @@ started.wait()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() in ("['error']", "['length']"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_reader_is_refused(engine: Engine) -> None:
+    """Of a stream, and of an iterator of results: each would miss what the other takes."""
+
+    async def read() -> None:
+        stream = engine.submit(replace(requests()[0], sampling=ENDLESS))
+        first = aiter(stream)
+        assert (await anext(first)).token_id is not None
+        with pytest.raises(SettingError, match="another reader has its stream"):
+            await anext(aiter(stream))
+        await first.aclose()  # type: ignore[attr-defined]
+        assert (await stream.result()).finish_reason == "cancelled"
+
+    asyncio.run(read())
+    _, go = hold(engine)
+    results = engine.stream_results([requests()[0]])
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(next, results)
+        while not results._lock.locked():  # type: ignore[attr-defined]
+            pass
+        with pytest.raises(SettingError, match="another thread is reading this iterator"):
+            next(results)
+        go.set()
+        assert first.result(60)[1].error is None
+    assert list(results) == []
+
+
+@pytest.mark.parametrize("ending", ["", "engine.close()", "raise SystemExit(0)"])
+def test_a_program_ends_while_a_page_hangs(ending: str) -> None:
+    """However its engine is left: nothing waits for an image that never comes, such as a download without an answer."""
+    code = f"""
+import threading
+from panscan import Engine
+
+class Stuck:
+    def __array__(self, *_, **__):
+        started.set()
+        threading.Event().wait()
+
+started = threading.Event()
+engine = Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=2)
+results = engine.stream_results([engine.request("What?", [Stuck()]), engine.request("Hi")])
+print(next(results)[0], started.wait(60), flush=True)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 True\n"), done.stderr
     assert "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from panscan.core import DatasetError, ImageError, SettingError
+from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_files
 from panscan.quality.datasets import Boundary, dataset_rows
@@ -86,6 +87,7 @@ def find_work(
     limit: int | None,
     on_problem: Callable[[ImageError], None],
     external_images: bool = False,
+    max_pages: int = MAX_PAGES,
 ) -> BatchWork:
     """The work that a user's sources stand for.
 
@@ -95,6 +97,7 @@ def find_work(
         limit: items at most.
         on_problem: told of each subdirectory that cannot be read.
         external_images: rows of the dataset may name URLs, and files outside its folder.
+        max_pages: a document with more fails.
 
     Raises:
         SettingError: a dataset beside something else, or with ``whole_files``.
@@ -111,9 +114,8 @@ def find_work(
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
     found = [file for source in sources for file in _files(source, on_problem)]
     files = find_files(found, on_problem=on_problem)  # each once
-    return BatchWork(
-        (_document(file, whole=whole_files) for file in files), len(files), limit, files, has_questions=False
-    )
+    groups = (_document(file, max_pages, whole=whole_files) for file in files)
+    return BatchWork(groups, len(files), limit, files, has_questions=False)
 
 
 def _is_dataset(source: str) -> bool:
@@ -136,9 +138,9 @@ def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     return files
 
 
-def _document(file: str, *, whole: bool) -> list[BatchItem]:
+def _document(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
     try:
-        names = [page.name for page in expand_images([file]) if isinstance(page, Page)]
+        names = [page.name for page in expand_images([file], max_pages=max_pages) if isinstance(page, Page)]
     except ImageError as error:
         return [BatchItem(file, (file,), (file,), problem=error, document=file)]
     if whole:

@@ -11,6 +11,7 @@ from panscan import __version__
 from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import Request
+from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, Settings, axes
 
@@ -35,6 +36,7 @@ class Job:
     system: str | None = None
     raw_prompt: bool = False
     whole_files: bool = False
+    max_pages: int = MAX_PAGES
 
     def __post_init__(self) -> None:
         self.request(BatchItem("", (), (), question=self.prompt or ""))
@@ -49,6 +51,7 @@ class Job:
             pan_and_scan=self.settings.pan_and_scan,
             sampling=self.settings.sampling,
             id=item.id,
+            max_pages=self.max_pages,
         )
 
     def header(self) -> Record:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -167,7 +166,7 @@ def _plan(questions: Path) -> SweepPlan:
     workload = load_workload(source, on_problem=refuse)
     cells = build_cells({flag.removeprefix("--"): values for flag, values in _FLAGS.items()})
     return SweepPlan(
-        cells=merge_equal_work(cells, partial(views_of, workload.items)),
+        cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
         source=source,
         include_content=True,

@@ -7,13 +7,17 @@ import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.presets.parse import Axes, load_preset, parse_axes
+from panscan.presets.parse import MAX_VALUES, Axes, load_preset, parse_axes
 from panscan.settings import ALL_AT_ONCE, Settings, axes, foreign_settings
 
-__all__ = ["Cell", "build_cells", "merge_equal_work", "without_pan_and_scan"]
+__all__ = ["MAX_CELLS", "Cell", "build_cells", "merge_equal_work", "without_pan_and_scan"]
+
+MAX_CELLS = 10_000
+"""Cells of a sweep; each is measured for seconds at least."""
 
 _CROP_AXES = tuple(name for name in axes() if name.startswith("pan_and_scan_"))
 
@@ -52,12 +56,19 @@ def build_cells(
         presets: each is combined with all other axes.
 
     Raises:
-        SettingError: an unknown setting or value, or settings that contradict each other.
+        SettingError: an unknown setting or value, settings that contradict each other, or more than
+            :data:`MAX_CELLS` cells.
     """
+    if len(presets) > MAX_VALUES:
+        raise SettingError(f"--preset names {len(presets):,} presets: give at most {MAX_VALUES:,}")
     over = {**(file or {}), **parse_axes(flags, "the command line")}
     cells: dict[str, Cell] = {}
-    bases: list[tuple[str | None, Axes]] = [(name, load_preset(name)) for name in presets]
-    for preset, base in bases or [(None, {})]:
+    bases: list[tuple[str | None, Axes]] = [(name, load_preset(name)) for name in presets] or [(None, {})]
+    # Counted before any is made: a file of a few lines can mean billions.
+    if (count := sum(prod(map(len, {**base, **over}.values())) for _, base in bases)) > MAX_CELLS:
+        many = ", ".join(f"{name}: {len(values)}" for name, values in over.items() if len(values) > 1)
+        raise SettingError(f"the sweep has {count:,} cells, the limit is {MAX_CELLS:,}: give fewer values ({many})")
+    for preset, base in bases:
         chosen = {**base, **over}
         for values in product(*chosen.values()):
             cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)), preset)

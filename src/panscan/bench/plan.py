@@ -16,7 +16,10 @@ from panscan.quality.datasets import DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
-__all__ = ["Observer", "SweepPlan", "Visit", "Writer"]
+__all__ = ["MAX_MEASUREMENTS", "Observer", "SweepPlan", "Visit", "Writer"]
+
+MAX_MEASUREMENTS = 100_000
+"""Repeats of all cells together."""
 
 Visit = tuple[Cell, int | None]
 """A cell and the repeat to measure; None: compare its answers with the reference's."""
@@ -59,6 +62,9 @@ class SweepPlan:
         gpus_per_replica: GPUs of each copy.
         dataset: what became of the questions of a dataset.
         quality_metric: the metric that is the run's quality; None without answers.
+
+    Raises:
+        SettingError: more than :data:`MAX_MEASUREMENTS` repeats in all.
     """
 
     cells: Sequence[Cell]
@@ -77,6 +83,13 @@ class SweepPlan:
     gpus_per_replica: int = 1
     dataset: DatasetFacts | None = None
     quality_metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if (count := len(self.cells) * self.repeats) > MAX_MEASUREMENTS:
+            raise SettingError(
+                f"--repeats {self.repeats} of {len(self.cells)} cells are {count:,} measurements,"
+                f" the limit is {MAX_MEASUREMENTS:,}"
+            )
 
     @property
     def sample(self) -> list[Item]:

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from panscan.core import (
     DatasetError,
     ImageError,
     InputError,
+    PanAndScan,
     Request,
     SettingError,
     cache_directory,
     fallback_directory,
 )
+from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
 from panscan.images.samples import write_samples
@@ -43,6 +46,7 @@ from panscan.settings import Settings, nearest
 
 __all__ = [
     "DEFAULT_PROMPT",
+    "MAX_REQUESTS",
     "DocumentFile",
     "Item",
     "Source",
@@ -55,6 +59,9 @@ __all__ = [
     "source_or_samples",
     "views_of",
 ]
+
+MAX_REQUESTS = 1_000_000
+"""Requests of one cell."""
 
 DEFAULT_PROMPT = "What does this document say?"
 _MOST_SAID = 8  # files that are named; the count has them all
@@ -107,6 +114,7 @@ class Source:
         raw_prompt: prompts go to the tokenizer as they are.
         seed: of the draw.
         external_images: rows of the dataset may name URLs, and files outside its folder.
+        max_pages: pages of one document; a document with more is unusable.
     """
 
     images: tuple[str, ...] = ()
@@ -121,6 +129,7 @@ class Source:
     dataset_format: str | None = None
     dataset_split: str | None = None
     external_images: bool = False
+    max_pages: int = MAX_PAGES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(map(named_url, self.images)))
@@ -138,6 +147,8 @@ class Source:
             raise SettingError("--no-images needs --prompts or --prompt")
         if self.num_samples is not None and self.num_samples < 1:
             raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
+        if self.num_samples is not None and self.num_samples > MAX_REQUESTS:
+            raise SettingError(f"--num-samples must be at most {MAX_REQUESTS:,}, got {self.num_samples:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +179,9 @@ class Workload:
         return wanted
 
 
-def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> Workload:
+def load_workload(
+    source: Source, *, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None] | None = None
+) -> Workload:
     """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
 
     Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
@@ -177,18 +190,26 @@ def load_workload(source: Source, *, on_problem: Callable[[InputError], None]) -
     Args:
         source: what the user gave.
         on_problem: told of each file that cannot be used; the rest goes on.
+        on_document: called with the number of documents (questions of a dataset) read so far, and of all.
 
     Raises:
         InputError: nothing usable is left, or a file of prompts or questions cannot be read.
         UnsupportedError: a dataset in a format that needs a library which is missing.
     """
+    on_document = on_document or _ignore
     if source.dataset is not None:
-        return _dataset_workload(Path(source.dataset), source, on_problem)
+        return _dataset_workload(Path(source.dataset), source, on_problem, on_document)
     prompts = _prompts(source)
-    documents = [] if source.no_images else _documents_of(find_pages(source.images, on_problem=on_problem), on_problem)
+    documents: list[DocumentFile] = []
+    if not source.no_images:
+        pages = find_pages(source.images, on_problem=on_problem, max_pages=source.max_pages)
+        documents = _documents_of(pages, on_problem, on_document)
     if not documents and not source.no_images:
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
     pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
+    if (count := len(pictures) * len(prompts)) > MAX_REQUESTS:
+        each = f"{len(prompts):,} prompts for each of {len(pictures):,} documents are {count:,} requests"
+        raise SettingError(f"--prompts {source.prompts}: {each}, the limit is {MAX_REQUESTS:,}")
     items = [
         Item(f"{number:05d}", picture, prompt)
         for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
@@ -211,6 +232,7 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
         id=item.id,
+        max_pages=source.max_pages,
     )
 
 
@@ -219,18 +241,32 @@ def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> 
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
 
 
-def views_of(items: Sequence[Item], settings: Settings) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-    """The boxes of all views that a cell takes of each document of each item, in order."""
-    return tuple(tuple(view.box for view in plan.views) for item in items for plan in plans_of(item, settings))
+def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
+    """What gives a digest of all views that a cell with some settings takes of the documents of all items."""
+    sizes = sorted({(document.width, document.height) for item in items for document in item.documents})
+
+    @cache
+    def planned(pan_and_scan: PanAndScan) -> bytes:
+        boxes = [[view.box for view in plan_views(*size, pan_and_scan).views] for size in sizes]
+        return hashlib.sha256(repr(boxes).encode()).digest()
+
+    return lambda settings: planned(settings.pan_and_scan)
 
 
-def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputError], None]) -> Workload:
+def _ignore(_done: int, _total: int) -> None:
+    """Nobody watches."""
+
+
+def _dataset_workload(
+    path: Path, source: Source, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+) -> Workload:
     """Return the questions of a dataset, or a seeded draw of ``num_samples`` of them, in the dataset's order.
 
     Args:
         path: the dataset.
         source: how to read it and how many questions to draw.
         on_problem: called with each of the first few unusable files, and with the number of the others.
+        on_document: called with the number of questions opened so far, and of all.
 
     Raises:
         InputError: the dataset cannot be read, or none of its questions is usable.
@@ -240,7 +276,7 @@ def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputErr
     )
     rows, count = loaded.rows, source.num_samples
     wanted = len(rows) if count is None else min(count, len(rows))
-    opening = _Opening(loaded, on_problem)
+    opening = _Opening(loaded, on_problem, source.max_pages)
     found: list[tuple[int, tuple[DocumentFile, ...]]] = []
     unreadable = 0
     order = _order(len(rows), wanted, source.seed)
@@ -249,6 +285,7 @@ def _dataset_workload(path: Path, source: Source, on_problem: Callable[[InputErr
         for number, documents in zip(numbers, opening.open([rows[number] for number in numbers]), strict=True):
             if documents:
                 found.append((number, documents))
+                on_document(len(found), wanted)
             else:
                 unreadable += 1
     opening.finish()
@@ -275,8 +312,8 @@ def _order(rows: int, wanted: int, seed: int) -> list[int]:
 class _Opening:
     """Opens pictures, each file once, and says what is wrong with the first few."""
 
-    def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None]) -> None:
-        self._called, self._boundary = loaded.called, loaded.boundary
+    def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None], max_pages: int) -> None:
+        self._called, self._boundary, self._max_pages = loaded.called, loaded.boundary, max_pages
         self._on_problem = on_problem
         self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
@@ -299,11 +336,12 @@ class _Opening:
     def _documents(self, place: str) -> list[DocumentFile]:
         if place not in self._known:
             try:  # A row names files, no folders and no patterns: those could lead anywhere.
-                pages = [page for page in expand_images([place]) if isinstance(page, Page)]
+                expanded = expand_images([place], max_pages=self._max_pages)
+                pages = [page for page in expanded if isinstance(page, Page)]
             except ImageError as problem:
                 pages = []
                 self._problem(problem)
-            self._known[place] = _documents_of(pages, self._problem)
+            self._known[place] = _documents_of(pages, self._problem, _ignore)
         return self._known[place]
 
     def _problem(self, problem: InputError) -> None:
@@ -312,15 +350,22 @@ class _Opening:
             self._on_problem(problem)
 
 
-def _documents_of(pages: Sequence[Page], on_problem: Callable[[InputError], None]) -> list[DocumentFile]:
+def _documents_of(
+    pages: Sequence[Page], on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+) -> list[DocumentFile]:
     """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
     found = []
-    for page in pages:
+    digests: dict[str, str] = {}  # a file of a thousand pages is hashed once
+    for number, page in enumerate(pages, start=1):
         try:
             width, height = load_page(page).size
-            found.append(DocumentFile(page.name, width, height, page_digest(page)))
+            if page.source not in digests:
+                digests[page.source] = page_digest(Page(page.source))
+            digest = Page(digests[page.source], page.page).name
+            found.append(DocumentFile(page.name, width, height, digest))
         except ImageError as error:
             on_problem(error)
+        on_document(number, len(pages))
     return found
 
 

@@ -15,6 +15,7 @@ from panscan.cli.options import (
     echo,
     errors,
     given_values,
+    max_pages_option,
     one_preset,
     read_prompt,
     say_left_out,
@@ -51,6 +52,7 @@ Examples
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @url_options
+@max_pages_option
 @axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
 @common_options
 def command(**options: Any) -> None:
@@ -67,8 +69,10 @@ def command(**options: Any) -> None:
         raw=options["raw_prompt"],
         pan_and_scan=settings.pan_and_scan,
         sampling=settings.sampling,
+        max_pages=options["max_pages"],
     )
-    request = replace(request, images=expand_images(request.images))  # a missing file is reported before a model loads
+    # A missing file is reported before a model loads.
+    request = replace(request, images=expand_images(request.images, max_pages=request.max_pages))
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     _show(_answer(request, settings), settings.runner, as_json=options["as_json"])

@@ -21,6 +21,7 @@ from panscan.cli.options import (
     external_images_option,
     first_process,
     given_values,
+    max_pages_option,
     one_preset,
     out,
     read_prompt,
@@ -73,6 +74,7 @@ moves to answers.jsonl.torn.
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @external_images_option
 @url_options
+@max_pages_option
 @axis_options(leave_out=_NOT_HERE)
 @common_options
 def command(**options: Any) -> int:
@@ -102,6 +104,7 @@ def command(**options: Any) -> int:
             options["sources"],
             whole_files=options["whole_files"],
             limit=options["limit"],
+            max_pages=options["max_pages"],
             on_problem=on_problem,
             external_images=options["allow_external_images"],
         )
@@ -159,6 +162,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
         whole_files=options["whole_files"],
+        max_pages=options["max_pages"],
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from panscan.cli.options import (
     external_images_option,
     first_process,
     given_axes,
+    max_pages_option,
     out,
     say_mini,
     show_warnings,
@@ -84,6 +84,7 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
 @external_images_option
 @url_options
+@max_pages_option
 @axis_options()
 @common_options
 def command(**options: Any) -> int:
@@ -162,9 +163,14 @@ def _plan(options: dict[str, Any]) -> SweepPlan:
 
     cells = _cells(options)
     source = _source(options)
-    workload = load_workload(source, on_problem=_say_problem)
+    with errors().status("reading documents") as status:
+        workload = load_workload(
+            source,
+            on_problem=_say_problem,
+            on_document=lambda done, total: status.update(f"reading documents: {done} of {total}"),
+        )
     plan = SweepPlan(
-        cells=merge_equal_work(cells, partial(views_of, workload.items)),
+        cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
         source=source,
         repeats=options["repeats"],
@@ -217,6 +223,7 @@ def _source(options: dict[str, Any]) -> Source:
         dataset_format=options["dataset_format"],
         dataset_split=options["dataset_split"],
         external_images=options["allow_external_images"],
+        max_pages=options["max_pages"],
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 

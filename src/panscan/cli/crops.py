@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import axis_options, common_options, echo, errors, given_values, one_preset, out, url_options
+from panscan.cli.options import (
+    axis_options,
+    common_options,
+    echo,
+    errors,
+    given_values,
+    max_pages_option,
+    one_preset,
+    out,
+    url_options,
+)
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings
@@ -46,6 +56,7 @@ Examples
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
 @url_options
+@max_pages_option
 @axis_options(_SETTINGS, defaults={"model": _RELEASED})
 @common_options
 def command(**options: Any) -> None:
@@ -59,7 +70,7 @@ def command(**options: Any) -> None:
     settings = _settings(options)
     cost = _cost(settings, given=options["model"] is not None or "model" in settings.changed())
     problems: list[ImageError] = []
-    pages = find_pages(options["images"], on_problem=problems.append)
+    pages = find_pages(options["images"], on_problem=problems.append, max_pages=options["max_pages"])
     shown = []
     for page, place in zip(pages, _places(pages, options["output"]), strict=True):
         try:
@@ -129,13 +140,14 @@ def _places(pages: Sequence[Page], output: str | None) -> list[Path]:
         if folder.resolve() in images:
             raise SettingError(f"--output {output} is the image itself")
         return [folder]
-    places: list[Path] = []
+    places: dict[Path, None] = {}  # in order; thousands of pages are looked up
     for page in pages:
         source = Path(page.source)
         stem = source.stem if page.page is None else f"{source.name.replace('.', '-')}-page{page.page}"
         names = (f"{stem}-views.png" if turn == 1 else f"{stem}-{turn}-views.png" for turn in count(1))
-        places.append(next(p for name in names if (p := folder / name) not in places and p.resolve() not in images))
-    return places
+        free = (p for name in names if (p := folder / name) not in places and p.resolve() not in images)
+        places[next(free)] = None
+    return list(places)
 
 
 def _save(picture: Any, place: Path) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from panscan.core import PanscanWarning, SettingError, escape_controls
+from panscan.core.request import MAX_PAGES
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "first_process",
     "given_axes",
     "given_values",
+    "max_pages_option",
     "one_preset",
     "out",
     "read_prompt",
@@ -121,6 +123,14 @@ def url_options(command: Command) -> Command:
     )(command)
 
 
+def max_pages_option(command: Command) -> Command:
+    """``--max-pages``, on every verb that opens documents."""
+    return click.option(
+        "--max-pages", type=click.IntRange(1, 1_000_000), default=MAX_PAGES, show_default=True,
+        help="Refuse a PDF or TIFF with more pages.",
+    )(command)  # fmt: skip
+
+
 def external_images_option(command: Command) -> Command:
     """``--allow-external-images``, on every verb that reads a dataset."""
     return click.option(
@@ -169,12 +179,16 @@ def given_axes(options: Mapping[str, Any]) -> dict[str, list[str]]:
     """The settings among parsed options that the user gave, each a comma list cut into texts.
 
     Raises:
-        SettingError: an empty value.
+        SettingError: an empty value, or too many of them.
     """
+    from panscan.presets.parse import MAX_VALUES
+
     found = {}
     for name, axis in axes().items():
         if (text := options.get(name)) is None:
             continue
+        if (count := text.count(",") + 1) > MAX_VALUES:
+            raise SettingError(f"--{axis.flag} has {count:,} values: give at most {MAX_VALUES:,}")
         found[name] = [part.strip() for part in text.split(",")]
         if not all(found[name]):
             raise SettingError(f"--{axis.flag} has an empty value: {text!r}")

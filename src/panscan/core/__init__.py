@@ -8,6 +8,7 @@ PanscanError                    exit code 1
 │   ├── ModelError                  a checkpoint: unknown, gated, incomplete
 │   └── RecordsError                a run directory
 ├── EngineError                 1   the engine stopped, or was closed
+│   └── QueueFullError              more requests than may wait
 └── UnsupportedError            4   fine in itself, but not on this machine
 """
 
@@ -21,6 +22,7 @@ from panscan.core.errors import (
     ModelError,
     PanscanError,
     PanscanWarning,
+    QueueFullError,
     RecordsError,
     SettingError,
     UnsupportedError,
@@ -32,6 +34,7 @@ from panscan.core.process import (
     from_perf_counter,
     held,
     now,
+    wait_noted,
     waits_noted,
 )
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
@@ -49,6 +52,7 @@ __all__ = [
     "PanAndScan",
     "PanscanError",
     "PanscanWarning",
+    "QueueFullError",
     "RecordsError",
     "Request",
     "Result",
@@ -66,5 +70,6 @@ __all__ = [
     "from_perf_counter",
     "held",
     "now",
+    "wait_noted",
     "waits_noted",
 ]

@@ -41,6 +41,10 @@ class EngineError(PanscanError):
     """The engine stopped, or was closed: no request's fault, and no other will be answered."""
 
 
+class QueueFullError(EngineError):
+    """The engine holds as many submitted requests as it takes: submit again later, or wait for a free place."""
+
+
 class UnsupportedError(PanscanError):
     """A setting that is fine in itself but that this machine cannot do. In a sweep: a skipped cell."""
 

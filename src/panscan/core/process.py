@@ -39,7 +39,7 @@ _WAITS: ContextVar[list[tuple[float, float]] | None] = ContextVar("waits", defau
 
 @contextmanager
 def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
-    """Add (start, end) of this thread's waits for locks to ``waits``, as far as they are entered by :func:`held`."""
+    """Add (start, end) of this thread's waits to ``waits``: those in :func:`wait_noted`."""
     token = _WAITS.set(waits)
     try:
         yield
@@ -48,13 +48,20 @@ def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
 
 
 @contextmanager
+def wait_noted() -> Iterator[None]:
+    """Note that this thread waits meanwhile."""
+    start = now()
+    yield
+    if (waits := _WAITS.get()) is not None:
+        waits.append((start, now()))
+
+
+@contextmanager
 def held(lock: threading.Lock) -> Iterator[None]:
     """Hold a lock that other requests may hold for long, and note how long this thread waited for it, if it had to."""
     if not lock.acquire(blocking=False):
-        start = now()
-        lock.acquire()
-        if (waits := _WAITS.get()) is not None:
-            waits.append((start, now()))
+        with wait_noted():
+            lock.acquire()
     try:
         yield
     finally:

@@ -11,7 +11,10 @@ from typing import Any, Literal
 from panscan.core.errors import SettingError
 from panscan.core.ranges import Range
 
-__all__ = ["SAMPLING_RANGES", "Message", "PanAndScan", "Request", "Sampling", "View"]
+__all__ = ["MAX_PAGES", "SAMPLING_RANGES", "Message", "PanAndScan", "Request", "Sampling", "View"]
+
+MAX_PAGES = 1000
+"""Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
 
 SAMPLING_RANGES = {
     "max_new_tokens": Range(whole=True, least=1),
@@ -26,6 +29,7 @@ SAMPLING_RANGES = {
 """Of the numbers in :class:`Sampling`; seeds are those of ``torch.manual_seed``."""
 
 _TOKEN = Range(whole=True, least=0)
+_PAGES = Range(whole=True, least=1, most=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,7 @@ class Request:
         pan_and_scan: settings of the views. Disabled: each image is one view.
         sampling: how output tokens are chosen.
         id: kept in the result and in records.
+        max_pages: pages of one image file at most; a file with more fails the request.
 
     Raises:
         SettingError: a field of another type, or fields that exclude each other.
@@ -164,12 +169,14 @@ class Request:
     pan_and_scan: PanAndScan = field(default_factory=PanAndScan)
     sampling: Sampling = field(default_factory=Sampling)
     id: str = ""
+    max_pages: int = MAX_PAGES
 
     def __post_init__(self) -> None:
         for name, kind, optional in _FIELDS:
             value = getattr(self, name)
             if not isinstance(value, kind) and not (optional and value is None):
                 raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+        _PAGES.check("max_pages", self.max_pages)
         object.__setattr__(self, "images", _listed(self.images))
         if (self.prompt is None) == (self.messages is None):
             raise SettingError("a request takes either prompt or messages")

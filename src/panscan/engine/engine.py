@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +27,9 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.engine.loop import Loop, Stats, Worker
+from panscan.core.ranges import Range
+from panscan.engine.admission import Admission
+from panscan.engine.loop import FORKED, Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, Watched
 from panscan.model.checkpoint import Loaded
@@ -38,6 +42,10 @@ from panscan.settings import Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine", "Stream"]
 
+MAX_QUEUED_REQUESTS = 1024
+"""Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
+
+_QUEUED = Range(whole=True, least=0, most=1_000_000)
 _AHEAD = 8  # requests that are decoded while others compute
 
 
@@ -50,10 +58,20 @@ class Engine:
         >>> results[0].text, results[0].views, results[0].finish_reason
     """
 
-    def __init__(self, loaded: Loaded, options: EngineOptions | None = None, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: EngineOptions | None = None,
+        settings: Settings | None = None,
+        *,
+        max_queued_requests: int = MAX_QUEUED_REQUESTS,
+    ) -> None:
+        _QUEUED.check("max_queued_requests", max_queued_requests)
         self.loaded = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
+        full = f"the engine's queue is full: {max_queued_requests} submitted requests wait (max_queued_requests)"
+        self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}; await submit_wait()")
         self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
         self._loop = self._worker.loop
         self._numbers = count()
@@ -61,12 +79,20 @@ class Engine:
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     @classmethod
-    def from_pretrained(cls, model: str = "mini", *, preset: str | None = None, **settings: Any) -> Engine:
+    def from_pretrained(
+        cls,
+        model: str = "mini",
+        *,
+        preset: str | None = None,
+        max_queued_requests: int = MAX_QUEUED_REQUESTS,
+        **settings: Any,
+    ) -> Engine:
         """Load a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
         Args:
             model: what to load.
             preset: a preset's name, or a YAML file; single settings win over it.
+            max_queued_requests: requests that :meth:`submit` takes besides the ``max_num_seqs`` that compute.
             settings: as on the command line: ``dtype``, ``device``, ``quantization``, ``max_num_seqs``,
                 ``kv_cache_gb``, ``pan_and_scan_max_num_crops``, ``max_new_tokens``, ...
 
@@ -83,20 +109,22 @@ class Engine:
         if left_out:
             text = f"preset {preset}: left out, as the engine takes no {', '.join(left_out)}"
             warnings.warn(text, PanscanWarning, stacklevel=2)
-        return cls.from_settings(settings_from({**chosen, "model": model, "runner": "engine", **settings}))
+        found = settings_from({**chosen, "model": model, "runner": "engine", **settings})
+        return cls.from_settings(found, max_queued_requests=max_queued_requests)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Engine:
+    def from_settings(cls, settings: Settings, *, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> Engine:
         """Load what settings name.
 
         Raises: as :meth:`from_pretrained`.
         """
+        _QUEUED.check("max_queued_requests", max_queued_requests)  # before a model is loaded
         settings = replace(settings, runner="engine")
         require_supported(settings)
         loaded = load_for(settings)
         apply_attention(loaded.model, settings.attention)
         apply_tf32(settings.tf32)
-        return cls(loaded, settings=settings)
+        return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
         """A request with this engine's pan-and-scan and sampling settings."""
@@ -115,6 +143,7 @@ class Engine:
         """
         todo = list(requests)
         results: dict[int, Result] = {}
+        self._worker.check_process()
         with _bar(len(todo), shown=progress) as advance:
             for index, result in self.stream_results(todo):
                 results[index] = result
@@ -127,12 +156,22 @@ class Engine:
         """Answer requests; (place, result) as they finish.
 
         Requests are drawn from the iterable as others finish, so it may be longer than memory. Leaving the iterator
-        before its end cancels what is in flight.
+        before its end cancels what is in flight. One thread at a time may read it.
 
         Args:
             requests: any number.
             max_concurrency: requests in flight at most; None: the engine's setting, or enough to keep it busy.
+
+        Raises:
+            EngineError: the engine is closed, or belongs to another process.
+            SettingError: another thread is reading the iterator.
         """
+        self._worker.check_process()
+        return _OneReader(self._results(requests, max_concurrency))
+
+    def _results(
+        self, requests: Iterable[Request], max_concurrency: int | None
+    ) -> Generator[tuple[int, Result], None, None]:
         most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         flying: dict[int, RequestState] = {}
@@ -144,6 +183,7 @@ class Engine:
                     self._worker.accept(flying[index])
                 if not flying:
                     return
+                self._worker.check_process()  # a copy of the iterator in a forked child waits for results in vain
                 index, result = finished.get()
                 del flying[index]
                 yield index, result
@@ -155,10 +195,38 @@ class Engine:
     def submit(self, request: Request) -> Stream:
         """Answer one request; its tokens come by ``async for event in stream``. To be called where asyncio runs.
 
+        Does not wait, as ``asyncio.Queue.put_nowait`` does not: :meth:`submit_wait` waits for a free place.
+
         Raises:
             SettingError: another request in flight has the same id.
-            EngineError: the engine is closed.
+            QueueFullError: ``max_queued_requests`` wait already.
+            EngineError: the engine is closed, or belongs to another process.
         """
+        self._worker.check_process()
+        self._admission.take()
+        return self._submit(request)
+
+    async def submit_wait(self, request: Request) -> Stream:
+        """Wait for a free place in the queue, then :meth:`submit`. ``asyncio.timeout`` limits the wait; a wait that is
+        cancelled submits nothing.
+
+        Raises:
+            SettingError: another request in flight has the same id.
+            EngineError: the engine is closed, or belongs to another process.
+        """
+        self._worker.check_process()
+        await self._admission.wait()
+        return self._submit(request)
+
+    def _submit(self, request: Request) -> Stream:
+        """Answer a request that has a place. The place goes back when the request has ended, or cannot begin."""
+        try:
+            return self._begin(request)
+        except BaseException:
+            self._admission.give()
+            raise
+
+    def _begin(self, request: Request) -> Stream:
         names = (f"request-{next(self._numbers)}" for _ in count())
         name = request.id or next(name for name in names if name not in self._streams)
         if name in self._streams:
@@ -167,6 +235,7 @@ class Engine:
 
         def on_end(result: Result) -> None:
             self._streams.pop(name, None)
+            self._admission.give()
             stream.on_end(result)
 
         state = self._streams[name] = self._state(replace(request, id=name), stream.on_event, on_end)
@@ -179,6 +248,7 @@ class Engine:
 
     def cancel(self, id: str) -> None:
         """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
+        self._worker.check_process()
         if (state := self._streams.get(id)) is not None:
             with suppress(EngineError):  # closed: it is cancelled already
                 self._worker.cancel(state)
@@ -216,7 +286,12 @@ class Engine:
         self._worker.ask(self._loop.reset_caches)
 
     def close(self) -> None:
-        """Cancel what is in flight and end the engine's thread. Its memory goes with the last reference to it."""
+        """Cancel what is in flight and end the engine's thread. Its memory goes with the last reference to it.
+
+        Raises:
+            EngineError: the engine belongs to another process, which closes it.
+        """
+        self._worker.check_process()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -225,7 +300,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._finalizer()  # in a forked child it does nothing, and hides no exception
 
     def _state(
         self,
@@ -237,6 +312,26 @@ class Engine:
         seed = request.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+
+
+class _OneReader(Iterator[tuple[int, Result]]):
+    """An iterator that refuses a second thread while one is waiting for the next result."""
+
+    def __init__(self, results: Generator[tuple[int, Result], None, None]) -> None:
+        self._results = results
+        self._lock = threading.Lock()
+
+    def __next__(self) -> tuple[int, Result]:
+        if not self._lock.acquire(blocking=False):
+            raise SettingError("stream_results: another thread is reading this iterator; call it once per thread")
+        try:
+            return next(self._results)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Cancel what is in flight."""
+        self._results.close()
 
 
 def _ignore(_event: TokenEvent) -> None:
@@ -262,7 +357,7 @@ def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
 
 class Stream:
     """An asynchronous iterator of a request's events; the last has a ``finish_reason``. Of a request that fails, the
-    iteration ends by raising its error.
+    iteration ends by raising its error. One reader at a time: a second one is refused.
 
     Leaving an ``async for`` before its end cancels the request, once the iterator is closed or collected.
 
@@ -277,15 +372,21 @@ class Stream:
         self._asyncio = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._result: asyncio.Future[Result] = self._asyncio.create_future()
-        self._ended = False
+        self._ended = self._reading = False
+        self._process = os.getpid()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        self._check_process()
+        if self._reading:
+            raise SettingError(f"request {self.id!r}: another reader has its stream; submit it once per reader")
+        self._reading = True
         try:
             while not self._ended:
                 event = await self._events.get()
                 self._ended = event.finish_reason is not None
                 yield event
         finally:
+            self._reading = False
             if not self._ended:
                 self.cancel()
         if (error := (await self.result()).error) is not None:
@@ -293,6 +394,7 @@ class Stream:
 
     async def result(self) -> Result:
         """What became of the request, once it has ended. A failed request's result has its ``error``."""
+        self._check_process()
         return await asyncio.shield(self._result)
 
     def on_event(self, event: TokenEvent) -> None:
@@ -302,6 +404,10 @@ class Stream:
     def on_end(self, result: Result) -> None:
         """From the engine's thread."""
         self._call(lambda: self._result.set_result(result))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
 
     def _call(self, function: Callable[[], object]) -> None:
         try:

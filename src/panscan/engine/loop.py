@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -17,6 +18,7 @@ import torch
 from panscan.core import (
     EngineError,
     FinishReason,
+    ImageError,
     InputError,
     PanscanError,
     Sampling,
@@ -24,10 +26,11 @@ from panscan.core import (
     UnsupportedError,
     now,
 )
+from panscan.engine.daemons import DaemonThreads
 from panscan.engine.inflight import InFlightPass, Mark, Seeing
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
-from panscan.engine.request_state import RequestState
+from panscan.engine.request_state import RequestState, Sight
 from panscan.engine.sampling import Chosen, Sampler, SamplingRow
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
@@ -38,7 +41,7 @@ from panscan.engine.vision import VisionCache, VisionEncoder
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 
-__all__ = ["Loop", "Stats", "Worker"]
+__all__ = ["FORKED", "Loop", "Stats", "Worker"]
 
 
 class Loop:
@@ -91,6 +94,10 @@ class Loop:
             return self.land()
         try:
             inflight = self._launch(step)
+        except _LostImageError as lost:  # that request's own failure: the others are scheduled again
+            self.end(lost.state, "error", lost.reason)
+            self.land()
+            return True
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
             self.land()  # before anything is scheduled again: who was preempted may wait for a token of that pass
@@ -222,18 +229,24 @@ class Loop:
             state.runs()
             if spans := chunk.sequence.layout.within(chunk.start, chunk.end):
                 seeing.append(state)
-                wanted += [(span.key, state.sights[span.key]) for span in spans]
+                wanted += [(span.key, state, state.sights[span.key]) for span in spans]
         if not wanted:
             return None
         start = Mark.set(self.loaded.device)
-        encoded = self._encoder.encode([(key, partial(self.preparer.see, sight)) for key, sight in wanted])
-        for _, sight in wanted:
+        encoded = self._encoder.encode([(key, partial(self._pixels, state, sight)) for key, state, sight in wanted])
+        for _, _, sight in wanted:
             sight.pixels = None
         if not encoded:
             return None
         if self.loaded.device.type != "cuda":
             synchronize(self.loaded.device)
         return Seeing(seeing, start, Mark.set(self.loaded.device))
+
+    def _pixels(self, state: RequestState, sight: Sight) -> torch.Tensor:
+        try:
+            return self.preparer.see(sight)
+        except ImageError as error:
+            raise _LostImageError(state, error) from error
 
     def _places(self, step: Step) -> dict[Tokens, Sequence[int]]:
         """Positions of this step whose hidden states somebody wants."""
@@ -292,6 +305,14 @@ class Loop:
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step.chunks if not chunk.sequence.decodes)
 
 
+class _LostImageError(Exception):
+    """A request's image had to be read again, and could not."""
+
+    def __init__(self, state: RequestState, reason: ImageError) -> None:
+        super().__init__(str(reason))
+        self.state, self.reason = state, reason
+
+
 def _explained(error: Exception) -> PanscanError:
     if isinstance(error, PanscanError):
         return error
@@ -302,6 +323,7 @@ def _explained(error: Exception) -> PanscanError:
     return PanscanError(f"the engine's pass failed: {type(error).__name__}: {text}")
 
 
+FORKED = "the engine was made in another process: create the Engine after the fork, or start the process with 'spawn'"
 _THREADS = 4  # that decode and resize; Pillow lets go of the interpreter while it does
 Answer = TypeVar("Answer")
 
@@ -311,8 +333,8 @@ class Worker:
 
     Args:
         build: makes the loop, in the thread that turns it: PyTorch keeps some of what a start warms up per thread.
-        ahead: requests at most that are prepared, or being prepared, and wait for their turn: what bounds the memory of
-            decoded images, however many requests are accepted.
+        ahead: requests at most that are prepared, or being prepared, and wait for their turn. What their images take is
+            bounded by ``--image-memory-gb``.
 
     Raises: what ``build`` does.
     """
@@ -325,7 +347,8 @@ class Worker:
         self._broken: EngineError | None = None
         self._lock = threading.Lock()
         self._closed = self._closing = False
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-prepare")
+        self._process = os.getpid()
+        self._pool = DaemonThreads(_THREADS, "panscan-prepare")
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
         self._thread.start()
@@ -334,7 +357,7 @@ class Worker:
         except BaseException:  # also an impatient user's: the thread ends as soon as it can
             self._closed = True
             self._messages.put(self._close)
-            self._pool.shutdown(wait=False)
+            self._pool.shutdown()
             raise
 
     def accept(self, state: RequestState) -> None:
@@ -358,17 +381,30 @@ class Worker:
         self._send(put)
         return answer.result()
 
+    def check_process(self) -> None:
+        """Refuse a forked child, which has a copy of everything but the engine's thread.
+
+        Raises:
+            EngineError: this process did not make the engine.
+        """
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+
     def close(self) -> None:
-        """Cancel what is left, and end the thread. Nothing is taken any more."""
+        """Cancel what is left, and end the thread. Nothing is taken any more. In a forked child nothing happens: locks
+        that a thread of the parent held are never released there."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._messages.put(self._close)
         if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
             self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)  # a page that hangs must not hold up the end
+        self._pool.shutdown()
 
     def _send(self, message: Callable[[], None]) -> None:
+        self.check_process()
         with self._lock:  # so that nothing comes behind the last message, and waits for ever
             if self._closed:
                 raise EngineError("the engine is closed")
@@ -405,7 +441,7 @@ class Worker:
         while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
             state = self._accepted.popleft()
             self._preparing.add(state)
-            self._pool.submit(self._prepare, state)
+            self._pool.submit(partial(self._prepare, state))
 
     def _prepare(self, state: RequestState) -> None:
         """In a thread of the pool."""
@@ -423,6 +459,7 @@ class Worker:
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
         self._preparing.discard(state)
         if state.ended:  # cancelled meanwhile
+            state.drop_pixels()
             return
         if error is not None:
             state.end("error", error)
@@ -448,6 +485,7 @@ class Worker:
         self._closing = True
         for state in self._left():
             self._end(state, "cancelled")
+        self.loop.preparer.memory.close()
         self.loop.close()
 
     def _left(self) -> list[RequestState]:

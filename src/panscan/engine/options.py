@@ -41,6 +41,7 @@ class EngineOptions:
     max_num_seqs: int = _default("max_num_seqs")
     kv_cache_gb: float | None = _default("kv_cache_gb")
     vision_cache_gb: float = _default("vision_cache_gb")
+    image_memory_gb: float = _default("image_memory_gb")
     vision_batch_size: int = _default("vision_batch_size")
     prefix_caching: bool = _default("prefix_caching")
     preprocess: str = _default("preprocess")

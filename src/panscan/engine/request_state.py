@@ -6,13 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 
 from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
 from panscan.engine.detokenizer import Detokenizer
+from panscan.engine.image_memory import Share
 from panscan.engine.sampling import Chosen
 from panscan.engine.scheduling.sequence import Sequence
 from panscan.model.observation import ForcedTokens, Observation
@@ -22,13 +20,22 @@ __all__ = ["RequestState", "Sight", "Watched"]
 
 @dataclass(slots=True)
 class Sight:
-    """One view of a request: its image (RGB; levels where a GPU is to resize them) and place in it, and its pixels
-    ``[3, size, size]`` while they wait.
+    """One view of a request, and its pixels ``[3, size, size]`` while they wait.
 
-    ``ready``: CUDA event behind which the pixels are there; None: they are.
+    Its image is not kept: where the pixels are needed and not there any more, the image is read again.
+
+    Args:
+        request: whose view it is.
+        index: of the image among the request's.
+        digest: of the image's levels.
+        view: its place in the image.
+        pixels: None: not computed, or encoded already.
+        ready: CUDA event behind which the pixels are there; None: they are.
     """
 
-    image: Image.Image | NDArray[np.uint8]
+    request: Request
+    index: int
+    digest: bytes
     view: View
     pixels: torch.Tensor | None = None
     ready: Any = None
@@ -70,6 +77,7 @@ class RequestState:
         sights: its views by key, once it is prepared.
         sequence: its tokens and blocks, once it is prepared.
         text: of its answer.
+        memory: what its pixels hold of the memory for images.
     """
 
     number: int
@@ -85,6 +93,7 @@ class RequestState:
     image_tokens: int = 0
     sequence: Sequence | None = None
     text: Detokenizer | None = None
+    memory: Share | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     _preempted_at: float | None = None
@@ -140,8 +149,7 @@ class RequestState:
         """
         assert self.text is not None  # it is prepared
         if not self.stamps.tokens:
-            for sight in self.sights.values():  # also of views that a prefix brought along
-                sight.pixels = None
+            self.drop_pixels()  # also of views that a prefix brought along
         self.stamps.tokens.append(at)
         if chosen.logprobs is not None:
             self.logprobs.append(chosen.logprobs)
@@ -152,11 +160,19 @@ class RequestState:
         self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason))
         return reason
 
+    def drop_pixels(self) -> None:
+        """Its views are encoded, or not needed any more."""
+        for sight in self.sights.values():
+            sight.pixels = None
+        if self.memory is not None:
+            self.memory.free()
+
     def end(self, reason: FinishReason, error: PanscanError | None = None) -> None:
         """Tell its result. An end without a token is an event of its own."""
         self.ended = True
         self.stamps.end = now()
-        self.sights = {}  # its images can go
+        self.drop_pixels()
+        self.sights = {}
         if reason in ("cancelled", "error"):
             rest = "" if self.text is None else self.text.finish()
             self.on_event(TokenEvent(None, rest, self.stamps.end, finish_reason=reason))

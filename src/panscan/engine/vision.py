@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,10 @@ def image_digest(levels: NDArray[np.uint8]) -> bytes:
 @cache
 def _hashers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_HASHERS, thread_name_prefix="panscan-hash")
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pool without its threads, and would wait for them
+    os.register_at_fork(after_in_child=_hashers.cache_clear)
 
 
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:

@@ -7,12 +7,15 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from panscan.core import ImageError, held
+from panscan.core.request import MAX_PAGES
+from panscan.images.tiff import PageStream, find_directories
 
 __all__ = [
     "MAX_PIXELS",
@@ -21,6 +24,7 @@ __all__ = [
     "count_pages",
     "image_error",
     "page_index",
+    "page_size",
     "read_levels",
     "read_page",
     "upright_rgb",
@@ -37,6 +41,11 @@ PDF_MAX_SIDE = 8192
 
 # Named, because Pillow's full list holds formats that start other programs (EPS runs Ghostscript).
 _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
+
+# glibc returns freed memory to the system at once only in blocks of more than 32 MiB. Pillow's default blocks are
+# smaller, so each thread that decoded a large page would keep its memory.
+_BLOCK_BYTES = 33 * 2**20
+Image.core.set_block_size(max(_BLOCK_BYTES, Image.core.get_block_size()))  # type: ignore[attr-defined]
 
 # Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
 for _library in ("PIL", "pypdfium2"):
@@ -85,8 +94,10 @@ def image_error(name: str, problem: str) -> ImageError:
     return ImageError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
 
 
-def count_pages(stream: BinaryIO, name: str) -> int:
+def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
     """Pages of a PDF or TIFF, 1 for every other image. Reads headers only; ``name`` is what messages call the file.
+
+    A TIFF's pages are counted up to ``max_pages + 1``, which stands for any number above ``max_pages``.
 
     Raises:
         ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
@@ -98,7 +109,24 @@ def count_pages(stream: BinaryIO, name: str) -> int:
                 return len(document)
         with Image.open(stream, formats=_FORMATS) as image:
             _check_size(image, name)
-            return _frames(image)
+            return len(_directories(image, stream, max_pages + 1))
+
+
+def page_size(stream: BinaryIO, page: int | None, name: str) -> tuple[int, int]:
+    """(width, height) of a page as its header tells, before it is turned upright; no pixel is decoded.
+
+    Args and raises: as :func:`read_page`.
+    """
+    with _reading(name):
+        if _is_pdf(stream, name):
+            with _pdf(stream, name) as document:
+                loaded = document[page_index(len(document), page, name)]
+                scale = _scale(loaded)
+                width, height = (ceil(side * scale) for side in loaded.get_size())
+                return width, height
+        with _page_image(stream, page, name) as image:
+            _check_size(image, name)
+            return image.size
 
 
 def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
@@ -117,10 +145,7 @@ def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
                 return _render(document, page_index(len(document), page, name))
-        with Image.open(stream, formats=_FORMATS) as image:
-            index = page_index(_frames(image), page, name)
-            if index:
-                image.seek(index)
+        with _page_image(stream, page, name) as image:
             return upright_rgb(image, name)
 
 
@@ -150,7 +175,8 @@ def page_index(count: int, page: int | None, name: str) -> int:
         ImageError: there is no such page, or None does not say which of several.
     """
     if page is None and count > 1:
-        raise image_error(name, f"has {count} pages; add #page=1 to #page={count} to choose one")
+        number = count if count <= MAX_PAGES else f"more than {MAX_PAGES}"
+        raise image_error(name, f"has {number} pages; add #page=1 to #page={min(count, MAX_PAGES)} to choose one")
     if page is not None and not 1 <= page <= count:
         raise image_error(name, f"no page {page}; the file has {count}, counted from 1")
     return (page or 1) - 1
@@ -209,9 +235,23 @@ def _check_size(image: Image.Image, name: str) -> None:
         raise image_error(name, f"no pixels: its size is {width}x{height}")
 
 
-def _frames(image: Image.Image) -> int:
+@contextmanager
+def _page_image(stream: BinaryIO, page: int | None, name: str) -> Iterator[Image.Image]:
+    """A page of anything but a PDF, opened by Pillow."""
+    with Image.open(stream, formats=_FORMATS) as image:
+        directories = _directories(image, stream, MAX_PAGES + 1 if page is None else page)
+        index = page_index(len(directories), page, name)
+        if index == 0:
+            yield image
+            return
+    with Image.open(PageStream(stream, directories[index]), formats=_FORMATS) as image:
+        yield image
+
+
+def _directories(image: Image.Image, stream: BinaryIO, most: int) -> list[int]:
+    """Where the first pages lie in a file that Pillow has opened; one place for every file but a TIFF."""
     # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
-    return int(getattr(image, "n_frames", 1)) if image.format == "TIFF" else 1
+    return find_directories(stream, most) if image.format == "TIFF" else [0]
 
 
 def _orientation(image: Image.Image) -> int:
@@ -284,14 +324,18 @@ def _pdf_problem(text: str) -> str:
     return f"truncated or corrupt PDF ({text})"
 
 
+def _scale(page: Any) -> float:
+    """Pixels per point of a PDF's page."""
+    # A page's size is whatever its MediaBox claims, kilometres included. It is rounded to float32, and pixels are
+    # rounded up: a hair less, or a scan of 40 pixels would become 41.
+    return float(min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6))
+
+
 def _render(document: Any, index: int) -> Image.Image:
     # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
     document.init_forms()
     page = document[index]
-    # A page's size is whatever its MediaBox claims, kilometres included. It is rounded to float32, and pixels are
-    # rounded up: a hair less, or a scan of 40 pixels would become 41.
-    scale = min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6)
-    with closing(page.render(scale=scale)) as bitmap:
+    with closing(page.render(scale=_scale(page))) as bitmap:
         # A copy: to_pil may share memory with the bitmap.
         image: Image.Image = bitmap.to_pil().convert("RGB")
         return image

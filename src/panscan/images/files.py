@@ -16,18 +16,30 @@ import numpy as np
 from PIL import Image
 
 from panscan.core import ImageError
-from panscan.images.decode import count_pages, image_error, page_index, read_levels, read_page, upright_rgb
+from panscan.core.request import MAX_PAGES
+from panscan.images.decode import (
+    count_pages,
+    image_error,
+    page_index,
+    page_size,
+    read_levels,
+    read_page,
+    upright_rgb,
+)
 from panscan.images.fetch import fetch, named_url, rewritten
 
 __all__ = [
     "SUFFIXES",
     "Page",
+    "PageBytes",
     "expand_images",
     "find_files",
     "find_pages",
+    "image_size",
     "load_page",
     "open_image",
     "page_digest",
+    "page_named",
     "split_page",
 ]
 
@@ -61,7 +73,18 @@ class Page:
         return self.source if self.page is None else rewritten(self.source, lambda source: f"{source}#page={self.page}")
 
 
-def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None]) -> list[Page]:
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """One page of a file that is in memory: the file's bytes, the page counted from 1, and what messages call it."""
+
+    content: bytes
+    page: int
+    name: str
+
+
+def find_pages(
+    patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None], max_pages: int = MAX_PAGES
+) -> list[Page]:
     """Every page that the patterns stand for, in their order, each once.
 
     A pattern is a file, a directory (searched with its subdirectories for files with one of :data:`SUFFIXES`), a glob
@@ -74,6 +97,7 @@ def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     Args:
         patterns: what the user wrote.
         on_problem: called once for each pattern without a page and each file or directory that cannot be read.
+        max_pages: a file with more pages is a problem, unless one of its first ``max_pages`` is named.
     """
     counts: dict[str, int] = {}
     pages: dict[tuple[str, int | None], Page] = {}
@@ -91,8 +115,8 @@ def find_pages(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
             try:
                 if file not in counts:
                     counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
-                    counts[file] = _count(source)
-                for page in _pages(source, wanted, counts[file]):
+                    counts[file] = _count(source, max_pages)
+                for page in _pages(source, wanted, counts[file], max_pages):
                     pages.setdefault((file, page.page), page)
             except ImageError as error:
                 report(error)
@@ -112,30 +136,39 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
 
 
-def expand_images(images: Sequence[Any]) -> list[Page | Image.Image]:
+def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[Page | PageBytes | Image.Image]:
     """The images of one request, in their order and as often as given; a file of several pages becomes all of them.
 
-    Paths are files, not directories or globs. PIL images and pages are passed through as they are. The bytes of a file
-    are decoded, all of its pages; arrays and tensors become images (see :func:`open_image`).
+    Paths are files, not directories or globs. PIL images and pages are passed through as they are; arrays and tensors
+    become images (see :func:`open_image`). No pixel of a file is decoded.
+
+    Args:
+        images: of the request.
+        max_pages: pages of one file at most.
 
     Raises:
-        ImageError: for the first image that cannot be read, and anything that is no image. What has no path is named
-            by its place: ``image 2 of 3``.
+        ImageError: for the first image that cannot be read, a file with too many pages, and anything that is no image.
+            What has no path is named by its place: ``image 2 of 3``.
     """
-    expanded: list[Page | Image.Image] = []
+    expanded: list[Page | PageBytes | Image.Image] = []
     for number, image in enumerate(images, start=1):
         name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
             source, wanted = split_page(os.fspath(image))
-            expanded += _pages(source, wanted, _count(source))
+            expanded += _pages(source, wanted, _count(source, max_pages), max_pages)
         elif isinstance(image, bytes):
-            count = count_pages(BytesIO(image), name)
-            expanded += [read_page(BytesIO(image), page + 1, name) for page in range(count)]
-        elif isinstance(image, Page | Image.Image):
+            pages = _numbers(count_pages(BytesIO(image), name, max_pages), max_pages, name)
+            expanded += [PageBytes(image, page, name) for page in pages]
+        elif isinstance(image, Page | PageBytes | Image.Image):
             expanded.append(image)
         else:
             expanded.append(_array(image, name))
     return expanded
+
+
+def page_named(name: str) -> Page:
+    """The page that a :attr:`Page.name` names. Nothing is opened."""
+    return Page(*split_page(name))
 
 
 def load_page(page: Page) -> Image.Image:
@@ -146,6 +179,20 @@ def load_page(page: Page) -> Image.Image:
     """
     with _open(page.source) as stream:
         return read_page(stream, page.page, page.name)
+
+
+def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
+    """(width, height) of an image from :func:`expand_images`, perhaps not upright yet; no pixel is decoded.
+
+    Raises:
+        ImageError: see :func:`load_page`.
+    """
+    if isinstance(image, Page):
+        with _open(image.source) as stream:
+            return page_size(stream, image.page, image.name)
+    if isinstance(image, PageBytes):
+        return page_size(BytesIO(image.content), image.page, image.name)
+    return image.size
 
 
 def open_image(image: Any, *, copy: bool = True) -> Image.Image:
@@ -160,9 +207,11 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
     """
     if isinstance(image, str | Path):
-        image = Page(*split_page(os.fspath(image)))
+        image = page_named(os.fspath(image))
     if isinstance(image, Page):
         return load_page(image)
+    if isinstance(image, PageBytes):
+        return read_page(BytesIO(image.content), image.page, image.name)
     if isinstance(image, bytes):
         return read_page(BytesIO(image), None, "image bytes")
     if isinstance(image, Image.Image):
@@ -246,16 +295,28 @@ def _identity(source: str) -> str:
     return source if _URL.match(source) or "\0" in source else os.path.realpath(source)
 
 
-def _count(source: str) -> int:
+def _count(source: str, max_pages: int) -> int:
     with _open(source) as stream:
-        return count_pages(stream, source)
+        return count_pages(stream, source, max_pages)
 
 
-def _pages(source: str, wanted: int | None, count: int) -> list[Page]:
+def _pages(source: str, wanted: int | None, count: int, max_pages: int) -> list[Page]:
     if count == 0:
         return []
-    numbers = range(count) if wanted is None else [page_index(count, wanted, source)]
-    return [Page(source, number + 1 if count > 1 else None) for number in numbers]
+    if wanted is None:
+        return [Page(source, number if count > 1 else None) for number in _numbers(count, max_pages, source)]
+    if wanted > max_pages and count > max_pages:
+        raise image_error(source, f"page {wanted} is beyond the first {max_pages}: raise --max-pages")
+    page_index(count, wanted, source)
+    return [Page(source, wanted if count > 1 else None)]
+
+
+def _numbers(count: int, max_pages: int, name: str) -> range:
+    """The pages of a file of ``count``, counted from 1."""
+    if count > max_pages:
+        fix = f"raise --max-pages, or choose one with #page=1 to #page={max_pages}"
+        raise image_error(name, f"has more than {max_pages} page{'' if max_pages == 1 else 's'}: {fix}")
+    return range(1, count + 1)
 
 
 def _open(source: str) -> BufferedReader | BytesIO:

@@ -125,9 +125,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     with _explained(name):
         config = _config(name, source, revision)
         if config.model_type == TEXT_MODEL:
-            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE))
+            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE), config)
         else:
-            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision, **_NO_CODE))
+            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision, **_NO_CODE), config)
     # Without its files Transformers makes up a tokenizer of a handful of words, and says nothing.
     stranger = reader.reads_images and reader.prompts.soft_id != config.image_token_id
     if stranger or len(reader.tokenizer) < _LEAST_VOCABULARY:
@@ -140,20 +140,27 @@ def load_random(name: str, shape: str, dtype: torch.dtype, device: torch.device)
     from panscan.model.random_weights import random_model
 
     model, tools = random_model(shape, dtype=dtype, device=device)
-    reader = _image_reader(name, tools) if hasattr(tools, "image_processor") else _text_reader(name, tools)
+    make = _image_reader if hasattr(tools, "image_processor") else _text_reader
+    reader = make(name, tools, model.config)
     return _prepared(model, reader)
 
 
-def _text_reader(name: str, tokenizer: Any) -> Reader:
-    return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0), None)
+def _text_reader(name: str, tokenizer: Any, config: Any) -> Reader:
+    return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0, _context(config)), None)
 
 
-def _image_reader(name: str, processor: Any) -> Reader:
+def _context(config: Any) -> int:
+    return int(config.get_text_config().max_position_embeddings)
+
+
+def _image_reader(name: str, processor: Any, config: Any) -> Reader:
     images = processor.image_processor
     size = images.size["height"] if isinstance(images.size, dict) else images.size.height
     spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
     tokenizer = processor.tokenizer
-    return Reader(name, processor, tokenizer, PromptWriter(tokenizer, processor.image_seq_length), spec)
+    return Reader(
+        name, processor, tokenizer, PromptWriter(tokenizer, processor.image_seq_length, _context(config)), spec
+    )
 
 
 def load_model(name: str, placement: Placement, *, revision: str | None = None) -> Loaded:

@@ -12,13 +12,23 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import Request, View
-from panscan.images.files import expand_images, open_image
+from panscan.images.files import Page, PageBytes, expand_images, open_image
 from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
 
-__all__ = ["Prepared", "Read", "collate", "count_views", "plan_request", "prepare", "read_images", "view_pixels"]
+__all__ = [
+    "Prepared",
+    "Read",
+    "collate",
+    "count_views",
+    "images_of",
+    "plan_request",
+    "prepare",
+    "read_images",
+    "view_pixels",
+]
 
 
 @dataclass(slots=True)
@@ -54,8 +64,17 @@ def read_images(request: Request, *, copy: bool = True) -> Read:
     Raises:
         ImageError: naming the file.
     """
-    images = [open_image(image, copy=copy) for image in expand_images(request.images)]
+    images = [open_image(image, copy=copy) for image in images_of(request)]
     return Read(replace(request, images=images), images)
+
+
+def images_of(request: Request) -> list[Page | PageBytes | Image.Image]:
+    """A request's images, those in files not decoded yet; a file of several pages gives several images.
+
+    Raises:
+        ImageError: naming the file.
+    """
+    return expand_images(request.images, max_pages=request.max_pages)
 
 
 def count_views(request: Request) -> int:

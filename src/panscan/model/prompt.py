@@ -10,6 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
 from reprlib import repr as short
 from typing import Any, TypeGuard
 
@@ -86,11 +88,13 @@ class PromptWriter:
     Args:
         tokenizer: a Transformers tokenizer.
         image_tokens: soft tokens of a view; 0 for a text-only checkpoint.
+        context: where the model's context ends, tokens; None: not known.
     """
 
-    def __init__(self, tokenizer: Any, image_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, image_tokens: int, context: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.image_tokens = image_tokens
+        self.context = context
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
@@ -120,10 +124,11 @@ class PromptWriter:
         """Token ids of a request whose images have this many crops each, in order.
 
         Raises:
-            SettingError: if images and their places in the prompt differ in number, the checkpoint reads no images, or
-                a text is none (malformed messages, a lone surrogate).
+            SettingError: if images and their places in the prompt differ in number, the checkpoint reads no images, a
+                text is none (malformed messages, a lone surrogate), or see :meth:`check_length`.
             ModelError: if the checkpoint has no turn template and the prompt is not raw.
         """
+        self.check_length(request, sum(n + 1 for n in crops))
         if crops and not self.image_tokens:
             raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
         texts: list[str] = []
@@ -141,6 +146,34 @@ class PromptWriter:
         pieces = text.split(self.boi)
         filled = pieces[0] + "".join(self._block(n) + piece for n, piece in zip(crops, pieces[1:], strict=True))
         return Prompt(self._ids(filled, texts), self.image_tokens * sum(n + 1 for n in crops))
+
+    def check_length(self, request: Request, views: int) -> None:
+        """Refuse a prompt that cannot fit into the context, before it is encoded: a tokenizer takes 200 bytes of memory
+        for each byte of text.
+
+        Raises:
+            SettingError: so many characters and views are more tokens than the context has.
+        """
+        if self.context is None:
+            return
+        if request.raw and request.prompt is not None:
+            characters = len(request.prompt)
+        else:  # as the turn template trims them
+            parts = [part for turn in conversation(request) for part in turn["content"]]
+            characters = sum(len(part.get("text", "").strip()) for part in parts)
+        images = views * self.image_tokens
+        if images + characters < self.context:
+            return
+        least = images + ceil(characters / self._longest_token)
+        if least >= self.context:
+            raise SettingError(
+                f"the prompt has at least {least} tokens ({views} views); the model's context ends at {self.context}"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of text that one token stands for, at most."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def special_in(self, request: Request) -> str | None:
         """The first special token that a conversation's texts add to those of its turn template, if any."""

@@ -12,7 +12,10 @@ import yaml
 from panscan.core import SettingError
 from panscan.settings import axis_name, nearest, parse_value
 
-__all__ = ["Axes", "load_preset", "parse_axes", "preset_names", "read_grid_file", "single_preset"]
+__all__ = ["MAX_VALUES", "Axes", "load_preset", "parse_axes", "preset_names", "read_grid_file", "single_preset"]
+
+MAX_VALUES = 1000
+"""Values of one setting; a sweep multiplies them."""
 
 Axes = dict[str, list[Any]]
 """Settings by their canonical name, each with its values."""
@@ -91,6 +94,8 @@ def parse_axes(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
                 raise SettingError(f"{name} is set twice")
             if not values:
                 raise SettingError(f"{name} has no value")
+            if len(values) > MAX_VALUES:
+                raise SettingError(f"{name} has {len(values):,} values: give at most {MAX_VALUES:,}")
             found[name] = [parse_value(name, value) for value in values]
         except SettingError as error:
             raise SettingError(f"{where}: {error}") from None

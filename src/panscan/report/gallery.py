@@ -12,7 +12,7 @@ from PIL import Image
 
 from panscan.analysis.cells import distinguishing, label, told_of
 from panscan.core import InputError, RecordsError
-from panscan.images.files import find_pages, load_page, page_digest
+from panscan.images.files import load_page, page_digest, page_named
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.store import Record, Run
 from panscan.report import draw
@@ -119,21 +119,17 @@ def _picture(name: str, digest: str) -> str | None:
     if "://" in name:  # a page that is looked at later must not fetch anything
         return None
     try:
-        [page, *_] = find_pages([name], on_problem=_leave_out)
+        page = page_named(name)
         if page_digest(page) != digest:
             return None
         image = load_page(page)
-    except (InputError, ValueError):
+    except InputError:
         return None
     image = image.convert("RGB")
     image.thumbnail(_SHOWN, Image.Resampling.LANCZOS)
     buffer = BytesIO()
     image.save(buffer, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{b64encode(buffer.getvalue()).decode()}"
-
-
-def _leave_out(problem: InputError) -> None:
-    raise problem
 
 
 def render_gallery(run: Run) -> str:

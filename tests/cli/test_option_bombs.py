@@ -1,0 +1,70 @@
+"""Options that mean billions are refused by name, before anything of that size is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import noise
+from tests.footprint import run_measured
+
+from panscan.bench.grid import build_cells
+from panscan.bench.plan import SweepPlan
+from panscan.bench.workload import Source, load_workload
+from panscan.core import SettingError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
+
+CODE = """
+import contextlib, io
+from panscan.cli.main import run
+before = io.StringIO()
+with contextlib.redirect_stderr(before):
+    run(["bench", "doc.png", "-p", "x", "--batch-size", "two"])
+plain = peak()
+said = io.StringIO()
+with contextlib.redirect_stderr(said):
+    code = run(sys.argv[1:])
+print(code, peak() - plain, said.getvalue())
+"""
+LISTED = ",".join(map(str, range(1, 1000)))
+GRID = "".join(f"{name}: [{LISTED}]\n" for name in ("batch_size", "max_new_tokens", "grid_max_crops"))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--num-samples", "100000000"], "--num-samples"),
+        (["--batch-size", ",".join("1" for _ in range(60_000))], "--batch-size has 60,000 values: give at most 1,000"),
+        (["--batch-size", LISTED, "--max-new-tokens", LISTED], "998,001 cells, the limit is 10,000"),
+        (["--grid", "grid.yaml"], "997,002,999 cells, the limit is 10,000: give fewer values (batch_size: 999, "),
+        (["--preset", ",".join(["balanced"] * 5000)], "--preset names 5,000 presets: give at most 1,000"),
+        (["--batch-size", "1-100000000"], "--batch-size takes a whole number"),
+        (["--repeats", "100000000"], "--repeats"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bomb_is_refused_and_takes_no_memory(tmp_path: Path, options: list[str], named: str) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    (tmp_path / "grid.yaml").write_text(GRID)
+    code, growth, *said = run_measured(CODE, "bench", "doc.png", "-p", "x", *options, cwd=tmp_path)
+    assert (code, named in " ".join(said)) == ("2", True), said
+    assert int(growth) < 100
+
+
+def test_prompts_times_documents_are_counted_before_they_are_made(tmp_path: Path) -> None:
+    page = noise(8, 8)
+    page.save(tmp_path / "pages.tif", save_all=True, append_images=[page] * 99)
+    (tmp_path / "prompts.txt").write_text("What?\n" * 10_001)
+    source = Source(images=(str(tmp_path / "pages.tif"),), prompts=str(tmp_path / "prompts.txt"))
+    with pytest.raises(SettingError, match=r"10,001 prompts for each of 100 documents are 1,000,100 requests"):
+        load_workload(source, on_problem=pytest.fail)
+
+
+def test_cells_times_repeats_are_bounded() -> None:
+    cells = build_cells({"batch_size": [1, 2, 3]})
+    source = Source(no_images=True, prompt="x")
+    SweepPlan(cells=cells, items=[], source=source, repeats=33_333)
+    with pytest.raises(SettingError, match=r"--repeats 33334 of 3 cells are 100,002 measurements, the limit"):
+        SweepPlan(cells=cells, items=[], source=source, repeats=33_334)

@@ -1,0 +1,121 @@
+"""Backpressure: submitted requests beyond the queue are refused or wait, in their order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.engine.driving import requests
+
+from panscan import GenerateRunner, Sampling
+from panscan.core import EngineError, QueueFullError, SettingError
+from panscan.engine.admission import Admission
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+
+OPTIONS = EngineOptions(kv_cache_gb=0.02, max_num_seqs=1)
+ENDLESS = replace(requests()[0], id="", sampling=Sampling(max_new_tokens=2000, ignore_eos=True))
+SHORT = replace(requests()[0], id="")
+
+
+@pytest.fixture
+def engine(tiny: GenerateRunner) -> Iterator[Engine]:
+    """One request computes and two wait."""
+    with Engine(tiny.loaded, OPTIONS, max_queued_requests=2) as opened:
+        yield opened
+
+
+def test_a_full_queue_is_refused_and_a_free_place_is_taken(engine: Engine) -> None:
+    async def ask() -> list[str]:
+        streams = [engine.submit(ENDLESS) for _ in range(3)]
+        with pytest.raises(QueueFullError, match=r"queue is full: 2 submitted requests wait.*max_queued_requests"):
+            engine.submit(SHORT)
+        streams[0].cancel()
+        await streams[0].result()
+        streams.append(engine.submit(SHORT))
+        with pytest.raises(QueueFullError):
+            engine.submit(SHORT)
+        for stream in streams[:3]:
+            stream.cancel()
+        return [(await stream.result()).finish_reason for stream in streams]
+
+    assert asyncio.run(ask()) == ["cancelled", "cancelled", "cancelled", "length"]
+
+
+def test_many_wait_for_a_place_and_all_are_answered(engine: Engine) -> None:
+    held: list[int] = []
+
+    async def one(number: int) -> str:
+        stream = await engine.submit_wait(replace(SHORT, id=str(number)))
+        held.append(len(engine._streams))
+        return (await stream.result()).id
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*(one(number) for number in range(30)))
+
+    assert asyncio.run(all_of_them()) == [str(number) for number in range(30)]
+    assert max(held) <= 3
+
+
+def test_a_wait_that_is_cancelled_takes_no_place(engine: Engine) -> None:
+    async def ask() -> None:
+        streams = [engine.submit(ENDLESS) for _ in range(3)]
+        waits = [asyncio.ensure_future(engine.submit_wait(SHORT)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waits[0].cancel()
+        for stream in streams:
+            stream.cancel()
+        for wait in waits[1:]:
+            assert (await (await wait).result()).error is None
+        with pytest.raises(asyncio.CancelledError):
+            await waits[0]
+        assert engine._admission._free == 3
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_cannot_begin_gives_its_place_back(engine: Engine) -> None:
+    async def ask() -> None:
+        first = engine.submit(replace(ENDLESS, id="same"))
+        for _ in range(5):
+            with pytest.raises(SettingError, match="in flight already"):
+                engine.submit(replace(SHORT, id="same"))
+        assert engine._admission._free == 2
+        first.cancel()
+        await first.result()
+
+    asyncio.run(ask())
+
+
+def test_closing_ends_every_wait(engine: Engine) -> None:
+    async def ask() -> list[object]:
+        for _ in range(3):
+            engine.submit(ENDLESS)
+        waits = [asyncio.ensure_future(engine.submit_wait(SHORT)) for _ in range(5)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine.close)
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    found = asyncio.run(ask())
+    assert len(found) == 5 and all(isinstance(error, EngineError) for error in found)
+
+
+def test_a_place_is_not_given_to_an_event_loop_that_has_ended() -> None:
+    admission = Admission(1, "full")
+    admission.take()
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(admission.wait())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    admission.give()
+    admission.take()
+    with pytest.raises(QueueFullError, match="full"):
+        admission.take()
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_the_bound_is_checked() -> None:
+    with pytest.raises(SettingError, match="max_queued_requests is out of range"):
+        Engine.from_pretrained("tiny", device="cpu", max_queued_requests=-1)

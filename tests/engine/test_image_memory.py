@@ -1,0 +1,169 @@
+"""What requests in preparation take: images within a budget, prompts refused before they are encoded."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import noise
+from tests.engine.driving import Driver, requests
+from tests.footprint import run_measured
+
+from panscan import GenerateRunner, Request
+from panscan.core import ImageError, SettingError
+from panscan.engine.image_memory import ImageMemory
+from panscan.engine.options import EngineOptions
+
+OPTIONS = EngineOptions(kv_cache_gb=0.05)
+
+
+SETTINGS = """
+from panscan import Engine
+settings = dict(dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
+def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Path) -> None:
+    for number in range(5):  # 20 million pixels: 60 MB as levels, more while it is decoded
+        noise(1, 1, number).resize((4500, 4500 - number)).save(tmp_path / f"{number}.png")
+    code = """
+with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
+    first, *rest = [engine.request("What?", [path]) for path in sys.argv[1:]]
+    engine.generate([first])
+    one = peak()
+    print(*(result.finish_reason for result in engine.generate(rest)), peak() - one)
+"""
+    *reasons, growth = run_measured(SETTINGS + code, *(str(tmp_path / f"{number}.png") for number in range(5)))
+    assert reasons == ["length"] * 4
+    assert int(growth) < 120
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
+def test_a_question_beyond_the_context_is_refused_before_it_is_encoded() -> None:
+    code = """
+with Engine.from_pretrained("tiny", **settings) as engine:
+    engine.generate([engine.request("What? " * 100)])
+    short = peak()
+    [result] = engine.generate([engine.request("What is the total? " * 1_000_000)])
+    print(peak() - short, type(result.error).__name__, result.error)
+"""
+    growth, kind, *message = run_measured(SETTINGS + code)
+    assert kind == "SettingError"
+    assert "tokens (0 views); the model's context ends at 32768" in " ".join(message)
+    assert int(growth) < 500  # the tokenizer takes gigabytes
+
+
+def test_a_document_beyond_the_context_is_refused_before_a_page_is_decoded(
+    tmp_path: Path, tiny: GenerateRunner
+) -> None:
+    broken = noise(60, 60)
+    broken.save(tmp_path / "all.tif", save_all=True, append_images=[noise(60, 60)] * 600)
+    driver = Driver(tiny, OPTIONS)
+    asked = Request("What?", [str(tmp_path / "all.tif")] * 20)
+    with pytest.raises(SettingError, match=r"the prompt has at least \d+ tokens \(12020 views\); the model's context"):
+        driver.add(asked)
+    assert driver.loop.preparer.memory.taken == 0
+
+
+def test_the_bound_refuses_no_prompt_that_fits(tiny: GenerateRunner) -> None:
+    writer = tiny.loaded.reader.prompts
+    longest = max(tiny.loaded.reader.tokenizer.get_vocab(), key=len)
+    assert writer.context is not None
+    for text in ("\n" * 20, longest * 50, "What is the total? " * 40, " " * 5000):
+        request = Request(text)
+        tokens = len(writer.write(request, []).ids)
+        before, writer.context = writer.context, tokens + 1
+        try:
+            writer.check_length(request, 0)
+        finally:
+            writer.context = before
+
+
+def test_shares_wait_for_their_turn() -> None:
+    memory = ImageMemory(100)
+    first = memory.take(60)
+    taken: list[str] = []
+
+    def take(name: str, size: int) -> None:
+        share = memory.take(size)
+        taken.append(name)
+        share.free()
+
+    with ThreadPoolExecutor(3) as threads:
+        large = threads.submit(take, "large", 500)
+        while not memory._waiting:
+            pass
+        small = threads.submit(take, "small", 10)  # fits, but must not overtake for ever
+        while len(memory._waiting) < 2:
+            pass
+        assert taken == []
+        first.shrink(50)
+        assert memory.taken == 50
+        first.free()
+        large.result(60)
+        small.result(60)
+    assert taken == ["large", "small"]
+    first.free()
+    assert memory.taken == 0
+
+
+def test_closed_memory_keeps_nobody_waiting() -> None:
+    memory = ImageMemory(1)
+    memory.take(1)
+    thread = threading.Thread(target=memory.take, args=(1,))
+    thread.start()
+    memory.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_path: Path) -> None:
+    driver = Driver(tiny, OPTIONS)
+    memory = driver.loop.preparer.memory
+    answered, cancelled = driver.add(requests()[3]), driver.add(requests()[7])
+    assert memory.taken > 0
+    driver.loop.end(cancelled.job, "cancelled")
+    driver.run(lambda: len(answered.tokens) == 1)
+    assert memory.taken == 0
+    noise(90, 90).save(tmp_path / "cut.png")
+    content = (tmp_path / "cut.png").read_bytes()
+    with pytest.raises(ImageError):
+        driver.add(Request("What?", [content[:-4000]]))
+    assert memory.taken == 0
+
+
+def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_path: Path) -> None:
+    """As after its features were dropped: no decoded image is kept for that."""
+    place = tmp_path / "page.png"
+    noise(700, 100).save(place)
+    due = Driver(tiny, OPTIONS)
+    expected = due.add(replace(requests()[3], images=[str(place)]))
+    due.run()
+    driver = Driver(tiny, OPTIONS)
+    again = driver.add(replace(requests()[3], images=[str(place)]))
+    for sight in again.job.sights.values():
+        before, sight.pixels = sight.pixels, None
+        assert before is not None
+        assert torch.equal(driver.loop.preparer.see(sight), before)
+        sight.pixels = None
+    driver.run()
+    assert again.tokens == expected.tokens
+
+
+def test_an_image_that_changed_meanwhile_fails_its_own_request(tiny: GenerateRunner, tmp_path: Path) -> None:
+    place = tmp_path / "page.png"
+    noise(700, 100).save(place)
+    driver = Driver(tiny, OPTIONS)
+    lost, other = driver.add(replace(requests()[3], images=[str(place)])), driver.add(requests()[7])
+    for sight in lost.job.sights.values():
+        sight.pixels = None
+    noise(700, 100, 5).save(place)
+    driver.run()
+    assert "image 1 changed while it was read" in str(lost.results[0].error)
+    assert other.results[0].error is None and other.tokens

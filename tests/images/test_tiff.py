@@ -1,0 +1,146 @@
+"""TIFFs with many pages: found in one pass, in either byte order, without end only as a number."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from panscan.core import ImageError, Request, SettingError
+from panscan.images.decode import count_pages, read_page
+from panscan.images.files import Page, expand_images, find_pages, load_page
+from panscan.images.tiff import find_directories
+from panscan.model.inputs import read_images
+
+LAYOUTS = [("<", False), (">", False), ("<", True)]
+"""Pillow reads no BigTIFF in Motorola's byte order."""
+
+
+def chain(pages: int, order: str = "<", big: bool = False, last: int = 0) -> bytes:
+    """A TIFF whose pages are 4 x 4 grey of level 1, 2, ...; ``last`` is the link of the last page (from 1) or 0."""
+    word, half = order + ("Q" if big else "L"), order + ("Q" if big else "H")
+    mark = b"II" if order == "<" else b"MM"
+    out = bytearray(mark + (struct.pack(order + "HHH", 43, 8, 0) if big else struct.pack(order + "H", 42)))
+    link, found = len(out), []
+    out += struct.pack(word, 0)
+    for page in range(1, pages + 1):
+        strip = len(out)
+        out += bytes([page % 256]) * 16
+        found.append(len(out))
+        struct.pack_into(word, out, link, len(out))
+        tags = [(256, 4), (257, 4), (258, 8), (259, 1), (262, 1), (273, strip), (277, 1), (278, 4), (279, 16)]
+        out += struct.pack(half, len(tags))
+        for tag, value in tags:
+            out += struct.pack(order + ("HHQQ" if big else "HHLL"), tag, 16 if big else 4, 1, value)
+        link = len(out)
+        out += struct.pack(word, found[last - 1] if last and page == pages else 0)
+    return bytes(out)
+
+
+def count(content: bytes, most: int = 100_000) -> int:
+    return count_pages(io.BytesIO(content), "file", most)
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that are read."""
+
+    total = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.total += len(content)
+        return content
+
+
+@pytest.mark.parametrize(("order", "big"), LAYOUTS)
+def test_every_page_is_found_and_read(order, big):
+    content = chain(300, order, big)
+    assert count(content) == 300
+    for page in (1, 2, 255, 299):
+        assert (np.asarray(read_page(io.BytesIO(content), page, "file")) == page % 256).all()
+    with pytest.raises(ImageError, match="no page 301; the file has 300"):
+        read_page(io.BytesIO(content), 301, "file")
+
+
+def test_the_directories_of_a_big_tiff_in_either_order_are_found():
+    assert len(find_directories(io.BytesIO(chain(7, ">", big=True)), 100)) == 7
+
+
+def test_work_grows_with_the_pages_and_not_with_their_square(tmp_path):
+    spent = {}
+    for pages in (500, 4000):
+        stream = Counting(chain(pages))
+        assert count_pages(stream, "file", 10_000) == pages
+        for page in range(1, pages + 1, pages // 10):
+            stream.seek(0)
+            read_page(stream, page, "file")
+        spent[pages] = stream.total
+    assert spent[4000] < 16 * spent[500]  # a walk from the start for each page costs 64 times as much
+
+
+def test_a_circle_of_pages_ends(tmp_path):
+    assert count(chain(5, last=1)) == 5
+    assert count(chain(5, last=5)) == 5
+    assert (np.asarray(read_page(io.BytesIO(chain(5, last=3)), 5, "file")) == 5).all()
+
+
+def test_a_page_outside_the_file_is_damage_and_the_ones_before_it_can_be_read():
+    content = bytearray(chain(3))
+    struct.pack_into("<L", content, len(content) - 4, 2**31)
+    with pytest.raises(ImageError, match=r"^file: truncated or corrupt \(the directory of page 4 lies outside"):
+        count(bytes(content))
+    assert (np.asarray(read_page(io.BytesIO(bytes(content)), 3, "file")) == 3).all()
+
+
+def test_a_replaced_file_is_counted_again(tmp_path):
+    place = tmp_path / "scan.tif"
+    for pages in (3, 5):
+        place.write_bytes(chain(pages))
+        assert len(expand_images([place])) == pages
+
+
+def test_compressed_pages_are_read_by_number(tmp_path):
+    pages = [Image.new("1", (64, 64), page % 2) for page in range(40)]
+    pages[0].save(tmp_path / "fax.tif", compression="group4", save_all=True, append_images=pages[1:])
+    for page in (1, 2, 39, 40):
+        expected = 255 * ((page - 1) % 2)
+        assert (np.asarray(load_page(Page(str(tmp_path / "fax.tif"), page))) == expected).all()
+
+
+def test_documents_with_too_many_pages_are_refused_by_name(tmp_path):
+    place = tmp_path / "long.tif"
+    place.write_bytes(chain(1001))
+    refused = r"long.tif: has more than 1000 pages: raise --max-pages, or choose one with #page=1 to #page=1000$"
+    with pytest.raises(ImageError, match=refused):
+        expand_images([place])
+    with pytest.raises(ImageError, match="image 1 of 1: has more than 1000 pages: raise --max-pages"):
+        expand_images([place.read_bytes()])
+    with pytest.raises(ImageError, match="page 1001 is beyond the first 1000: raise --max-pages"):
+        expand_images([f"{place}#page=1001"])
+    assert expand_images([f"{place}#page=1000"]) == [Page(str(place), 1000)]
+    assert len(expand_images([place], max_pages=1001)) == 1001
+    problems: list[str] = []
+    assert find_pages([place], on_problem=lambda error: problems.append(str(error)), max_pages=7) == []
+    assert "has more than 7 pages" in problems[0]
+
+
+def test_a_pdf_has_the_same_limit(tmp_path: Path):
+    pages = [Image.new("L", (8, 8)) for _ in range(4)]
+    pages[0].save(tmp_path / "four.pdf", save_all=True, append_images=pages[1:])
+    with pytest.raises(ImageError, match="has more than 3 pages: raise --max-pages"):
+        expand_images([tmp_path / "four.pdf"], max_pages=3)
+    assert len(expand_images([tmp_path / "four.pdf"], max_pages=4)) == 4
+
+
+def test_a_request_carries_the_limit(tmp_path):
+    place = tmp_path / "three.tif"
+    place.write_bytes(chain(3))
+    with pytest.raises(ImageError, match="has more than 2 pages"):
+        read_images(Request(prompt="?", images=place, max_pages=2))
+    assert len(read_images(Request(prompt="?", images=place, max_pages=3)).images) == 3
+    with pytest.raises(SettingError, match="max_pages is out of range"):
+        Request(prompt="?", max_pages=0)
