@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from panscan.analysis.significance import p_text, paired_difference, points_text
+from panscan.records.intervals import wilson_interval
 
-__all__ = ["mini_by_part", "mini_on_cpu", "mini_quality", "mini_training"]
+__all__ = ["mini_by_part", "mini_on_cpu", "mini_quality", "mini_training", "task_cost"]
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -24,7 +26,7 @@ def _share(part: dict[str, float]) -> str:
 
 
 def mini_quality() -> str:
-    """Exact match by shape of the document and number of crops."""
+    """Accuracy by shape of the document and number of crops."""
     record = _record()
     summary = record["summary"]
     rows = [["held-out documents", "without", "2 crops", "3 crops", "4 crops", "6 crops", "questions"]]
@@ -36,7 +38,7 @@ def mini_quality() -> str:
 
 
 def mini_by_part() -> str:
-    """Exact match with pan and scan by print, kind of document and type of question."""
+    """Accuracy with pan and scan by print, kind of document and type of question."""
     record = _record()
     rows = [["with pan and scan", "tall and wide", "square"]]
     names = dict.fromkeys(
@@ -58,9 +60,38 @@ def _called(name: str) -> str:
 
 def _where(record: dict[str, Any]) -> str:
     return (
-        "Exact match with 95% intervals over documents; pan and scan 256 / 4 / 1.2 unless another count stands."
+        "Accuracy (exact match) with 95% intervals over documents; pan and scan 256 / 4 / 1.2 unless another count"
+        " stands."
         f" float32 on a CPU ({record['machine']}), torch {record['torch']}, transformers {record['transformers']}."
         f" Record: `benchmarks/records/mini-quality.json`. Command: `{record['command']}`"
+    )
+
+
+def task_cost() -> str:
+    """Accuracy of each variant, and its difference to the reference over the same questions."""
+    record = json.loads((RECORDS / "task-cost.json").read_text())
+    variants = record["variants"]
+    reference = variants["reference"]
+    count = len(reference["answers"])
+    rows = [["variant", "accuracy (exact match)", "vs reference, points (95%)", "p-value", "other answers"]]
+    for name, variant in variants.items():
+        right = variant["exact_match"]
+        low, high = wilson_interval(sum(right) / count, count)
+        shown = [f"{100 * sum(right) / count:.1f}% ({100 * low:.1f}-{100 * high:.1f})"]
+        if variant is reference:
+            rows.append([name, *shown, "-", "-", "-"])
+            continue
+        found = paired_difference([ours - theirs for ours, theirs in zip(right, reference["exact_match"], strict=True)])
+        bounds = f"({points_text(found.low)} to {points_text(found.high)})"
+        changed = sum(ours != theirs for ours, theirs in zip(variant["answers"], reference["answers"], strict=True))
+        p_value = p_text(found.p_value).removeprefix("p ").removeprefix("= ")
+        rows.append([name, *shown, f"{points_text(found.value)} {bounds}", p_value, f"{changed} of {count}"])
+    facts = record["environment"]
+    return (
+        f"{table(rows[0], rows[1:])}\n\n{count} questions about {record['documents']} sample documents (seed"
+        f" {record['seed']}), paired by question. float32 on {facts['cpu']}, torch {facts['packages']['torch']},"
+        f" transformers {facts['packages']['transformers']}, {record['seconds'] / 60:.0f} minutes on a core that"
+        f" others used, too. Record: `benchmarks/records/task-cost.json`. Command: `{record['command']}`"
     )
 
 

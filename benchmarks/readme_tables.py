@@ -23,7 +23,7 @@ from panscan.records.summary import replica_shares
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
 from benchmarks.markdown import table
-from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training
+from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -289,6 +289,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "harness": harness,
     "mutations": mutations,
     "mini-quality": mini_quality,
+    "task-cost": task_cost,
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,

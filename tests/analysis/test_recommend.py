@@ -122,7 +122,7 @@ def test_answers_can_show_that_a_different_cell_loses_nothing(
     found = chosen(right=Cell(1.0, scores=baseline), wrong=Cell(0.2, "different", 37.0, scores=different))
     assert found.cell == ("wrong" if taken else "right")
     assert why in found.rejected.get("wrong", "")
-    assert ("no measurable loss: exact match +0." in found.reason) == taken
+    assert ("no measurable loss: accuracy (exact match) +0." in found.reason) == taken
 
 
 def test_only_a_cell_with_the_same_crops_is_evidence_for_a_different_one() -> None:
@@ -178,9 +178,9 @@ def test_the_limit_on_quality_decides_between_inputs() -> None:
     assert chosen({"min_quality": 0.9}, **cells).cell == "many"
     found = chosen({"min_quality": 0.7}, **cells)
     assert found.cell == "few"
-    assert "exact match 0.750 against 0.950, 95% of the difference" in cost(found)
+    assert "accuracy (exact match) 0.750 against 0.950, 95% of the difference" in cost(found)
     assert "begins at" in cost(found)
-    assert "has exact match >= 0.99: the best is many" in refusal({"min_quality": 0.99}, **cells)
+    assert "has accuracy (exact match) >= 0.99: the best is many" in refusal({"min_quality": 0.99}, **cells)
     with pytest.raises(SettingError, match="--min-quality: the dataset of this run has no answers"):
         chosen({"min_quality": 0.5}, one=Cell())
 
@@ -212,7 +212,7 @@ def test_what_the_choice_costs_in_memory_time_and_answers() -> None:
     )
     assert found.cell == "fast"
     assert "4.1 GiB more peak memory (RSS) than lean (attention=lean): 6.1 against 2.0" in cost(found)
-    assert "exact match 0.500 against 0.750" in cost(found)
+    assert "accuracy (exact match) 0.500 against 0.750" in cost(found)
     assert "p95" not in cost(found)
 
 

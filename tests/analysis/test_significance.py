@@ -135,7 +135,11 @@ def test_one_cell_is_compared_with_none() -> None:
         (right(29, 29), right(29, 29), "fewer than 30 show nothing"),
         (right(50, 100), right(60, 100), "a measurable loss"),
         (right(50, 50), right(50, 50), "a loss of more than 0.02 is not excluded"),
-        (right(100, 100), right(100, 100), "no measurable loss: exact match +0.000 (95%: -0.019 to +0.019, p = 1)"),
+        (
+            right(100, 100),
+            right(100, 100),
+            "no measurable loss: accuracy (exact match) +0.000 (95%: -0.019 to +0.019, p = 1)",
+        ),
     ],
 )
 def test_the_rule_of_recommendations(ours: list[list[float]], theirs: list[list[float]], said: str) -> None:

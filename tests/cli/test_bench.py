@@ -87,6 +87,8 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may be able to")
+    noise(460, 2760).save(folder / "docs" / "strip.png")  # four crops or six
+    noise(460, 1012).save(folder / "docs" / "tall.png")  # crops from a ratio of 2.0 on, none from 2.5 on
     assert run(LAUNCHER) == 4
     measured = only_run(folder)
     grid = [
@@ -177,7 +179,9 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
 
 
 def test_presets_are_cells(folder: Path) -> None:
-    assert run(["bench", "docs/a.png", "-p", "x", "--preset", "baseline,balanced", *QUICK]) == 0
+    assert (
+        run(["bench", "docs/a.png", "-p", "x", "--preset", "baseline,balanced", "--min-crop-size", "50", *QUICK]) == 0
+    )
     measured = only_run(folder)
     assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
     assert [cell["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"

@@ -23,7 +23,7 @@ def header(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def stamps(accepted: float, tokens: Sequence[float], **others: float | None) -> dict[str, Any]:
+def stamps(accepted: float, tokens: Sequence[float], **others: Any) -> dict[str, Any]:
     missing = dict.fromkeys(("loaded", "preprocessed", "vision_start", "vision", "end"))
     return {"accepted": accepted, "tokens": list(tokens), **missing, **others}
 

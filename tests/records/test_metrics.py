@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def test_stages_of_one_request() -> None:
     times = {"loaded": 0.1, "preprocessed": 0.3, "scheduled": 0.35, "vision_start": 0.4, "vision": 0.6}
     one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times)})
     assert [getattr(one, stage) for stage in STAGES] == pytest.approx([0.1, 0.2, 0.05, 0.2, 0.45, 0.5])
+    # its preparation began late, it waited for a lock while loading, and was preempted around its first token
+    waits = {"preparing": 0.04, "waits": [[0.05, 0.07], [0.9, 1.2]]}
+    one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times, **waits)})
+    assert [getattr(one, stage) for stage in STAGES] == pytest.approx([0.04, 0.2, 0.41, 0.2, 0.35, 0.3])
+    assert one.tpot == 0.5, "a preempted request's tokens come as late as they come"
     # vision_start unknown: from preprocessed; no loaded: its time is in preprocess
     times = {"preprocessed": 0.3, "vision": 0.6}
     one = RequestMetrics.from_record({**record, "stamps": stamps(0.0, [1.0, 1.5], **times)})
@@ -188,14 +194,20 @@ def test_percentiles_rise_and_agree_with_numpy(latencies: list[float], size: int
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps=st.lists(st.floats(0, 5), min_size=7, max_size=10), missing=st.sets(st.integers(0, 4)))
-def test_stages_add_up_to_the_whole(steps: list[float], missing: set[int]) -> None:
-    loaded, preprocessed, scheduled, entered, vision, *tokens = np.cumsum(steps).tolist()
-    times: list[float | None] = [loaded, preprocessed, scheduled, entered, vision]
+@given(
+    steps=st.lists(st.floats(0, 5), min_size=8, max_size=11),
+    missing=st.sets(st.integers(0, 5)),
+    waited=st.lists(st.floats(0, 1), max_size=4),
+)
+def test_stages_add_up_to_the_whole(steps: list[float], missing: set[int], waited: list[float]) -> None:
+    preparing, loaded, preprocessed, scheduled, entered, vision, *tokens = np.cumsum(steps).tolist()
+    times: list[float | None] = [preparing, loaded, preprocessed, scheduled, entered, vision]
     for index in missing:
         times[index] = None
-    names = ("loaded", "preprocessed", "scheduled", "vision_start", "vision")
-    record = request("c", "q", 0.0, tokens, stamps=stamps(0.0, tokens, **dict(zip(names, times, strict=True))))
+    names = ("preparing", "loaded", "preprocessed", "scheduled", "vision_start", "vision")
+    waits = list(pairwise(tokens[0] + share * (tokens[-1] - tokens[0]) for share in sorted(waited)))[::2]
+    given = dict(zip(names, times, strict=True)) | {"waits": waits}
+    record = request("c", "q", 0.0, tokens, stamps=stamps(0.0, tokens, **given))
     one = RequestMetrics.from_record(record)
     assert sum(getattr(one, stage) or 0.0 for stage in STAGES) == pytest.approx(one.e2e)
     metrics = cell_metrics(run_of(record, repeat("c", 0, 0.0, 60.0)), "c")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 from tests.records.synthetic import header, request
 
 from panscan.analysis.significance import QualityDifference, quality_difference
@@ -85,8 +86,24 @@ def test_all_right_or_all_wrong_is_no_certainty(repeats: int) -> None:
     wrong = quality_of(run_of_cells(c=[[0] * repeats] * 12), "c")
     assert right is not None
     assert wrong is not None
-    assert (right.mean, right.low, right.high) == (1, pytest.approx(0.7575, abs=1e-4), pytest.approx(1))
-    assert (wrong.low, wrong.high) == (pytest.approx(0), pytest.approx(1 - right.low))
+    assert (right.mean, right.low, right.high) == (1, pytest.approx(0.7575, abs=1e-4), 1)
+    assert (wrong.low, wrong.high) == (0, pytest.approx(1 - right.low))
+
+
+def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
+    """Every k of every n up to 60, against scipy; at 0 and n the interval ends at the share itself."""
+    for questions in range(1, 61):
+        lows, highs = [], []
+        for right in range(questions + 1):
+            found = quality_of(run_of_cells(c=[[1]] * right + [[0]] * (questions - right)), "c")
+            assert found is not None
+            due = binomtest(right, questions).proportion_ci(method="wilson")
+            assert (found.low, found.high) == (pytest.approx(due.low, abs=1e-12), pytest.approx(due.high, abs=1e-12))
+            assert found.low <= found.mean <= found.high
+            lows.append(found.low)
+            highs.append(found.high)
+        assert lows == sorted(set(lows)) and highs == sorted(set(highs))
+        assert (lows[0], highs[-1]) == (0, 1)
 
 
 def test_a_single_question_has_wilsons_interval() -> None:
@@ -146,14 +163,12 @@ def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list
     assert back is not None
     assert figures(back) == tuple(pytest.approx(-each) for each in (forth.value, forth.high, forth.low))
     assert (back.better, back.worse, back.p_value) == (forth.worse, forth.better, forth.p_value)
-    assert -1 <= forth.low <= forth.high <= 1
-    assert forth.low - 1e-9 <= forth.value <= forth.high + 1e-9
+    assert -1 <= forth.low <= forth.value <= forth.high <= 1
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=25))
 def test_an_interval_holds_the_mean_and_is_never_a_point(scores: list[list[float]]) -> None:
     found = quality_of(run_of_cells(c=scores), "c")
     assert found is not None
-    assert 0 <= found.low <= found.mean + 1e-9
-    assert found.mean - 1e-9 <= found.high <= 1
+    assert 0 <= found.low <= found.mean <= found.high <= 1
     assert found.low < found.high

@@ -139,7 +139,9 @@ def test_the_recommendation(known: tuple[Run, Element], scored: tuple[Run, Eleme
     assert paragraphs[-1].startswith(f"Runner-up: cell {NUMBERS[found.runner_up]} · ")
     assert f", {throughput(found.runner_up):.2f} (" in paragraphs[-1]
     box = section(scored[1], "recommendation")
-    assert ("Exact match", "75%") in zip((t.text for t in box.all("dt")), (d.text for d in box.all("dd")), strict=True)
+    assert ("Accuracy (exact match)", "75%") in zip(
+        (t.text for t in box.all("dt")), (d.text for d in box.all("dd")), strict=True
+    )
 
 
 def test_quality_is_a_column_where_there_are_answers(scored: tuple[Run, Element]) -> None:
@@ -147,7 +149,7 @@ def test_quality_is_a_column_where_there_are_answers(scored: tuple[Run, Element]
     for row in rows_of(next(section(page, "cells").all("table"))):
         quality = quality_of(run, row["id"].text)
         assert quality is not None
-        figure, below = parts(row["exact match"])
+        figure, below = parts(row["accuracy (exact match)"])
         assert figure == "75%", "three of four"
         low, high, questions = re.findall(r"[\d.]+", below)
         assert (float(low) / 100, float(high) / 100) == (close_to(quality.low), close_to(quality.high))

@@ -60,7 +60,9 @@ class Logprob:
 class RequestStateStats:
     num_generation_tokens: int = 0
     arrival_time: float = 0.0  # wall clock of the caller's process
-    first_token_ts: float = 0.0  # monotonic clock of the engine's
+    queued_ts: float = 0.0  # monotonic clock of the engine's
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
 
@@ -208,13 +210,15 @@ def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
     request = tiny.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=3, logprobs=1))
     planned = plan_request(read_images(request), tiny.loaded.reader)
     rows = [{7: Logprob(-1.0, 2), 9: Logprob(-0.5, 1)}, {8: Logprob(-0.1, 1)}, {9: Logprob(-0.2, 1)}]
-    metrics = RequestStateStats(3, 1000.5, 50.0, 50.4, 0.25)
+    metrics = RequestStateStats(3, 1000.5, 49.9, 49.95, 50.0, 50.4, 0.25)
     output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9), logprobs=rows)], metrics, 16)
-    found = result_of(request, planned, output, Stamps(1000.0, 1000.4, end=1002.0))
+    found = result_of(request, planned, output, Stamps(1000.0, loaded=1000.4, end=1002.0))
     assert (found.id, found.text, found.token_ids, found.finish_reason) == ("one", "words", [7, 8, 9], "length")
     assert (found.views, found.crops, found.image_tokens, found.cached_tokens) == (4, 3, 256, 16)
     assert found.prompt_tokens == len(planned[1].ids)
     assert found.stamps.tokens == pytest.approx([1000.75, 1000.95, 1001.15])
+    stages = {"load": 0.4, "preprocess": 0.25, "queue": 0.05, "prefill": 0.05, "decode": 0.4}
+    assert {k: v for k, v in found.stamps.stages().items() if v is not None} == pytest.approx(stages)
     assert found.stamps.ttft == pytest.approx(0.75) and found.stamps.end == 1002.0
     assert found.logprobs is not None and found.logprobs[0].logprob == -1.0 and found.logprobs[0].top == ((9, -0.5),)
 
@@ -392,7 +396,7 @@ class Llm:
             request = self.tiny.request("", prompt["multi_modal_data"]["image"])
             ids = replaced(ids, self.tiny, request)
         answer = CompletionOutput(list(range(5, 5 + params.max_tokens)))
-        found = RequestOutput(ids, [answer], RequestStateStats(params.max_tokens, 1.0, 2.0, 3.0, 0.5), 0)
+        found = RequestOutput(ids, [answer], RequestStateStats(params.max_tokens, 1.0, 1.6, 1.8, 2.0, 3.0, 0.5), 0)
         if getattr(params, "prompt_logprobs", None):
             found.prompt_logprobs = [None, *({token: Logprob(-1.0, 1)} for token in ids[1:])]
         return found

@@ -14,6 +14,7 @@ from panscan.analysis.cells import (
     measured_rows,
     memory_metric,
     number_text,
+    told_of,
 )
 from panscan.analysis.significance import p_text, quality_difference
 from panscan.records.intervals import Interval
@@ -105,8 +106,11 @@ def pareto_front(merits: Sequence[tuple[float, float]]) -> list[bool]:
 
 def cell_name(run: Run, cell: str) -> str:
     """A cell's id, and its settings that differ from other cells'."""
-    every: Sequence[Mapping[str, Any]] = [meant(settings) for settings in run.cells.values()]
-    return cell_title(cell, meant(run.cells[cell]), distinguishing(every))
+    every = [told_of(run, other) for other in run.cells]
+    names = distinguishing(every)
+    if run.aliases.get(cell):  # what the choice leaves open is said, also where all cells leave it open
+        names += [name for name, value in told_of(run, cell).items() if value != meant(run.cells[cell])[name]]
+    return cell_title(cell, told_of(run, cell), list(dict.fromkeys(names)))
 
 
 def _crops(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

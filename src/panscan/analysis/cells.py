@@ -21,6 +21,8 @@ __all__ = [
     "MeasuredCell",
     "Sweep",
     "Unmeasured",
+    "alias_lines",
+    "aliases_of",
     "cell_title",
     "count",
     "decimals",
@@ -30,12 +32,15 @@ __all__ = [
     "measured_rows",
     "memory_metric",
     "number_text",
+    "preset_of",
     "short",
     "shown",
     "speed",
     "speedup_lines",
     "sweeps",
     "telling",
+    "told",
+    "told_of",
     "unmeasured",
     "varying_names",
 ]
@@ -45,13 +50,25 @@ _CROPS = "pan_and_scan_"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
-    """A cell with metrics: its id, its settings (None for those that mean nothing), its verdict and preset."""
+    """A cell with metrics: its id, its settings (None for those that mean nothing), its verdict and preset, and the
+    settings of its aliases (see :func:`panscan.bench.grid.merge_equal_work`)."""
 
     cell: str
     settings: Mapping[str, Any]
     metrics: Metrics
     verdict: Verdict
     preset: str | None = None
+    aliases: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """See :func:`told`."""
+        return told(self.settings, self.aliases)
+
+    def label(self, names: Sequence[str]) -> str:
+        """``name=value, ...`` of some settings, as they are told."""
+        values = self.told
+        return label({name: values.get(name) for name in names})
 
 
 def measured_rows(run: Run) -> list[MeasuredCell]:
@@ -62,7 +79,7 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
     return [
-        MeasuredCell(cell, meant(settings), metrics, verdict_of(run, cell), run.presets.get(cell))
+        MeasuredCell(cell, meant(settings), metrics, verdict_of(run, cell), preset_of(run, cell), aliases_of(run, cell))
         for cell, settings, metrics in measured
         if metrics is not None
     ]
@@ -76,6 +93,42 @@ def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         idle += ("model",)
     idle += _foreign(settings)
     return {name: None if name in idle else value for name, value in settings.items()}
+
+
+def told(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What is meant by a cell's settings, as people see them: ``4 or 6`` where an alias has another value."""
+    own, others = meant(settings), [meant(alias) for alias in aliases]
+    values = {name: dict.fromkeys(shown(each.get(name)) for each in (own, *others)) for name in own}
+    return {name: " or ".join(values[name]) if len(values[name]) > 1 else value for name, value in own.items()}
+
+
+def told_of(run: Run, cell: str) -> Mapping[str, Any]:
+    """:func:`told` of a cell of a run."""
+    return told(run.cells[cell], aliases_of(run, cell))
+
+
+def aliases_of(run: Run, cell: str) -> list[Mapping[str, Any]]:
+    """The settings of a cell's aliases."""
+    return [alias["settings"] for alias in run.aliases.get(cell, ())]
+
+
+def preset_of(run: Run, cell: str) -> str | None:
+    """The preset that a cell began with, and those of its aliases; None without any."""
+    aliases = [alias["preset"] for alias in run.aliases.get(cell, ())]
+    return " or ".join(dict.fromkeys(filter(None, (run.presets.get(cell), *aliases)))) or None
+
+
+def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
+    """A line for each cell that was measured for others, too, with their settings; ``names`` are of cells by id."""
+    lines = []
+    for cell in run.aliases:
+        if cell not in names:
+            continue
+        every = [meant(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
+        apart = varying_names(every)
+        others = "; ".join(label({name: each.get(name) for name in apart}) for each in every[1:])
+        lines.append(f"{names[cell]}: measured once for {others}, too, which lead to the same views of every document.")
+    return lines
 
 
 def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -186,6 +239,18 @@ class Sweep:
         """Where a row of the series stands among the values. Charts draw them at equal distances: sweeps double more
         often than they add."""
         return self.values.index(row.settings.get(self.name))
+
+    @property
+    def ticks(self) -> tuple[str, ...]:
+        """The values as text, with those of aliases where they are the same in all series."""
+        found: list[dict[str, None]] = [{} for _ in self.values]
+        for rows in self.series.values():
+            for row in rows:
+                found[self.at(row)][shown(row.told.get(self.name))] = None
+        return tuple(
+            next(iter(texts)) if len(texts) == 1 else shown(value)
+            for value, texts in zip(self.values, found, strict=True)
+        )
 
 
 def speed(row: MeasuredCell) -> float:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.analysis.cells import cell_title, count, label, number_text, shown, telling
+from panscan.analysis.cells import aliases_of, cell_title, count, label, number_text, shown, telling, told
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -103,7 +103,8 @@ class Report:
         """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
         comparison = self.comparisons[at]
         pair = comparison.pairs[place]
-        return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), pair.settings, comparison.varying)
+        settings = told(pair.settings, aliases_of(comparison.a, pair.cells[0]))
+        return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
 
     def extent(self, at: int, place: int) -> str:
         """How much of a pair of cells pairs."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import cell_title, count, distinguishing, meant, shown
+from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing, meant, shown
 from panscan.core import RecordsError
 from panscan.records.environment import bundled_weights
 from panscan.records.metrics import Batch, batches_of
@@ -201,9 +201,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     values = {name: (_values(cells_a, name), _values(cells_b, name)) for name in names}
     apart = _apart(values)
     on = [name for name in names if name not in apart]
-    partners = {_key(settings, on): cell for cell, settings in cells_b.items()}
-    keys = {cell: _key(settings, on) for cell, settings in cells_a.items()}
-    found = {cell: partners[key] for cell, key in keys.items() if key in partners}
+    found = _partners(_keys(a, cells_a, on), _keys(b, cells_b, on))
     if not found:
         raise RecordsError(f"{_names(a, b)}: no cell pairs: {_why_not(on, values)}")
     pairs = [_pair(a, cell, b, partner, cells_a[cell]) for cell, partner in found.items()]
@@ -226,6 +224,28 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         len(cells_a) - len(compared),
         _environment(a, b) | _weights(a, b) | _workload(a, b),
     )
+
+
+def _keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[Any]]:
+    """What each cell pairs by: its settings, then those of its aliases."""
+    defaults = {name: axis.default for name, axis in axes().items()}
+    others = {cell: [meant({**defaults, **alias}) for alias in aliases_of(run, cell)] for cell in cells}
+    return {cell: [_key(each, on) for each in (settings, *others[cell])] for cell, settings in cells.items()}
+
+
+def _partners(keys_a: Mapping[str, list[Any]], keys_b: Mapping[str, list[Any]]) -> dict[str, str]:
+    """The cell of B for each cell of A that has one: with the same settings, else with an alias in common."""
+    found: dict[str, str] = {}
+    for own in (True, False):
+        for cell, keys in keys_a.items():
+            free = {
+                other: theirs[:1] if own else theirs for other, theirs in keys_b.items() if other not in found.values()
+            }
+            wanted = keys[:1] if own else keys
+            partner = next((other for other, theirs in free.items() if any(key in theirs for key in wanted)), None)
+            if cell not in found and partner is not None:
+                found[cell] = partner
+    return {cell: found[cell] for cell in keys_a if cell in found}
 
 
 def _names(a: Run, b: Run) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from panscan.analysis.candidates import Candidate, Selection, candidates_of, cell_name, costs_of, reason_of
-from panscan.analysis.cells import label, number_text
+from panscan.analysis.cells import alias_lines, label, number_text, preset_of
 from panscan.analysis.significance import harmless, quality_difference
 from panscan.core import RecordsError, SettingError
 from panscan.records.quality import metric_title
@@ -236,7 +236,8 @@ def preset_text(run: Run, chosen: Recommendation) -> str:
     left_out = {name: settings.pop(name) for name in (*_OF_THE_MACHINE, *_OF_THE_MEASUREMENT) if name in settings}
     facts = {
         "cell": cell_name(run, chosen.cell),
-        "preset": run.presets.get(chosen.cell, ""),
+        "preset": preset_of(run, chosen.cell) or "",
+        "same work": " ".join(alias_lines(run, {chosen.cell: chosen.cell})),
         "run": f"{run.header['run_id']}, {run.header['created']}, {run.path}",
         "command": shlex.join(map(str, run.header["command"])),
         "verdict": verdict_of(run, chosen.cell).word,

@@ -35,6 +35,8 @@ __all__ = [
     "least_p_value",
     "losses",
     "p_text",
+    "paired_difference",
+    "points_text",
     "quality_difference",
     "sign_flip_p_value",
     "tail_p_values",
@@ -363,8 +365,8 @@ def _is_loss(difference: QualityDifference) -> bool:
 
 def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> Against:
     low, high = difference.low, difference.high
-    figures = f"{p_text(difference.p_value)}, difference {_points(difference.value)} points"
-    figures += f" [{_points(low)}, {_points(high)}]"
+    figures = f"{p_text(difference.p_value)}, difference {points_text(difference.value)} points"
+    figures += f" [{points_text(low)}, {points_text(high)}]"
     several = f"{difference.questions:,} questions" if difference.questions != 1 else "1 question"
     if alarm and difference.value < 0:
         return Against(cell, difference, "measurably worse", f"measurably worse ({figures})")
@@ -380,7 +382,7 @@ def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> Against
     return Against(cell, difference, "cannot tell", f"cannot tell ({figures}): {seen}")
 
 
-def _points(share: float) -> str:
+def points_text(share: float) -> str:
     """Percentage points with their sign; no minus before nothing."""
     return f"{100 * share + 0.0:+.1f}".replace("-0.0", "+0.0")
 
@@ -414,13 +416,9 @@ class QualityDifference:
 
 
 def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None = None) -> QualityDifference | None:
-    """A metric of a cell less the baseline's, over requests that both have a score of.
+    """A metric of a cell less the baseline's, over requests that both have a score of; None without a common request.
 
-    Paired by request and repeat, averaged within a question. The 95% interval is Agresti and Min's for matched
-    proportions (Statistics in Medicine 24, 2005): Wald's after half an observation has been added to each outcome of a
-    pair, here half a win, half a loss and one tie. It stays honest where no answer differs: a bootstrap would then be
-    certain after one question. For scores between 0 and 1 a win is the largest difference there can be, so the interval
-    is rather too wide than too narrow. None without a common request.
+    Paired by request and repeat, averaged within a question; see :func:`paired_difference`.
     """
     name = metric or metric_of(run)
     ours = {(question, key): score for question, key, score in scores_of_cell(run, cell, name)}
@@ -428,16 +426,26 @@ def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None
     by_question: dict[object, list[float]] = defaultdict(list)
     for pair in sorted(ours.keys() & theirs.keys()):
         by_question[pair[0]].append(ours[pair] - theirs[pair])
-    if not by_question:
-        return None
     means = [sum(values) / len(values) for values in by_question.values()]
+    return paired_difference(means) if means else None
+
+
+def paired_difference(means: Sequence[float]) -> QualityDifference:
+    """The difference of two qualities from each question's own, -1 to 1.
+
+    The 95% interval is Agresti and Min's for matched proportions (Statistics in Medicine 24, 2005): Wald's after half
+    an observation has been added to each outcome of a pair, here half a win, half a loss and one tie. It stays honest
+    where no answer differs: a bootstrap would then be certain after one question. For scores between 0 and 1 a win is
+    the largest difference there can be, so the interval is rather too wide than too narrow.
+    """
     count = len(means) + 2
     centre = sum(means) / count
     spread = sqrt(((sum(mean**2 for mean in means) + 1) / count - centre**2) / count)
+    value = sum(means) / len(means)
     return QualityDifference(
-        value=sum(means) / len(means),
-        low=max(-1.0, centre - Z95 * spread),
-        high=min(1.0, centre + Z95 * spread),
+        value=value,
+        low=max(-1.0, min(value, centre - Z95 * spread)),
+        high=min(1.0, max(value, centre + Z95 * spread)),
         questions=len(means),
         better=sum(mean > _NOTHING for mean in means),
         worse=sum(mean < -_NOTHING for mean in means),

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from panscan import report
+from panscan.analysis.cells import shown, told_of
 from panscan.analysis.recommend import Recommendation, preset_text, recommend, write_preset
-from panscan.bench.grid import build_cells
+from panscan.bench.grid import build_cells, merge_equal_work
 from panscan.bench.plan import Observer, SweepPlan
 from panscan.bench.run import new_directory, start
-from panscan.bench.workload import Source, load_workload
+from panscan.bench.workload import Source, load_workload, views_of
 from panscan.core import InputError, SettingError
 from panscan.images.samples import write_samples
 from panscan.records.quality import Quality, quality_of
@@ -38,13 +39,13 @@ class DemoCell:
 
     Args:
         cell: its id.
-        max_crops: None without pan and scan.
+        max_crops: as text, with those of its aliases; None without pan and scan.
         accuracy: share of right answers, and the number of questions.
         throughput: requests per second; None if it was not measured.
     """
 
     cell: str
-    max_crops: int | None
+    max_crops: str | None
     accuracy: Quality
     throughput: float | None
 
@@ -163,8 +164,9 @@ def _plan(questions: Path) -> SweepPlan:
 
     source = Source(dataset=str(questions))
     workload = load_workload(source, on_problem=refuse)
+    cells = build_cells({flag.removeprefix("--"): values for flag, values in _FLAGS.items()})
     return SweepPlan(
-        cells=build_cells({flag.removeprefix("--"): values for flag, values in _FLAGS.items()}),
+        cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
         source=source,
         include_content=True,
@@ -178,7 +180,8 @@ def _cells(run: Run) -> tuple[DemoCell, ...]:
     for cell, settings in run.cells.items():
         accuracy, metrics = quality_of(run, cell), cell_metrics(run, cell)
         if accuracy is not None:
-            crops = settings["pan_and_scan_max_num_crops"] if settings["do_pan_and_scan"] else None
+            most = shown(told_of(run, cell)["pan_and_scan_max_num_crops"])
+            crops = most if settings["do_pan_and_scan"] else None
             throughput = None if metrics is None else metrics.values["request_throughput"]
             found.append(DemoCell(cell, crops, accuracy, throughput))
     return tuple(found)

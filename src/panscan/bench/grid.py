@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -14,7 +14,7 @@ from panscan.core import SettingError
 from panscan.presets.parse import MAX_VALUES, Axes, load_preset, parse_axes
 from panscan.settings import ALL_AT_ONCE, Settings, axes, foreign_settings
 
-__all__ = ["MAX_CELLS", "Cell", "build_cells", "without_pan_and_scan"]
+__all__ = ["MAX_CELLS", "Cell", "build_cells", "merge_equal_work", "without_pan_and_scan"]
 
 MAX_CELLS = 10_000
 """Cells of a sweep; each is measured for seconds at least."""
@@ -28,11 +28,13 @@ class Cell:
 
     ``id`` is a hash of the settings that are not at their defaults, so it is the same on every machine and in every
     run, and stays what it was when panscan learns new settings. ``preset`` is the preset that the settings began with.
+    ``aliases`` are cells that lead to the same work on the run's documents, so that this one is measured for them, too.
     """
 
     id: str
     settings: Settings
     preset: str | None = None
+    aliases: tuple[Cell, ...] = ()
 
     @classmethod
     def of(cls, settings: Settings, preset: str | None = None) -> Cell:
@@ -75,6 +77,34 @@ def build_cells(
     if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):
         raise SettingError(f"--no-pan-and-scan contradicts --{crops[0].replace('_', '-')}")
     return list(cells.values())
+
+
+def merge_equal_work(cells: Sequence[Cell], views: Callable[[Settings], Hashable]) -> list[Cell]:
+    """The cells that do different work, each with the later ones that do the same as its aliases.
+
+    Args:
+        cells: of a sweep.
+        views: all views of the workload under a cell's settings. Cells with the same ones, and the same settings apart
+            from pan and scan, send the same tokens and pixels.
+
+    Cells whose views cannot be planned (``views`` raises SettingError) stay alone.
+    """
+    groups: dict[Hashable, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(_work(cell, views), []).append(cell)
+    return [replace(first, aliases=tuple(others)) for first, *others in groups.values()]
+
+
+def _work(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
+    """Equal for cells that do the same work. vLLM plans its memory for the most crops, whatever the documents need."""
+    if cell.settings.runner == "vllm":
+        return cell.id
+    try:
+        seen = views(cell.settings)
+    except SettingError:
+        return cell.id
+    idle = {name: axes()[name].default for name in (*_CROP_AXES, "do_pan_and_scan")}
+    return replace(cell.settings, **idle), seen
 
 
 def without_pan_and_scan(flags: Mapping[str, list[str]]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from panscan.analysis.task_cost import cost_columns
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
@@ -164,7 +165,7 @@ class _Nowhere:
 def finish(directory: Path) -> Run:
     """Read a run's records back and write what is derived from them."""
     run = read_run(directory)
-    write_summary(run, directory / "summary.csv")
+    write_summary(run, directory / "summary.csv", cost_columns(run))
     return run
 
 
@@ -187,7 +188,10 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
     kept = run.header["settings"]
     try:
         source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
-        cells = [Cell(cell, Settings(**settings), run.presets.get(cell)) for cell, settings in run.cells.items()]
+        cells = [
+            Cell(cell, Settings(**settings), run.presets.get(cell), tuple(map(_alias, run.aliases.get(cell, ()))))
+            for cell, settings in run.cells.items()
+        ]
         names = ("workload_sha256", "repeats", "warmup", "seed", "include_content", "verify", "reference")
         chosen = {name: kept[name] for name in (*names, "replicas", "gpus_per_replica")}
         chosen |= {name: kept[name] for name in _VERIFY if name in kept}  # runs of older versions lack them
@@ -276,8 +280,20 @@ def header(plan: SweepPlan, command: Sequence[str]) -> dict[str, Any]:
             "quality_metric": plan.quality_metric,
         },
         "environment": environment() | {"bundled": _bundled(plan)},
-        "cells": [{"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset} for cell in plan.cells],
+        "cells": [
+            _cell_fields(cell) | ({"aliases": [*map(_cell_fields, cell.aliases)]} if cell.aliases else {})
+            for cell in plan.cells
+        ],
     }
+
+
+def _cell_fields(cell: Cell) -> dict[str, Any]:
+    return {"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset}
+
+
+def _alias(fields: Mapping[str, Any]) -> Cell:
+    """The cell of :func:`_cell_fields`."""
+    return Cell(fields["cell"], Settings(**fields["settings"]), fields["preset"])
 
 
 def _bundled(plan: SweepPlan) -> dict[str, str]:

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from panscan.core import (
     DatasetError,
     ImageError,
     InputError,
+    PanAndScan,
     Request,
     SettingError,
     cache_directory,
@@ -55,6 +57,7 @@ __all__ = [
     "request_of",
     "sample_dataset",
     "source_or_samples",
+    "views_of",
 ]
 
 MAX_REQUESTS = 1_000_000
@@ -236,6 +239,18 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
 def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> list[ViewPlan]:
     """The views that a cell takes of an item's documents."""
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
+
+
+def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
+    """What gives a digest of all views that a cell with some settings takes of the documents of all items."""
+    sizes = sorted({(document.width, document.height) for item in items for document in item.documents})
+
+    @cache
+    def planned(pan_and_scan: PanAndScan) -> bytes:
+        boxes = [[view.box for view in plan_views(*size, pan_and_scan).views] for size in sizes]
+        return hashlib.sha256(repr(boxes).encode()).digest()
+
+    return lambda settings: planned(settings.pan_and_scan)
 
 
 def _ignore(_done: int, _total: int) -> None:

@@ -157,8 +157,9 @@ def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
 
 
 def _plan(options: dict[str, Any]) -> SweepPlan:
+    from panscan.bench.grid import merge_equal_work
     from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import load_workload
+    from panscan.bench.workload import load_workload, views_of
 
     cells = _cells(options)
     source = _source(options)
@@ -169,7 +170,7 @@ def _plan(options: dict[str, Any]) -> SweepPlan:
             on_document=lambda done, total: status.update(f"reading documents: {done} of {total}"),
         )
     plan = SweepPlan(
-        cells=cells,
+        cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
         source=source,
         repeats=options["repeats"],
@@ -244,7 +245,9 @@ def say_dataset(plan: SweepPlan) -> None:
 
 def say_start(plan: SweepPlan, directory: Path) -> None:
     """Report the size of a sweep that starts, and its run directory."""
-    size = f"cells: {len(plan.cells)}, requests each: {len(plan.items)}"
+    spared = sum(len(cell.aliases) for cell in plan.cells)
+    same = f" ({spared} more lead to the same views)" if spared else ""
+    size = f"cells: {len(plan.cells)}{same}, requests each: {len(plan.items)}"
     errors().print(f"{size}; records in {directory}", soft_wrap=True)
 
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from panscan.analysis.cells import distinguishing, meant, short, shown
+from panscan.analysis.cells import distinguishing, short, shown, told
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import predict
 from panscan.core import Result
@@ -38,7 +38,7 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, consol
 def print_predictions(plan: SweepPlan, console: Console) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
-    cells = [meant(asdict(p.settings)) for p in predictions]
+    cells = [told(asdict(cell.settings), [asdict(alias.settings) for alias in cell.aliases]) for cell in plan.cells]
     varying = distinguishing(cells)
     counts = (_count(len(predictions), "cell"), _count(len(plan.items), "request"), _count(plan.repeats, "repeat"))
     console.print("{}, {} each, {}".format(*counts))

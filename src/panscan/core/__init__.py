@@ -27,7 +27,16 @@ from panscan.core.errors import (
     SettingError,
     UnsupportedError,
 )
-from panscan.core.process import cache_directory, create_file, fallback_directory, from_perf_counter, now
+from panscan.core.process import (
+    cache_directory,
+    create_file,
+    fallback_directory,
+    from_perf_counter,
+    held,
+    now,
+    wait_noted,
+    waits_noted,
+)
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
 from panscan.core.text import escape_controls
@@ -59,5 +68,8 @@ __all__ = [
     "escape_controls",
     "fallback_directory",
     "from_perf_counter",
+    "held",
     "now",
+    "wait_noted",
+    "waits_noted",
 ]

@@ -6,7 +6,11 @@ import contextlib
 import os
 import stat
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +32,40 @@ def now() -> float:
 def from_perf_counter(seconds: float) -> float:
     """A reading of ``time.perf_counter()`` of this process on the time line of :func:`now`."""
     return _EPOCH + seconds
+
+
+_WAITS: ContextVar[list[tuple[float, float]] | None] = ContextVar("waits", default=None)
+
+
+@contextmanager
+def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
+    """Add (start, end) of this thread's waits to ``waits``: those in :func:`wait_noted`."""
+    token = _WAITS.set(waits)
+    try:
+        yield
+    finally:
+        _WAITS.reset(token)
+
+
+@contextmanager
+def wait_noted() -> Iterator[None]:
+    """Note that this thread waits meanwhile."""
+    start = now()
+    yield
+    if (waits := _WAITS.get()) is not None:
+        waits.append((start, now()))
+
+
+@contextmanager
+def held(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock that other requests may hold for long, and note how long this thread waited for it, if it had to."""
+    if not lock.acquire(blocking=False):
+        with wait_noted():
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def cache_directory() -> Path:

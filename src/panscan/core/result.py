@@ -15,20 +15,23 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Stamps:
     """Boundaries of a request's life, in seconds of :func:`now`. Metrics are derived from them, never measured twice.
 
-    ``accepted`` -> ``loaded`` (pixels decoded) -> ``preprocessed`` (views and ids on the device) -> ``vision``
-    (image embeddings ready; None without images or where the runner cannot see it) -> ``tokens[0]`` (first token)
-    -> ... -> ``tokens[-1]`` -> ``end``.
-    Stages of a batch are shared by its requests. ``vision_start`` is when the vision tower was entered. ``scheduled``
-    is when an engine began to compute it, having waited for its turn; None where nothing waits.
+    ``accepted`` -> ``preparing`` (a thread took it) -> ``loaded`` (pixels decoded) -> ``preprocessed`` (views and ids
+    on the device) -> ``scheduled`` (its first pass was launched) -> ``vision`` (image embeddings ready; None without
+    images or where the runner cannot see it) -> ``tokens[0]`` (first token) -> ... -> ``tokens[-1]`` -> ``end``.
+    Stages of a batch are shared by its requests. ``vision_start`` is when the vision tower was entered. ``preparing``
+    and ``scheduled`` are None where nothing waits. ``waits`` are further (start, end) in which nobody worked on it:
+    while it waited for a lock, or had been preempted.
     """
 
     accepted: float
+    preparing: float | None = None
     loaded: float | None = None
     preprocessed: float | None = None
     scheduled: float | None = None
     vision_start: float | None = None
     vision: float | None = None
     tokens: list[float] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
     end: float | None = None
 
     @property
@@ -44,21 +47,34 @@ class Stamps:
     def stages(self) -> dict[str, float | None]:
         """Seconds of load, preprocess, queue, vision, prefill and decode; together they are :attr:`e2e`.
 
-        ``queue`` is the wait for the engine's first step, ``vision`` the time in the vision tower and its projector,
-        ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its time
-        is in the next one.
+        ``queue`` is all waiting: for a thread that prepares the request, for the engine's first pass, and ``waits``.
+        ``vision`` is the time in the vision tower and its projector, ``prefill`` the rest of the way to the first
+        token. A stage whose boundary was not stamped is None, and its time is in the next one.
         """
         at = self.accepted
         found: dict[str, float | None] = dict.fromkeys(("load", "preprocess", "queue", "vision", "prefill", "decode"))
-        for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed), ("queue", self.scheduled)):
+        queued: list[float] = []
+        if self.preparing is not None:
+            queued, at = [self.preparing - at], self.preparing
+        for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed)):
             if boundary is not None:
-                found[name], at = boundary - at, boundary
+                found[name], at = self._worked(at, boundary, queued), boundary
+        if self.scheduled is not None:
+            queued, at = [*queued, self.scheduled - at], self.scheduled
         if self.vision is not None:
             found["vision"] = self.vision - (at if self.vision_start is None else self.vision_start)
         if self.tokens:
-            found["prefill"] = self.tokens[0] - at - (found["vision"] or 0.0)
-            found["decode"] = self.tokens[-1] - self.tokens[0]
+            found["prefill"] = self._worked(at, self.tokens[0], queued) - (found["vision"] or 0.0)
+            found["decode"] = self._worked(self.tokens[0], self.tokens[-1], queued)
+        found["queue"] = sum(queued) if queued else None
         return found
+
+    def _worked(self, start: float, end: float, queued: list[float]) -> float:
+        """Seconds from ``start`` to ``end`` without the waits between them, which are added to ``queued``."""
+        waited = [min(until, end) - max(since, start) for since, until in self.waits]
+        waited = [seconds for seconds in waited if seconds > 0]
+        queued += waited
+        return end - start - sum(waited)
 
 
 @dataclass(frozen=True, slots=True)

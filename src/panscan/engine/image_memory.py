@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from panscan.core import wait_noted
+
 __all__ = ["DECODED_BYTES", "ImageMemory", "Share"]
 
 DECODED_BYTES = 8
@@ -55,7 +57,9 @@ class ImageMemory:
         turn = object()
         with self._changed:
             self._waiting.append(turn)
-            self._changed.wait_for(lambda: self._closed or (self._waiting[0] is turn and self._fits(size)))
+            if not self._free(turn, size):
+                with wait_noted():
+                    self._changed.wait_for(lambda: self._free(turn, size))
             self._waiting.remove(turn)
             self._taken += size
             self._changed.notify_all()
@@ -72,6 +76,9 @@ class ImageMemory:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _free(self, turn: object, size: int) -> bool:
+        return self._closed or (self._waiting[0] is turn and self._fits(size))
 
     def _fits(self, size: int) -> bool:
         return self._taken == 0 or self._taken + size <= self._size

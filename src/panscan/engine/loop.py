@@ -88,6 +88,8 @@ class Loop:
         that it came with.
         """
         step = self._scheduler.schedule()
+        for preempted in self._scheduler.preempted:
+            self._states[preempted].preempted()
         if step is None:
             return self.land()
         try:
@@ -224,7 +226,7 @@ class Loop:
         wanted, seeing = [], []
         for chunk in step.chunks:
             state = self._states[chunk.sequence]
-            state.stamps.scheduled = state.stamps.scheduled or now()
+            state.runs()
             if spans := chunk.sequence.layout.within(chunk.start, chunk.end):
                 seeing.append(state)
                 wanted += [(span.key, state, state.sights[span.key]) for span in spans]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import ImageError, now
+from panscan.core import ImageError, now, waits_noted
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
@@ -53,21 +53,9 @@ class Preparer:
             ImageError: an image cannot be read.
             SettingError: images and their places do not match, the prompt is too long, and the like.
         """
-        images = images_of(state.request)
-        sizes = [image_size(image) for image in images]
-        views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
-        self._reader.prompts.check_length(state.request, views)
-        pixels = views * 3 * self._spec.size**2 * self._dtype.itemsize
-        share = self.memory.take(pixels + DECODED_BYTES * sum(width * height for width, height in sizes))
-        try:
-            if not state.ended:
-                self._prepare(state, images)
-        except BaseException:
-            share.free()
-            raise
-        # None where features were known already.
-        share.shrink(sum(sight.pixels.nbytes for sight in state.sights.values() if sight.pixels is not None))
-        state.memory = share
+        state.stamps.preparing = now()
+        with waits_noted(state.stamps.waits):
+            self._prepare_within_memory(state)
 
     def see(self, sight: Sight) -> torch.Tensor:
         """A view's pixels, ``[3, size, size]``, for the present stream: those that wait, or computed now.
@@ -83,6 +71,23 @@ class Preparer:
             stream.wait_event(sight.ready)
             sight.pixels.record_stream(stream)
         return sight.pixels
+
+    def _prepare_within_memory(self, state: RequestState) -> None:
+        images = images_of(state.request)
+        sizes = [image_size(image) for image in images]
+        views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
+        self._reader.prompts.check_length(state.request, views)
+        pixels = views * 3 * self._spec.size**2 * self._dtype.itemsize
+        share = self.memory.take(pixels + DECODED_BYTES * sum(width * height for width, height in sizes))
+        try:
+            if not state.ended:
+                self._prepare(state, images)
+        except BaseException:
+            share.free()
+            raise
+        # None where features were known already.
+        share.shrink(sum(sight.pixels.nbytes for sight in state.sights.values() if sight.pixels is not None))
+        state.memory = share
 
     def _prepare(self, state: RequestState, images: list[Page | PageBytes | Image.Image]) -> None:
         opened = [open_image(image, copy=not self._on_device) for image in images]  # their levels are copied below

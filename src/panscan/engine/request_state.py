@@ -96,6 +96,7 @@ class RequestState:
     memory: Share | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
+    _preempted_at: float | None = None
 
     @property
     def max_new_tokens(self) -> int:
@@ -112,11 +113,26 @@ class RequestState:
         """Whether its next token cannot be chosen before the host knows the last one."""
         return self.watched is not None or self.request.sampling.repetition_penalty not in (None, 1)
 
+    def preempted(self) -> None:
+        """It gave its blocks back: from now on it waits."""
+        self._preempted_at = now()
+
+    def runs(self) -> None:
+        """A pass that computes some of it is launched."""
+        at = now()
+        if self._preempted_at is not None:
+            self.stamps.waits.append((self._preempted_at, at))
+            self._preempted_at = None
+        if self.stamps.scheduled is None:
+            self.stamps.scheduled = at
+
     def saw(self, start: float, end: float) -> None:
         """Its views were encoded from ``start`` to ``end``, seconds of :func:`panscan.core.now`.
 
         A prompt in several chunks is seen in parts: the start moves up, so that the stage is the sum of them.
         """
+        if self.stamps.tokens:  # preempted, and seen again: the stages before the first token are over
+            return
         before = 0.0
         if self.stamps.vision is not None and self.stamps.vision_start is not None:
             before = self.stamps.vision - self.stamps.vision_start

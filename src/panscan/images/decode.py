@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from panscan.core import ImageError
+from panscan.core import ImageError, held
 from panscan.core.request import MAX_PAGES
 from panscan.images.tiff import PageStream, find_directories
 
@@ -304,7 +304,7 @@ def _pdf(stream: BinaryIO, name: str) -> Iterator[Any]:
         import pypdfium2
     except ImportError as error:
         raise image_error(name, "PDF files need the package pypdfium2 (pip install pypdfium2)") from error
-    with _PDFIUM:
+    with held(_PDFIUM):
         # For a document without pages pypdfium2 quotes pdfium's last error, however old; so here is one to quote.
         pypdfium2.raw.FPDF_LoadDocument(b"", None)
         try:

@@ -96,7 +96,8 @@ def weighted_percentiles(ordered: Floats, weights: Counts, percents: Sequence[fl
 
 
 def wilson_interval(share: float, count: int) -> Interval:
-    """Wilson's 95% interval of a share of ``count``."""
+    """Wilson's 95% interval of a share of ``count``. It holds the share, and 0 and 1 where they are the share."""
     centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
     reach = Z95 / (1 + Z95**2 / count) * sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    # Of 0 and 1 one end is the share itself, but for the rounding that would show it as 0.1% or 99.9%.
+    return max(0.0, min(share, centre - reach)), min(1.0, max(share, centre + reach))

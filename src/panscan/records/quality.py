@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.records.intervals import cluster_intervals, wilson_interval
+from panscan.records.intervals import wilson_interval
 from panscan.records.schema import EXACT_MATCH, METRICS
 from panscan.records.store import Record, Run
 from panscan.settings import nearest
 
 __all__ = [
     "Quality",
+    "accuracy_title",
     "empty_answers",
     "metric_of",
     "metric_title",
@@ -23,8 +24,6 @@ __all__ = [
     "scores_of_cell",
     "with_metric",
 ]
-
-_POINT = 1e-9  # an interval that is only as wide as rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,13 @@ def metric_of(run: Run) -> str:
 
 
 def metric_title(run: Run) -> str:
-    """What people call the metric of :func:`metric_of`."""
-    return METRICS[metric_of(run)]
+    """What people call the metric of :func:`metric_of`: see :func:`accuracy_title`."""
+    return accuracy_title(metric_of(run))
+
+
+def accuracy_title(metric: str) -> str:
+    """``accuracy (exact match)``: the word for quality, which nobody takes for the verdict *exact*."""
+    return f"accuracy ({METRICS[metric].removesuffix(' accuracy')})"
 
 
 def metrics_in(run: Run) -> list[str]:
@@ -81,32 +85,26 @@ def empty_answers(run: Run, cell: str) -> int:
 
 
 def quality_of(
-    run: Run, cell: str, *, metric: str | None = None, among: Callable[[Record], bool] | None = None, seed: int = 0
+    run: Run, cell: str, *, metric: str | None = None, among: Callable[[Record], bool] | None = None
 ) -> Quality | None:
     """A metric of a cell's answers over its complete repeats; None without scores.
 
-    A request that failed after others of its cell were scored has no score. The interval is a bootstrap that draws
-    whole questions (a question's repeats share its fate), or Wilson's over questions where all of them score the same,
-    which a bootstrap would take for certainty.
+    A request that failed after others of its cell were scored has no score. The interval is Wilson's over questions,
+    as a question's repeats share its fate. For scores between 0 and 1, which vary less than right and wrong answers of
+    the same mean, it is rather too wide than too narrow.
 
     Args:
         run: with the answers' scores.
         cell: its id.
         metric: its name; None for the run's own (:func:`metric_of`).
         among: which requests count; None for all.
-        seed: of the bootstrap.
     """
     scores = scores_of_cell(run, cell, metric or metric_of(run), among)
     if not scores:
         return None
-    values = [score for _, _, score in scores]
-    questions = [question for question, _, _ in scores]
-    mean = sum(values) / len(values)
-    count = len(set(questions))
-    [(low, high)] = cluster_intervals(values, questions, (), seed) or [(mean, mean)]
-    if high - low < _POINT:
-        low, high = wilson_interval(mean, count)
-    return Quality(mean, low, high, count)
+    mean = sum(score for _, _, score in scores) / len(scores)
+    count = len({question for question, _, _ in scores})
+    return Quality(mean, *wilson_interval(mean, count), count)
 
 
 _Score = tuple[tuple[Any, ...], tuple[Any, ...], float]

@@ -7,7 +7,7 @@ time stamps (:class:`panscan.core.Stamps`) and counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from panscan.records.schema import Record
 __all__ = ["STAGES", "RequestMetrics", "request_fields"]
 
 STAGES = ("load", "preprocess", "queue", "vision", "prefill", "decode")
+_STAMPS = frozenset(field.name for field in fields(Stamps))
 
 
 def request_fields(result: Result) -> Record:
@@ -38,8 +39,9 @@ def request_fields(result: Result) -> Record:
 class RequestMetrics:
     """Times of one request, in seconds.
 
-    The stages add up to ``e2e``. ``queue`` is the wait for an engine's first step, ``vision`` the time in the vision
-    tower, ``prefill`` the rest of the way to the first token. A stage whose boundary was not stamped is None, and its
+    The stages add up to ``e2e``. ``queue`` is all waiting (for a thread, an engine's first pass, a lock, or blocks
+    after a preemption), ``vision`` the time in the vision tower, ``prefill`` the rest of the way to the first token,
+    ``decode`` of that to the last. A stage whose boundary was not stamped is None, and its
     time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e,
     prefill or decode.
     """
@@ -67,14 +69,12 @@ class RequestMetrics:
         tokens: list[float] = stamps["tokens"]
         if tokens and len(tokens) != count:
             raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
-        seen = Stamps(**stamps)
-        stages = seen.stages()
-        decode = stages["decode"]
+        seen = Stamps(**{name: value for name, value in stamps.items() if name in _STAMPS})
         return cls(
             output_tokens=count,
             ttft=seen.ttft,
             e2e=seen.e2e,
-            tpot=decode / (count - 1) if decode is not None and count >= 2 else None,
+            tpot=(tokens[-1] - tokens[0]) / (count - 1) if tokens and count >= 2 else None,
             itl=tuple(later - earlier for earlier, later in pairwise(tokens)),
-            **stages,
+            **seen.stages(),
         )

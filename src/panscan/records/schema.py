@@ -7,15 +7,16 @@ Schema 2 added ``load`` (what was loaded for some cells, and the machine's two c
 in requests ``image_size`` (``[[width, height], ...]``), ``scores`` (by name, 0 to 1) and ``replica``, and in repeats
 ``replicas``: what each of several processes did, with the common window in ``started`` and ``ended``. Schema 1 is read.
 
-Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the dataset says of the question) and
-``empty`` (the answer was); a run's ``settings`` may have ``quality_metric`` (the name of the score that is its quality)
-and ``dataset`` (fields of :class:`panscan.quality.datasets.DatasetFacts`: where its questions came from, and how many
-were used). Repeats (and each of their replicas) may have ``tokens`` (fields of
-:class:`panscan.records.verdict.TokenCheck`: the measured tokens against the truth's), truths ``inputs`` (the comparison
-with Transformers' own processor), verdicts ``beyond`` (a ``TokenCheck``) and ``invariance`` (a list of
-:class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may have ``bundled`` (by name of a bundled model,
-the start of the SHA-256 of its weights). Records without them are
-read; a ``mini`` without a fingerprint had random weights.
+Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the dataset says of the question),
+``empty`` (the answer was), and in their stamps ``preparing`` and ``waits``; a run's ``settings`` may have
+``quality_metric`` (the name of the score that is its quality) and ``dataset`` (fields of
+:class:`panscan.quality.datasets.DatasetFacts`: where its questions came from, and how many were used); its cells may
+have ``aliases`` (further cells that lead to the same work, so that one was measured for all of them). Repeats (and each
+of their replicas) may have ``tokens`` (fields of :class:`panscan.records.verdict.TokenCheck`: the measured tokens
+against the truth's), truths ``inputs`` (the comparison with Transformers' own processor), verdicts ``beyond`` (a
+``TokenCheck``) and ``invariance`` (a list of :class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may
+have ``bundled`` (by name of a bundled model, the start of the SHA-256 of its weights). Records without them are read; a
+``mini`` without a fingerprint had random weights.
 """
 
 from __future__ import annotations
@@ -200,10 +201,17 @@ def _missing(what: str, value: Any, fields: Mapping[str, Any]) -> str | None:
 def _stamps_problem(stamps: Record) -> str | None:
     if not isinstance(stamps.get("accepted"), _NUMBER):
         return f"stamps need a time 'accepted', got {stamps.get('accepted')!r}"
-    for name in ("loaded", "preprocessed", "scheduled", "vision_start", "vision", "end"):
+    for name in ("preparing", "loaded", "preprocessed", "scheduled", "vision_start", "vision", "end"):
         if not isinstance(stamps.get(name), (*_NUMBER, type(None))):
             return f"stamps need a time or nothing for {name!r}, got {stamps[name]!r}"
     tokens = stamps.get("tokens")
     if not isinstance(tokens, list) or not all(isinstance(time, _NUMBER) for time in tokens):
         return "stamps need a list of times 'tokens'"
+    waits = stamps.get("waits", [])
+    if not isinstance(waits, list) or not all(_is_interval(wait) for wait in waits):
+        return "stamps need a list of [start, end] 'waits'"
     return None
+
+
+def _is_interval(times: Any) -> bool:
+    return isinstance(times, list | tuple) and len(times) == 2 and all(isinstance(time, _NUMBER) for time in times)

@@ -48,6 +48,7 @@ class Run:
         header: the run line.
         cells: settings of each cell by its id, in the order of the run line.
         presets: the preset of each cell that began with one.
+        aliases: by cell, others (``cell``, ``settings``, ``preset``) that do the same work, so that one was measured.
         outcomes: the last ``cell`` line of each cell that has one.
         repeats: the ``repeat`` line of each complete (cell id, repeat).
         requests: the ``request`` lines of each complete (cell id, repeat), in the order of writing.
@@ -61,6 +62,7 @@ class Run:
     header: Record
     cells: dict[str, Record]
     presets: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, list[Record]] = field(default_factory=dict)
     outcomes: dict[str, Record] = field(default_factory=dict)
     repeats: dict[tuple[str, int], Record] = field(default_factory=dict)
     requests: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
@@ -293,7 +295,15 @@ def _header(path: Path, record: Record | None) -> Run:
             raise RecordsError(f"{path}, line 1: each cell needs an id of its own and settings")
         cells[str(cell.get("cell"))] = cell["settings"]
     presets = {str(cell["cell"]): str(cell["preset"]) for cell in record["cells"] if cell.get("preset")}
-    return Run(path, record, cells, presets)
+    aliases = {str(cell["cell"]): _aliases(path, cell["aliases"]) for cell in record["cells"] if cell.get("aliases")}
+    return Run(path, record, cells, presets, aliases)
+
+
+def _aliases(path: Path, found: Any) -> list[Record]:
+    for alias in found if isinstance(found, list) else [found]:
+        if not isinstance(alias, dict) or not isinstance(alias.get("settings"), dict) or "cell" not in alias:
+            raise RecordsError(f"{path}, line 1: each of a cell's aliases needs an id and settings")
+    return [{"preset": None, **alias} for alias in found]
 
 
 _InFlight = dict[tuple[str, int], dict[tuple[int, str], Record]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ def summary_columns(run: Run) -> list[str]:
     scores = [f"{name}{bound}" for name in _metrics(run) for bound in ("", "_low", "_high")]
     counts = ["quality_metric", "empty_answers"] if metrics_in(run) else []
     answers = ["verdict", "verdict_ratio", *scores, *counts]
-    return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified"]
+    return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified", "aliases"]
 
 
-def write_summary(run: Run, path: Path) -> None:
+def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Write the summary of a run as UTF-8 CSV; an older one is replaced in one step.
 
     One row per cell in the order of the run, also of cells that were skipped or failed. Columns, in this order:
@@ -61,7 +62,10 @@ def write_summary(run: Run, path: Path) -> None:
       ``tokens_per_s_mean``;
     - every other name of :data:`panscan.records.metrics.COLUMNS`; those with a 95% interval
       (:data:`panscan.records.metrics.INTERVALS`) are followed by ``_low`` and ``_high``;
-    - ``uncertified``: names of the percentiles of too few samples, separated by spaces.
+    - ``uncertified``: names of the percentiles of too few samples, separated by spaces;
+    - ``aliases``: settings of the cells that lead to the same work, where they differ from this row's (list as JSON).
+
+    ``more`` are further columns by cell id, which stand behind these.
 
     A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
 
@@ -69,14 +73,24 @@ def write_summary(run: Run, path: Path) -> None:
         RecordsError: the file could not be written, or a cell's stamps contradict its counts.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, summary_columns(run), restval="", lineterminator="\n")
+    more = more or {}
+    columns = [*summary_columns(run), *dict.fromkeys(name for each in more.values() for name in each)]
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for cell, settings in run.cells.items():
         outcome, reason = outcome_of(run, cell)
         row = {name: _text(value) for name, value in settings.items()}
-        row |= {"cell": cell, "outcome": outcome, "reason": reason}
+        row |= {"cell": cell, "outcome": outcome, "reason": reason, "aliases": _aliases(run, cell)}
+        row |= {name: _text(value) for name, value in more.get(cell, {}).items()}
         writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def _aliases(run: Run, cell: str) -> str:
+    own = run.cells[cell]
+    others = [alias["settings"].items() for alias in run.aliases.get(cell, ())]
+    apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
+    return json.dumps(apart) if apart else ""
 
 
 def _metrics(run: Run) -> list[str]:

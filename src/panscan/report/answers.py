@@ -8,8 +8,15 @@ from dataclasses import dataclass
 
 from panscan.analysis.cells import MeasuredCell
 from panscan.analysis.significance import losses
-from panscan.records.quality import Quality, empty_answers, metric_of, metrics_in, quality_of, question_of
-from panscan.records.schema import METRICS
+from panscan.records.quality import (
+    Quality,
+    accuracy_title,
+    empty_answers,
+    metric_of,
+    metrics_in,
+    quality_of,
+    question_of,
+)
 from panscan.records.store import Record, Run
 from panscan.report.formatting import clean, percent
 
@@ -163,7 +170,7 @@ def answers_of(run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int
         for row in scored
     )
     return Answers(
-        tuple(METRICS[name] for name in names),
+        tuple(map(accuracy_title, names)),
         None if baseline is None else numbers[baseline],
         cells,
         tuple(_groups(each, numbers) for each in breakdowns(run, [row.cell for row in scored])),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from panscan.analysis.candidates import pareto_front
-from panscan.analysis.cells import MeasuredCell, Sweep, count, short, shown, speed, sweeps
+from panscan.analysis.cells import MeasuredCell, Sweep, count, short, speed, sweeps
 from panscan.records.quality import Quality
 from panscan.records.schema import VERDICTS
 from panscan.records.verdict import EXACT_RATIO
@@ -102,7 +102,7 @@ def comparisons(rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names:
 def _comparison(sweep: Sweep, numbers: Mapping[str, int]) -> ChartGroup:
     chosen = dict(list(sweep.series.items())[:MOST_SERIES])
     note = f"The {len(chosen)} fastest of {len(sweep.series)} combinations of the other settings."
-    ticks = tuple(clean(shown(value)) for value in sweep.values)
+    ticks = tuple(map(clean, sweep.ticks))
     panels = []
     for metric, title, unit in _METRICS:
         series = tuple(

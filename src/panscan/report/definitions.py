@@ -175,8 +175,9 @@ def _about_speed() -> list[tuple[str, str]]:
         ),
         (
             "Stages",
-            "load, preprocess, queue (waiting for an engine), vision, prefill, decode: means over requests that add "
-            "up to the mean E2E.",
+            "load, preprocess, queue, vision, prefill, decode: means over requests that add up to the mean E2E. Queue "
+            "is all waiting: for a thread that prepares the request, for the engine's first pass, for a lock, and "
+            "after a preemption. Requests of a batch share its stages.",
         ),
         (
             "Intervals",
@@ -232,19 +233,24 @@ def _about_answers() -> list[tuple[str, str]]:
 
 def _about_quality() -> list[tuple[str, str]]:
     return [
-        ("Exact match", "share of answers that are one of the dataset's; case and surrounding space aside."),
+        ("Accuracy (exact match)", "share of answers that are one of the dataset's; case and surrounding space aside."),
         (
-            "ANLS",
+            "Accuracy (ANLS)",
             "average normalised Levenshtein similarity to the closest accepted answer, similarities below "
             f"{scores.ANLS_THRESHOLD:g} as 0: the metric of DocVQA and InfographicVQA.",
         ),
         (
-            "Relaxed accuracy",
+            "Accuracy (relaxed)",
             f"share of answers that are an accepted number within {scores.RELAXED:.0%} of it, or an accepted text: "
             "ChartQA's metric.",
         ),
-        ("Contains answer", "share of answers that have an accepted one in them, as words of their own."),
-        ("VQA accuracy", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
+        ("Accuracy (contains answer)", "share of answers that have an accepted one in them, as words of their own."),
+        ("Accuracy (VQA)", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
+        (
+            "Accuracy vs exact",
+            "of a cell that is not exact: its accuracy less that of the exact cell with the same views and model, in "
+            "percentage points, paired by question, with the 95% interval and the p-value (sign-flip test).",
+        ),
         (
             "Loses nothing measurable",
             "on the same questions, paired: no significant difference (sign-flip permutation test, which is McNemar's "

@@ -10,7 +10,7 @@ from io import BytesIO
 from markupsafe import Markup
 from PIL import Image
 
-from panscan.analysis.cells import distinguishing, label, meant
+from panscan.analysis.cells import distinguishing, label, told_of
 from panscan.core import InputError, RecordsError
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.records.quality import metric_of, metric_title
@@ -86,9 +86,9 @@ def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
 
 
 def _names(run: Run, used: set[str]) -> dict[str, str]:
-    settings = {cell: value for cell, value in run.cells.items() if cell in used}
+    settings = {cell: told_of(run, cell) for cell in run.cells if cell in used}
     varying = distinguishing(list(settings.values()))
-    return {cell: label({name: meant(value).get(name) for name in varying}) or cell for cell, value in settings.items()}
+    return {cell: label({name: value.get(name) for name in varying}) or cell for cell, value in settings.items()}
 
 
 def _pictured(names: tuple[str, ...], group: Sequence[Record], order: Sequence[str], metric: str) -> Pictured:

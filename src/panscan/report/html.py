@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from panscan.analysis.cells import count, number_text
+from panscan.analysis.task_cost import TITLE
 from panscan.records.requests import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Front, Panel
@@ -29,6 +30,7 @@ def render_html(facts: ReportData) -> str:
     return environment.get_template("report.html.j2").render(
         facts=facts,
         stages=STAGES,
+        cost_title=TITLE,
         floored_stages=_FLOORED,
         signs=_SIGNS,
         light=draw.LIGHT,

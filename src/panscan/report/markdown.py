@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from panscan.analysis.cells import Unmeasured, count, number_text
+from panscan.analysis.task_cost import TITLE
 from panscan.report.answers import Answers, Groups, quality_text
 from panscan.report.formatting import verdict_figures
 from panscan.report.report_data import ReportCell, ReportData
@@ -22,7 +23,7 @@ def render_markdown(facts: ReportData) -> str:
     parts += [f"> {_plain(warning)}" for warning in facts.warnings]
     parts += [_plain(facts.constant), _plain(facts.dataset)]
     if facts.cells:
-        parts += [_table(facts), *map(_plain, facts.speedups), _legend(facts)]
+        parts += [_table(facts), *map(_plain, (*facts.aliases, *facts.costs, *facts.speedups)), _legend(facts)]
     if facts.answers is not None:
         parts += _answers(facts.answers)
     if facts.unmeasured:
@@ -52,14 +53,16 @@ def _table(facts: ReportData) -> str:
         "cell",
         *(["preset"] if presets else []),
         *map(_plain, facts.swept),
-        *("req/s (95%)", "verdict", "TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
-        *([f"{facts.quality_title} (95%)"] if quality else []),
+        *("req/s (95%)", "verdict"),
+        *([TITLE] if facts.costs else []),
+        *("TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
+        *([f"{facts.quality_title}, 95%"] if quality else []),
     ]
-    rows = [_row(cell, presets=presets, quality=quality) for cell in facts.cells]
+    rows = [_row(cell, presets=presets, quality=quality, costs=bool(facts.costs)) for cell in facts.cells]
     return _lines(headings, rows)
 
 
-def _row(cell: ReportCell, *, presets: bool, quality: bool) -> list[str]:
+def _row(cell: ReportCell, *, presets: bool, quality: bool, costs: bool) -> list[str]:
     figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
     return [
         f"{cell.number} `{_UNFIT.sub('_', cell.cell)}`",
@@ -67,6 +70,7 @@ def _row(cell: ReportCell, *, presets: bool, quality: bool) -> list[str]:
         *map(_plain, cell.settings),
         _plain(cell.throughput.whole),
         _plain(f"{cell.verdict.word} ({' '.join(figures.split())})" if figures else cell.verdict.word),
+        *([_plain(cell.cost.text) if cell.cost else "-"] if costs else []),
         *(_plain(each.text) for each in (cell.ttft, cell.tpot, cell.p95, cell.views, cell.image_tokens)),
         cell.memory_gib.text,
         *([quality_text(cell.quality)] if quality else []),
@@ -85,7 +89,7 @@ def _answers(found: Answers) -> list[str]:
         ]
         for cell in found.cells
     ]
-    table = _lines(["cell", *(f"{each} (95%)" for each in found.metrics), "empty answers", *against], rows)
+    table = _lines(["cell", *(f"{each}, 95%" for each in found.metrics), "empty answers", *against], rows)
     return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
+    alias_lines,
     count,
     distinguishing,
     label,
@@ -24,6 +25,7 @@ from panscan.analysis.cells import (
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import recommend
+from panscan.analysis.task_cost import TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
 from panscan.records.metrics import ReplicaShare
@@ -51,6 +53,7 @@ class ReportCell:
         settings: values of the swept settings, in the order of :attr:`ReportData.swept`.
         footnote: the number of the reason why it is unverified, None if it is not.
         stages: mean milliseconds, in the order of :data:`panscan.records.requests.STAGES`.
+        cost: what its verdict costs in accuracy; None of an exact cell, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         replicas: empty for a run of one process.
     """
@@ -70,6 +73,7 @@ class ReportCell:
     verdict: Verdict
     footnote: int | None
     quality: Quality | None
+    cost: TaskCost | None
     stages: tuple[float | None, ...]
     e2e: float | None
     floor: Floor | None
@@ -111,6 +115,8 @@ class ReportData:
         dataset: where the questions came from and what became of them, as text.
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
+        aliases: cells that were measured for settings that lead to the same work, too.
+        costs: what a reader of the accuracy vs exact must know; empty where no cell has one.
         tokens: what comparing measured tokens found, line by line.
         speedups: how many times faster the engine is than other runners.
         quality_title: what people call the metric that is the run's quality.
@@ -131,6 +137,8 @@ class ReportData:
     cells: tuple[ReportCell, ...]
     memory: str
     footnotes: tuple[str, ...]
+    aliases: tuple[str, ...]
+    costs: tuple[str, ...]
     tokens: tuple[str, ...]
     speedups: tuple[str, ...]
     comparisons: tuple[ChartGroup, ...]
@@ -159,7 +167,7 @@ def report_data_of(run: Run) -> ReportData:
     numbers = {cell.cell: cell.number for cell in cells}
     advice, no_advice = _advice(run, cells)
     best = None if advice is None else advice.cell.number
-    settings = [row.settings for row in rows] or list(run.cells.values())
+    settings = [row.told for row in rows] or list(run.cells.values())
     return ReportData(
         run_id=clean(run.header["run_id"]),
         models=tuple(definitions.model_names(run)),
@@ -175,6 +183,8 @@ def report_data_of(run: Run) -> ReportData:
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
+        aliases=tuple(map(clean, alias_lines(run, {cell.cell: f"Cell {cell.name}" for cell in cells}))),
+        costs=tuple(cost_lines({cell.cell: cell.cost for cell in cells if cell.cost is not None})),
         tokens=tuple(clean(line) for line in token_lines([row.verdict for row in rows])),
         speedups=tuple(speedup_lines(rows)),
         comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
@@ -205,28 +215,37 @@ def _constant(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def _cells(run: Run, rows: Sequence[MeasuredCell]) -> tuple[tuple[ReportCell, ...], tuple[str, ...], list[str]]:
     """(cells, reasons of those that are unverified, swept settings)."""
-    swept = distinguishing([row.settings for row in rows])
+    swept = distinguishing([row.told for row in rows])
     memory = memory_metric(rows)[0]
     reasons = [clean(row.verdict.reason) for row in rows if row.verdict.word == "unverified"]
     footnotes = tuple(dict.fromkeys(reasons))
-    cells = tuple(_cell(run, row, number, swept, memory, footnotes) for number, row in enumerate(rows, 1))
+    costs = costs_of_cells(run)
+    cells = tuple(
+        _cell(run, row, number, swept, memory, footnotes, costs.get(row.cell)) for number, row in enumerate(rows, 1)
+    )
     return cells, footnotes, swept
 
 
 def _cell(
-    run: Run, row: MeasuredCell, number: int, swept: Sequence[str], memory: str, footnotes: Sequence[str]
+    run: Run,
+    row: MeasuredCell,
+    number: int,
+    swept: Sequence[str],
+    memory: str,
+    footnotes: Sequence[str],
+    cost: TaskCost | None,
 ) -> ReportCell:
     metrics, unverified = row.metrics, row.verdict.word == "unverified"
     peak = metrics.values[memory]
     floor = floor_of(run, row.cell)
     preset = clean(row.preset or "")
-    swept_settings = label({name: row.settings.get(name) for name in swept})
+    swept_settings = row.label(swept)
     return ReportCell(
         number=number,
         cell=row.cell,
         brief=", ".join(filter(None, (preset, clean(swept_settings)))),
         preset=preset,
-        settings=tuple(clean(shown(row.settings.get(name))) for name in swept),
+        settings=tuple(clean(shown(row.told.get(name))) for name in swept),
         throughput=measured(metrics, "request_throughput"),
         ttft=measured(metrics, "median_ttft_ms"),
         tpot=measured(metrics, "median_tpot_ms"),
@@ -237,6 +256,7 @@ def _cell(
         verdict=row.verdict,
         footnote=footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
         quality=quality_of(run, row.cell),
+        cost=cost,
         stages=tuple(metrics.values[f"mean_{stage}_ms"] for stage in STAGES),
         e2e=metrics.values["mean_e2el_ms"],
         floor=floor,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from panscan.analysis.cells import (
     MeasuredCell,
     Sweep,
+    alias_lines,
     count,
     decimals,
     distinguishing,
@@ -24,6 +25,7 @@ from panscan.analysis.cells import (
     unmeasured,
 )
 from panscan.analysis.significance import losses
+from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.quality.datasets import facts_of_header
 from panscan.records.metrics import Metrics
 from panscan.records.quality import empty_answers, metric_title, quality_of
@@ -50,7 +52,7 @@ def print_summary(run: Run, console: Console) -> None:
     :func:`panscan.records.summary.cell_metrics` does.
     """
     rows = measured_rows(run)
-    shown = [row.settings for row in rows] or list(run.cells.values())
+    shown = [row.told for row in rows] or list(run.cells.values())
     varying = distinguishing(shown)
     constant = telling(shown)
     if constant:
@@ -58,6 +60,8 @@ def print_summary(run: Run, console: Console) -> None:
     if rows:
         _table(run, rows, varying, console)
         _legend(rows, console)
+        for line in alias_lines(run, {row.cell: row.label(varying) or row.cell for row in rows}):
+            print_line(console, line)
         for line in _answers(run, rows, varying):
             print_line(console, line)
         for line in verdict_lines(run, [row.cell for row in rows]):
@@ -83,7 +87,7 @@ def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], conso
     from rich.table import Table
 
     headings, numbers = _measured(run, rows)
-    settings = [[shown(row.settings.get(name)) for name in varying] for row in rows]
+    settings = [[shown(row.told.get(name)) for name in varying] for row in rows]
     labels = [short(name).replace("_", "\n") for name in varying]
     if any(row.preset for row in rows):
         settings = [[row.preset or "-", *values] for row, values in zip(rows, settings, strict=True)]
@@ -105,7 +109,7 @@ def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], conso
     console.print(table)
     for index, row in enumerate(rows if not fits else (), 1):
         named = [row.preset] if row.preset else []
-        described = label({name: row.settings.get(name) for name in varying})
+        described = row.label(varying)
         print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])) + f" ({row.cell})")
 
 
@@ -140,6 +144,13 @@ def _measured(run: Run, rows: Sequence[MeasuredCell]) -> tuple[list[str], list[l
                 row.verdict.word,
             ]
         )
+    costs = costs_of_cells(run)
+    if any(row.cell in costs for row in rows):
+        headings.append(TITLE.replace(" ", "\n", 1))
+        numbers = [
+            [*cells, costs[row.cell].text if row.cell in costs else "-"]
+            for cells, row in zip(numbers, rows, strict=True)
+        ]
     qualities = [quality_of(run, row.cell) for row in rows]
     if any(qualities):
         headings.append(metric_title(run).replace(" ", "\n"))
@@ -158,11 +169,12 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> 
     views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows}
     empty = sum(empty_answers(run, row.cell) for row in rows)
     lines += [f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong)."] * bool(empty)
+    lines += cost_lines({cell: cost for cell, cost in costs_of_cells(run).items() if cell in views})
     compared = losses(run, list(views), views.__getitem__)
     if compared is None:
         return lines
     baseline, others = compared
-    names = {row.cell: label({name: row.settings.get(name) for name in varying}) or row.cell for row in rows}
+    names = {row.cell: row.label(varying) or row.cell for row in rows}
     lines.append(f"{metric_title(run)} against {names[baseline]} (the most views):")
     return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
 
@@ -199,7 +211,7 @@ def _replicas(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) ->
             + ("" if each.share is None else f" ({each.share:.0%})")
             for each in shares
         ]
-        settings = label({name: row.settings.get(name) for name in varying})
+        settings = row.label(varying)
         if len(shares) > 1:
             lines.append("req/s of each replica" + (f", {settings}: " if settings else ": ") + ", ".join(parts))
     return ["Throughput is that of the time in which all replicas worked.", *lines] if lines else []
@@ -232,7 +244,7 @@ def print_curves(run: Run, console: Console) -> None:
     for sweep in numeric:
         _curve(sweep, console)
     if not numeric:
-        _bars(rows, distinguishing([row.settings for row in rows]), console)
+        _bars(rows, distinguishing([row.told for row in rows]), console)
 
 
 def _curve(sweep: Sweep, console: Console) -> None:
@@ -270,7 +282,7 @@ def _panel(sweep: Sweep, series: Iterable[Sequence[MeasuredCell]], metric: str, 
         heights += [value for _, value in points]
         if points:
             figure.draw(figure.signal(*zip(*points, strict=True), marker=marker).lines())
-    figure.ruler("x").ticks(list(range(len(sweep.values))), [shown(value) for value in sweep.values])
+    figure.ruler("x").ticks(list(range(len(sweep.values))), list(sweep.ticks))
     if heights:
         low, high = min(heights), max(heights)
         marks = [low + (high - low) * i / 3 for i in range(4)] if high > low else [low]
@@ -293,7 +305,7 @@ def _bars(rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     for row, each in zip(rows, speeds, strict=True):
-        described = label({name: row.settings.get(name) for name in varying})
+        described = row.label(varying)
         name = ", ".join(filter(None, (row.preset, described))) or row.cell
         table.add_row(
             *(safe_text(console, text) for text in (name, "█" * round(room * each / longest), number_text(each)))

@@ -6,6 +6,7 @@ With images it would answer without looking at them and without an error, so ima
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import ContinuousBatchingConfig
@@ -55,7 +56,8 @@ class GenerateBatchRunner(GenerateRunner):
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rsplit("_", 1)[-1]))
         return [
             finished(
-                Prepared(request, [], prompt, None), output.generated_tokens, stamps,
+                Prepared(request, [], prompt, None), output.generated_tokens,
+                replace(stamps, scheduled=from_perf_counter(output.lifespan[0])),
                 [from_perf_counter(time) for time in output.timestamps], self.loaded,
             )
             for request, prompt, output in zip(batch, prompts, ordered, strict=True)

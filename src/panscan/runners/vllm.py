@@ -95,7 +95,9 @@ class VllmRunner:
         outputs = self._generate(prompts, [sampling_arguments(item.request.sampling) for item in read])
         end = now()
         return [
-            result_of(item.request, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded, end=end))
+            result_of(
+                item.request, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded=loaded, end=end)
+            )
             for item, output in zip(read, outputs, strict=True)
         ]
 

@@ -119,7 +119,7 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
     if answer.finish_reason not in ("stop", "length"):
         raise PanscanError(f"request {request.id!r}: vLLM ended it: {answer.finish_reason}")
     ids = list(answer.token_ids)
-    stamps.tokens = _token_times(output.metrics, len(ids))
+    _stamp(stamps, output.metrics, len(ids))
     return Result(
         id=request.id,
         text=answer.text,
@@ -169,17 +169,20 @@ def _known(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int
     return found
 
 
-def _token_times(metrics: Any, count: int) -> list[float]:
-    """Seconds of :func:`panscan.core.now` of each token, from vLLM's ``RequestStateStats``; none without it.
+def _stamp(stamps: Stamps, metrics: Any, count: int) -> None:
+    """Add what vLLM's ``RequestStateStats`` tell, if there are any: when the request was queued and scheduled, and its
+    ``count`` tokens.
 
-    Arrival and the time to the first token are by the wall clock of this process, first and last token by the clock of
-    vLLM's.
+    Arrival and the time to the first token are by the wall clock of this process, the others by the clock of vLLM's.
     """
     if metrics is None or not count:
-        return []
+        return
     first = metrics.arrival_time + metrics.first_token_latency
     gap = (metrics.last_token_ts - metrics.first_token_ts) / max(1, count - 1)
-    return [first + index * gap for index in range(count)]
+    stamps.tokens = [first + index * gap for index in range(count)]
+    if metrics.queued_ts and metrics.scheduled_ts:  # 0: vLLM did not note it
+        stamps.preprocessed = first - (metrics.first_token_ts - metrics.queued_ts)
+        stamps.scheduled = first - (metrics.first_token_ts - metrics.scheduled_ts)
 
 
 def _logprobs(ids: Sequence[int], rows: Sequence[LogprobRow] | None, top: int | None) -> list[TokenLogprobs] | None:

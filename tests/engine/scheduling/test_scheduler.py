@@ -155,13 +155,13 @@ class History(RuleBasedStateMachine):
     def check_rules(self, step: Step, before: tuple[Sequence, ...]) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         admitted = [each for each in running if each not in before]
-        self.preemptions += len(step.preempted)
+        self.preemptions += len(self.scheduler.preempted)
         assert self.scheduler.preemptions == self.preemptions
-        assert {*before} - {*running} == {*step.preempted} <= {*waiting}
-        assert not (admitted and step.preempted), "room that one lost goes to nobody new"
+        assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
+        assert not (admitted and self.scheduler.preempted), "room that one lost goes to nobody new"
         growing = [each for each in self.ids if len(each.ids) < each.limit]
         assert step.chunks and min(growing, key=lambda each: each.number) in [c.sequence for c in step.chunks]
-        for each in step.preempted:
+        for each in self.scheduler.preempted:
             assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
             assert each.ids[: len(each.ids) - each.pending] == self.ids[each]
         for each in admitted:

@@ -79,6 +79,7 @@ class Scheduler:
         self._max_views = max_views
         self._waiting: list[Sequence] = []  # both in order of number
         self._running: list[Sequence] = []
+        self.preempted: Rows[Sequence] = ()  # by the last call of schedule()
         self.preemptions = 0
 
     @property
@@ -126,8 +127,9 @@ class Scheduler:
             self._take(sequence, plan)
         if not plan.preempted:
             self._admit(plan)
+        self.preempted = plan.preempted
         chunks = (*plan.decodes, *plan.prefills)
-        return Step(chunks, tuple(plan.preempted)) if chunks else None
+        return Step(chunks) if chunks else None
 
     def advance(self, step: Step) -> None:
         """Note that a step was launched; sequences whose chunk samples have a pending token then, to be settled before

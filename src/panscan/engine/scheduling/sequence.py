@@ -182,7 +182,6 @@ class Step:
     """What one pass computes: chunks in the order of its rows. Blocks for all of their positions are there."""
 
     chunks: Rows[Chunk]
-    preempted: Rows[Sequence] = ()
 
 
 @dataclass(frozen=True, slots=True)

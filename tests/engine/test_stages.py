@@ -1,0 +1,125 @@
+"""Stages of real requests: waiting is in ``queue`` and nowhere else, and together they are the end-to-end time."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.conftest import noise
+from tests.engine.driving import SHORT, Driver, requests
+
+from panscan import GenerateRunner, PanAndScan, Request, Result
+from panscan.core import now
+from panscan.engine.engine import Engine
+from panscan.engine.loop import _THREADS
+from panscan.engine.options import EngineOptions
+from panscan.images import decode
+
+
+class Watched:
+    """An image that notes when it is read, from when to when."""
+
+    def __init__(self, seed: int) -> None:
+        self._levels = np.asarray(noise(700, 500, seed))
+        self.start = self.end = 0.0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[np.uint8]:
+        self.start = now()
+        copied = self._levels.copy()
+        self.end = now()
+        return copied
+
+
+def check_sum(result: Result) -> None:
+    stages = result.stamps.stages()
+    assert all(value is None or value >= 0 for value in stages.values()), stages
+    assert sum(value for value in stages.values() if value is not None) == pytest.approx(result.stamps.e2e)
+
+
+def test_waiting_for_a_thread_is_queueing(mini: GenerateRunner) -> None:
+    """More requests than threads and seats, all accepted at once."""
+    images = [Watched(seed) for seed in range(3 * _THREADS)]
+    asked = [Request("What is it?", [image], sampling=SHORT, pan_and_scan=PanAndScan(False)) for image in images]
+    with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)) as engine:
+        results = engine.generate(asked)
+    loads = []
+    for image, result in zip(images, results, strict=True):
+        check_sum(result)
+        stamps, stages = result.stamps, result.stamps.stages()
+        assert stamps.preparing is not None and stamps.loaded is not None
+        assert stamps.accepted < stamps.preparing < image.start < image.end < stamps.loaded
+        assert stages["load"] == stamps.loaded - stamps.preparing
+        assert stages["queue"] is not None and stages["queue"] >= stamps.preparing - stamps.accepted
+        loads += [(stamps.preparing, 1), (stamps.loaded, -1)]
+    at_once, most = 0, 0
+    for _, change in sorted(loads):
+        at_once += change
+        most = max(most, at_once)
+    assert most <= _THREADS, "a request that loads has a thread"
+
+
+class Announced:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.wanted = threading.Event()
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        got = self._lock.acquire(blocking)
+        if not got:
+            self.wanted.set()
+        return got
+
+
+def test_waiting_for_the_pdf_library_is_queueing(
+    tiny: GenerateRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread at a time reads PDF files."""
+    noise(300, 300).save(tmp_path / "page.pdf")
+    lock = Announced()
+    monkeypatch.setattr(decode, "_PDFIUM", lock)
+    request = Request("What?", [tmp_path / "page.pdf"], sampling=SHORT)
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
+        found: list[Result] = []
+        asking = threading.Thread(target=lambda: found.extend(engine.generate([request])))
+        lock.acquire()
+        asking.start()
+        assert lock.wanted.wait(30)
+        freed = now()
+        lock.release()
+        asking.join(30)
+    [result] = found
+    check_sum(result)
+    stamps, stages = result.stamps, result.stamps.stages()
+    [(start, end)] = stamps.waits
+    assert start <= end >= freed and stamps.preparing is not None and stamps.loaded is not None
+    assert stages["load"] == pytest.approx(stamps.loaded - stamps.preparing - (end - start))
+    assert stages["queue"] is not None and stages["queue"] >= end - start
+
+
+def test_a_preempted_request_queues_again(tiny: GenerateRunner) -> None:
+    options = EngineOptions(kv_cache_gb=0.0025, max_num_seqs=32, block_size=1, prefix_caching=False)
+    driver = Driver(tiny, options)
+    places = (0, 2, 10, 13, 14) * 3
+    driven = [driver.add(requests()[place]) for place in places]
+    steps = count()
+    driver.run(lambda: next(steps) > 10_000)
+    waits = 0
+    for each in driven:
+        [result] = each.results
+        check_sum(result)
+        stamps, stages = result.stamps, result.stamps.stages()
+        assert stamps.scheduled is not None and stamps.preprocessed is not None
+        assert all(stamps.scheduled <= start <= end for start, end in stamps.waits)
+        waited = sum(max(0.0, min(end, stamps.tokens[-1]) - start) for start, end in stamps.waits)
+        begun = stamps.preparing - stamps.accepted if stamps.preparing is not None else 0.0
+        assert stages["queue"] == pytest.approx(begun + stamps.scheduled - stamps.preprocessed + waited)
+        waits += len(stamps.waits)
+    assert waits == driver.loop.stats().preemptions > 0
