@@ -14,6 +14,7 @@ import click
 from panscan import __version__
 from panscan.cli.options import say_log
 from panscan.core import PanscanError
+from panscan.core.errors import one_line
 from panscan.settings import nearest
 
 __all__ = ["main"]
@@ -104,16 +105,16 @@ def run(arguments: list[str]) -> int:
         result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        context = getattr(error, "ctx", None)
+        hint = f" ({context.command_path} --help lists the options)" if context is not None else ""
+        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("panscan: interrupted; finished work is kept", err=True)
         return 130
     except PanscanError as error:
         if state["debug"]:
             traceback.print_exc()
-        click.echo(f"panscan: {error}", err=True)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -121,6 +122,12 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:
             traceback.print_exc()
-        text = " ".join(str(error).split())[:300]
-        click.echo(f"panscan: unexpected {type(error).__name__}: {text} (--debug shows where)", err=True)
-        return 1
+        return _fail(
+            f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]} (--debug shows where)", 1
+        )
+
+
+def _fail(message: str, code: int) -> int:
+    """Print why the command ends, on one line, and return its exit code."""
+    click.echo(f"panscan: {one_line(message)}", err=True)
+    return code

@@ -14,9 +14,13 @@ import click
 from rich.console import Console
 
 from panscan.core import PanscanWarning, SettingError
+from panscan.core.ranges import Range
+from panscan.core.request import SAMPLING_RANGES
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
+    "SEED",
+    "InRange",
     "axis_options",
     "common_options",
     "errors",
@@ -86,6 +90,22 @@ def common_options(command: Command) -> Command:
     return click.option(
         "--debug", is_flag=True, expose_value=False, callback=remember, help="Show a traceback when something fails."
     )(command)
+
+
+class InRange(click.ParamType):
+    """A number in a range, refused in the words of the settings."""
+
+    def __init__(self, allowed: Range) -> None:
+        self.allowed = allowed
+        self.name = "integer" if allowed.whole else "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number of a text; defaults are numbers already."""
+        flag = param.opts[0] if param is not None else self.name
+        return self.allowed.parse(flag, value) if isinstance(value, str) else value
+
+
+SEED = InRange(SAMPLING_RANGES["seed"])
 
 
 def axis_options(

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from panscan.core import ImageError
+from panscan.core.errors import one_line
 
 __all__ = [
     "MAX_PIXELS",
@@ -81,8 +82,7 @@ _QUIET = _Quiet()
 
 def image_error(name: str, problem: str) -> ImageError:
     """An ImageError of one printable line, ``name: problem``; control characters in either are written escaped."""
-    line = f"{name}: {problem}"
-    return ImageError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
+    return ImageError(one_line(f"{name}: {problem}"))
 
 
 def count_pages(stream: BinaryIO, name: str) -> int:
