@@ -92,7 +92,7 @@ def common_options(command: Command) -> Command:
     )(command)
 
 
-class InRange(click.ParamType):
+class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
     """A number in a range, refused in the words of the settings."""
 
     def __init__(self, allowed: Range) -> None:

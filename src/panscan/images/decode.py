@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError
 from panscan.core.errors import one_line
@@ -42,6 +43,23 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
 # Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
 for _library in ("PIL", "pypdfium2"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
+
+
+def _silence_libtiff() -> None:
+    """Keep libtiff from printing its complaints about a file: what matters comes back as a decoder error.
+
+    Pillow has no switch for it. The handlers are pointers in the libtiff that Pillow loaded, found through Pillow's own
+    module and set once, before any thread reads. Redirecting file descriptor 2 while a file is read would swallow what
+    other threads print. Where the symbols are hidden (static builds), libtiff keeps printing, and nothing else changes.
+    """
+    with suppress(OSError, AttributeError):
+        pillow = ctypes.CDLL(_imaging.__file__)
+        for handler in (pillow.TIFFSetErrorHandler, pillow.TIFFSetWarningHandler):
+            handler.restype, handler.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+            handler(None)
+
+
+_silence_libtiff()
 
 # Pdfium keeps global state without a lock of its own.
 _PDFIUM = threading.Lock()
