@@ -19,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from panscan.core.ranges import shorten
+from panscan.settings import axes
+
 __all__ = ["EXACT_MATCH", "METRICS", "OUTCOMES", "SCHEMA", "SCHEMAS_READ", "VERDICTS", "Record", "problem_of"]
 
 SCHEMA = 2
@@ -114,27 +117,83 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 
+_OPTIONAL: dict[str, dict[str, Any]] = {
+    "request": {
+        "image": [str],
+        "image_sha256": [str],
+        "image_size": [[_NUMBER]],
+        "tags": {"*": [str]},
+        "scores": {"*": _NUMBER},
+        "empty": bool,
+        "replica": int,
+    },
+    "load": {"cells": [str]},
+    "verdict": dict.fromkeys(("answer", "image", "top1"), ({"*": _NUMBER_OR_NONE}, type(None))),
+    "run's settings": {"quality_metric": _TEXT_OR_NONE, "dataset": _DICT_OR_NONE, "verify": bool},
+}
+"""Fields that may be missing, and what is inside of lists and objects."""
+_SETTING = (str, int, float, bool, type(None))
+_STAMPS = ("loaded", "preprocessed", "scheduled", "vision_start", "vision", "end")
+_LARGEST = 2**64  # seconds, bytes, operations: far more than any machine has, and no arithmetic overflows
+
 _REPLICA: dict[str, Any] = {"replica": int, "started": _NUMBER, "ended": _NUMBER, "device": str}
 
 
 def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None) -> str | None:
     """What keeps a record from being read (None if nothing does). With ``cells``, it must belong to one of them."""
     kind = record.get("type")
-    if kind not in _FIELDS:
-        return f"unknown type of record {kind!r} (schema {SCHEMA} has {', '.join(_FIELDS)})"
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        return f"unknown type of record {shorten(kind)} (schema {SCHEMA} has {', '.join(_FIELDS)})"
     if cells is not None and kind == "run":
         return "a second run line"
     for name, types in _FIELDS[kind].items():
-        if name not in record or not isinstance(record[name], types):
-            return f"a {kind} record needs {name!r}, got {record.get(name)!r}"
+        if name not in record or not _fits(record[name], types):
+            return f"a {kind} record needs {name!r}, got {shorten(record.get(name))}"
+    if problem := _optional_problem(kind, record):
+        return problem
+    if kind == "run":
+        return _run_problem(record)
     if cells is not None and "cell" in _FIELDS[kind] and record["cell"] not in cells:
         return f"the run has no cell {record['cell']!r}"
     for known, name, values in (("cell", "outcome", OUTCOMES), ("verdict", "verdict", VERDICTS)):
         if kind == known and record[name] not in values:
-            return f"unknown {name} {record[name]!r} (one of {', '.join(values)})"
+            return f"unknown {name} {shorten(record[name])} (one of {', '.join(values)})"
     if kind == "repeat":
         return _replicas_problem(record.get("replicas"))
     return _stamps_problem(record["stamps"]) if kind == "request" else None
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value has a type, one of several, or only elements that fit ``[shape]`` or ``{"*": shape}``."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(each, shape[0]) for each in value)
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(_fits(each, shape["*"]) for each in value.values())
+    if isinstance(shape, tuple):
+        return any(_fits(value, each) for each in shape)
+    if isinstance(value, bool):  # a subclass of int
+        return shape is bool
+    if isinstance(value, int | float) and not -_LARGEST < value < _LARGEST:
+        return False
+    return isinstance(value, shape)
+
+
+def _optional_problem(kind: str, record: Mapping[str, Any]) -> str | None:
+    for name, shape in _OPTIONAL.get(kind, {}).items():
+        if name in record and not _fits(record[name], shape):
+            return f"a {kind} has an unexpected {name!r}: {shorten(record[name])}"
+    return None
+
+
+def _run_problem(record: Mapping[str, Any]) -> str | None:
+    for cell in record["cells"]:
+        settings = cell.get("settings") if isinstance(cell, dict) else None
+        if not isinstance(settings, dict) or not isinstance(cell.get("cell"), str):
+            return f"each cell of a run needs an id and settings, got {shorten(cell)}"
+        for name in axes().keys() & settings.keys():  # those of other versions may be anything
+            if not _fits(settings[name], _SETTING):
+                return f"cell {cell['cell']} has an unexpected {name!r}: {shorten(settings[name])}"
+    return _optional_problem("run's settings", record["settings"])
 
 
 def _replicas_problem(replicas: Any) -> str | None:
@@ -142,18 +201,19 @@ def _replicas_problem(replicas: Any) -> str | None:
         return None
     for each in replicas if isinstance(replicas, list) else [replicas]:
         for name, types in _REPLICA.items():
-            if not isinstance(each, dict) or not isinstance(each.get(name), types):
-                return f"each of a repeat's replicas needs {name!r}, got {each!r}"
+            if not isinstance(each, dict) or not _fits(each.get(name), types):
+                return f"each of a repeat's replicas needs {name!r}, got {shorten(each)}"
     return None
 
 
 def _stamps_problem(stamps: Record) -> str | None:
-    if not isinstance(stamps.get("accepted"), _NUMBER):
-        return f"stamps need a time 'accepted', got {stamps.get('accepted')!r}"
-    for name in ("loaded", "preprocessed", "scheduled", "vision_start", "vision", "end"):
-        if not isinstance(stamps.get(name), (*_NUMBER, type(None))):
-            return f"stamps need a time or nothing for {name!r}, got {stamps[name]!r}"
-    tokens = stamps.get("tokens")
-    if not isinstance(tokens, list) or not all(isinstance(time, _NUMBER) for time in tokens):
+    if not _fits(stamps.get("accepted"), _NUMBER):
+        return f"stamps need a time 'accepted', got {shorten(stamps.get('accepted'))}"
+    if unknown := stamps.keys() - {"accepted", "tokens", *_STAMPS}:
+        return f"unknown stamp {shorten(min(unknown))}"
+    for name in _STAMPS:
+        if not _fits(stamps.get(name), _NUMBER_OR_NONE):
+            return f"stamps need a time or nothing for {name!r}, got {shorten(stamps[name])}"
+    if not _fits(stamps.get("tokens"), [_NUMBER]):
         return "stamps need a list of times 'tokens'"
     return None
