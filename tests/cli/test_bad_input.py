@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,54 @@ def test_bad_input_is_one_line_and_a_code(
     said = " ".join((captured.err + captured.out).split())
     assert message in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["batch", "doc.png", "-p", "x", "-o", "n" * 5000],
+        ["bench", "doc.png", "-p", "x", "--output-dir", "n" * 5000],
+        ["crops", "doc.png", "-o", "n" * 5000 + ".png"],
+        ["samples", "n" * 5000],
+        ["demo", "n" * 5000],
+        ["report", "n" * 5000],
+        ["recommend", "n" * 5000],
+        ["compare", "n" * 5000, "n" * 5000],
+        ["bench", "--resume", "n" * 5000],
+        ["bench", "doc.png", "--grid", "n" * 5000],
+        ["bench", "doc.png", "--prompts", "n" * 5000],
+        ["bench", "--dataset", "n" * 5000],
+        ["ask", "n" * 5000, "-p", "x"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:30],
+)
+def test_a_path_that_no_file_system_takes_is_one_short_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run(arguments) in (2, 3)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "file name too long" in said.lower() or "no readable image" in said
+    assert len(said) < 1200
+
+
+def test_a_message_is_one_printable_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ask", "a\nb\x1b[31m.png", "-p", "x"]) == 3
+    assert capsys.readouterr().err == "panscan: a\\nb\\x1b[31m.png: no such file or directory\n"
+
+
+def test_a_compiler_that_fails_is_a_failed_cell(folder: Path) -> None:
+    """And one line in commands that run once: neither is a bug of panscan's."""
+    broken = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    job = ["doc.png", "-p", "x", "--model", "tiny", "--device", "cpu", "--attention", "flex_attention"]
+    for words, message in (
+        (["bench", *job, "--no-verify"], "failed: "),
+        (["ask", *job], "panscan: PyTorch cannot compile for this machine"),
+    ):
+        command = [sys.executable, "-m", "panscan", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=broken, cwd=folder)
+        assert done.returncode == 4, done.stderr
+        assert any(line.startswith(message) for line in done.stderr.splitlines())
+        assert "Traceback" not in done.stderr
 
 
 def test_a_missing_model_keeps_the_reason_in_the_records(folder: Path) -> None:

@@ -13,7 +13,7 @@ import click
 
 from panscan import __version__
 from panscan.cli.options import say_log
-from panscan.core import PanscanError
+from panscan.core import InputError, PanscanError, UnsupportedError
 from panscan.core.errors import one_line
 from panscan.settings import nearest
 
@@ -42,6 +42,9 @@ Exit codes
   5  after compare: a --fail-on condition holds
 130  interrupted; finished work is kept
 """
+
+
+_COMPILERS = ("torch._inductor", "torch._dynamo")
 
 
 class _Verbs(click.Group):
@@ -119,12 +122,20 @@ def run(arguments: list[str]) -> int:
         # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if state["debug"]:
+            traceback.print_exc()
+        if error.filename is None:
+            return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1)
+        return _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", InputError.exit_code)
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:
             traceback.print_exc()
-        return _fail(
-            f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]} (--debug shows where)", 1
-        )
+        text = " ".join(str(error).split())[:300]
+        if type(error).__module__.startswith(_COMPILERS):
+            advice = "choose another --attention, or leave --compile out"
+            return _fail(f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code)
+        return _fail(f"unexpected {type(error).__name__}: {text} (--debug shows where)", 1)
 
 
 def _fail(message: str, code: int) -> int:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from panscan.core.errors import SettingError
 from panscan.core.ranges import Range, shorten
 
-__all__ = ["PAN_AND_SCAN_RANGES", "SAMPLING_RANGES", "Message", "PanAndScan", "Request", "Sampling", "View"]
+__all__ = [
+    "PAN_AND_SCAN_RANGES",
+    "SAMPLING_RANGES",
+    "Message",
+    "PanAndScan",
+    "Request",
+    "Sampling",
+    "View",
+    "checked_request",
+    "request_list",
+]
 
 _TOKENS = 2**20  # eight times Gemma 3's context
 SAMPLING_RANGES = {
@@ -174,6 +184,28 @@ class Request:
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
             raise SettingError("a raw prompt has no turns: system does not go with it")
+
+
+def checked_request(request: object) -> Request:
+    """The same request.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if not isinstance(request, Request):
+        raise SettingError(f"a request must be a panscan.Request, got {shorten(request)}")
+    return request
+
+
+def request_list(requests: object) -> list[Request]:
+    """The requests of an iterable.
+
+    Raises:
+        SettingError: it is none, or holds something else.
+    """
+    if not isinstance(requests, Iterable):
+        raise SettingError(f"requests must be a list of panscan.Request, got {shorten(requests)}")
+    return [checked_request(request) for request in requests]
 
 
 _FIELDS = (

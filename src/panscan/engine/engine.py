@@ -25,6 +25,7 @@ from panscan.core import (
     TokenEvent,
     now,
 )
+from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, Watched
@@ -34,7 +35,7 @@ from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.support import require_supported
 from panscan.presets.parse import single_preset
-from panscan.settings import Settings, axes, foreign_settings, settings_from
+from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine", "Stream"]
 
@@ -112,8 +113,11 @@ class Engine:
         Args:
             requests: any number.
             progress: show a bar on standard error; None: if that is a terminal.
+
+        Raises:
+            SettingError: something that is no request; nothing is answered then.
         """
-        todo = list(requests)
+        todo = request_list(requests)
         results: dict[int, Result] = {}
         with _bar(len(todo), shown=progress) as advance:
             for index, result in self.stream_results(todo):
@@ -133,6 +137,8 @@ class Engine:
             requests: any number.
             max_concurrency: requests in flight at most; None: the engine's setting, or enough to keep it busy.
         """
+        if max_concurrency is not None:
+            RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
         most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         flying: dict[int, RequestState] = {}
@@ -160,7 +166,7 @@ class Engine:
             EngineError: the engine is closed.
         """
         names = (f"request-{next(self._numbers)}" for _ in count())
-        name = request.id or next(name for name in names if name not in self._streams)
+        name = checked_request(request).id or next(name for name in names if name not in self._streams)
         if name in self._streams:
             raise SettingError(f"a request with id {name!r} is in flight already")
         stream = Stream(name, lambda: self.cancel(name))
@@ -234,7 +240,7 @@ class Engine:
         on_end: Callable[[Result], None],
         watched: Watched | None = None,
     ) -> RequestState:
-        seed = request.sampling.seed
+        seed = checked_request(request).sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
 
