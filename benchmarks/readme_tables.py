@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md and docs/measured.md from committed records; `--check` fails if they differ.
+"""Writes the tables of README.md, docs/measured.md and docs/robustness.md from committed records; `--check` compares.
 
     python benchmarks/readme_tables.py [--check]
 
@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as peo
 
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
+from benchmarks.robustness_tables import robustness_cases, robustness_parts
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.md"
 DOCS = HERE.parent / "docs"
-PAGES = (HERE.parent / "README.md", DOCS / "measured.md", DOCS / "verdict.md", CARD)
+PAGES = (HERE.parent / "README.md", *(DOCS / name for name in ("measured.md", "verdict.md", "robustness.md")), CARD)
 
 
 def machine(run: Run) -> str:
@@ -293,6 +294,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,
+    "robustness": robustness_parts,
+    "robustness-files": robustness_cases("files", "groups"),
+    "robustness-damage": robustness_cases("files", "ways"),
+    "robustness-commands": robustness_cases("commands", "groups"),
+    "robustness-values": robustness_cases("commands", "ways"),
+    "robustness-kills": robustness_cases("kills", "groups"),
+    "robustness-enospc": robustness_cases("enospc", "groups"),
 }
 
 

@@ -116,9 +116,9 @@ def test_a_single_image_is_a_list_of_one(tmp_path: Path) -> None:
 
 
 RANGES: dict[str, tuple[Any, Any]] = {
-    "max_new_tokens": (st.integers(1), st.integers(max_value=0)),
+    "max_new_tokens": (st.integers(1, 2**20), st.integers(max_value=0) | st.integers(2**20 + 1)),
     "temperature": (st.floats(1e-6, 1e6), st.floats(max_value=-1e-6) | st.sampled_from([float("inf"), float("nan")])),
-    "top_k": (st.integers(1), st.integers(max_value=0)),
+    "top_k": (st.integers(1, 2**31 - 1), st.integers(max_value=0) | st.integers(2**31)),
     "top_p": (st.floats(1e-6, 1), st.floats(max_value=0) | st.floats(1, exclude_min=True) | st.just(float("nan"))),
     "min_p": (st.floats(0, 1), st.floats(max_value=-1e-6) | st.floats(1, exclude_min=True) | st.just(float("nan"))),
     "repetition_penalty": (st.floats(1e-6, 1e6), st.floats(max_value=0)),

@@ -11,8 +11,8 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_type_hints
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.core.ranges import Range
-from panscan.core.request import SAMPLING_RANGES
+from panscan.core.ranges import Range, shorten
+from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_RANGES
 
 __all__ = [
     "ALL_AT_ONCE",
@@ -22,6 +22,7 @@ __all__ = [
     "ENGINE_LIMITS",
     "RANGES",
     "RUNNER_LIMITS",
+    "SAMPLE_RANGES",
     "VLLM_AXES",
     "VLLM_LIMITS",
     "Axis",
@@ -55,17 +56,21 @@ def _axis(
     return field(default=default, metadata=metadata)
 
 
-_COUNTS = (
-    "batch_size", "max_concurrency", "max_num_seqs", "vision_batch_size", "prefill_chunk_size", "pad_to_multiple_of",
-)  # fmt: skip
+_REQUESTS = Range(whole=True, least=1, most=65_536)  # arrays have a row for each
+_GIGABYTES = 1_000_000
 RANGES = {
-    **dict.fromkeys(_COUNTS, Range(whole=True, least=1)),
-    "kv_cache_gb": Range(above=0, note="leave it out to take most of the free memory"),
-    "image_memory_gb": Range(above=0, most=1_000_000, note="an image that is larger is read alone"),
-    "vision_cache_gb": Range(above=0, note="it holds the encoded views of a pass"),
+    **dict.fromkeys(("batch_size", "max_num_seqs", "vision_batch_size"), _REQUESTS),
+    "max_concurrency": Range(whole=True, least=1, most=2**31 - 1),
+    **dict.fromkeys(("prefill_chunk_size", "pad_to_multiple_of"), SAMPLING_RANGES["max_new_tokens"]),
+    "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
+    "image_memory_gb": Range(above=0, most=_GIGABYTES, note="an image that is larger is read alone"),
+    "vision_cache_gb": Range(above=0, most=_GIGABYTES, note="it holds the encoded views of a pass"),
     **{"sampling_seed" if name == "seed" else name: allowed for name, allowed in SAMPLING_RANGES.items()},
+    **{f"pan_and_scan_{name}": allowed for name, allowed in PAN_AND_SCAN_RANGES.items()},
 }
-"""What numbers a setting takes, where not all."""
+"""The numbers that each setting accepts."""
+SAMPLE_RANGES = {"count": Range(whole=True, least=1, most=10_000), "columns": Range(whole=True, least=12, most=200)}
+"""The numbers that drawing sample documents accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,17 +168,20 @@ class Settings:
                 continue
             if axis.choices and value not in axis.choices:
                 hint = nearest(value, axis.choices)
-                raise SettingError(f"--{axis.flag} takes {', '.join(axis.choices)}; got {value!r}{hint}")
+                raise SettingError(f"--{axis.flag} takes {', '.join(axis.choices)}; got {shorten(value)}{hint}")
             if axis.name in RANGES:
                 RANGES[axis.name].check(f"--{axis.flag}", value)
+            elif not isinstance(value, axis.kind):
+                kind = "true or false" if axis.kind is bool else "text"
+                raise SettingError(f"--{axis.flag} takes {kind}; got {shorten(value)}")
         if self.attention not in ATTENTION and not re.fullmatch(r"[\w.-]+/[\w.@:-]+", self.attention):
             hint = nearest(self.attention, ATTENTION)
             raise SettingError(
                 f"--attention takes {', '.join(ATTENTION)} or a kernels-hub name (owner/kernel);"
-                f" got {self.attention!r}{hint}"
+                f" got {shorten(self.attention)}{hint}"
             )
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
-            raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {self.device!r}")
+            raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {shorten(self.device)}")
         self._check_contradictions()
         self.pan_and_scan, self.sampling  # noqa: B018 - both check their values
 
@@ -195,7 +203,7 @@ class Settings:
             raise SettingError("--max-memory needs --device-map")
         for part in self.max_memory.split(";") if self.max_memory is not None else ():
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
-                raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {part.strip()!r}")
+                raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
 
     @cached_property
     def pan_and_scan(self) -> PanAndScan:
@@ -368,13 +376,15 @@ def parse_value(name: str, value: Any) -> Any:
         if axis.optional:
             return None
         raise SettingError(f"--{axis.flag} takes no 'none'")
+    flag, allowed = f"--{axis.flag}", RANGES.get(name)
+    if allowed is not None and isinstance(value, int | float) and not isinstance(value, bool):
+        allowed.check(flag, value)
+        return axis.kind(value)
+    if isinstance(value, list | tuple | dict | set | bytes):
+        raise SettingError(f"{flag} takes {allowed or 'one value'}; got {shorten(value)}")
     text = str(value).strip()
-    try:
-        if axis.kind is bool:
-            return _WORDS[text.lower()]
-        if axis.kind is int:
-            return int(text)
-        return axis.kind(text)
-    except (ValueError, KeyError):
-        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise SettingError(f"--{axis.flag} takes {kinds[axis.kind]}; got {text!r}") from None
+    if allowed is not None:
+        return allowed.parse(flag, text)
+    if axis.kind is bool and text.lower() not in _WORDS:
+        raise SettingError(f"{flag} takes true or false; got {shorten(text)}")
+    return _WORDS[text.lower()] if axis.kind is bool else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,20 @@ def test_several_presets_are_several_cells() -> None:
         ("bach_size: 1\n", "did you mean 'batch_size'"),
         ("batch_size: []\n", "no value"),
         ("attention: sdpa\nattn_impl: eager\n", "set twice"),
-        ("batch_size: {a: 1}\n", "whole number"),
+        ("batch_size: {a: 1}\n", "line 1: expected lines"),
+        ("", "the file is empty"),
+        ("batch_size: 1\ndtype: fp32\nbatch_size: 2\n", "line 3: 'batch_size' is set twice"),
+        ("batch_size: 2026-01-01\n", "takes a whole number from 1 to 65536; got '2026-01-01'"),
+        ("batch_size: !!python/object/apply:os.getpid []\n", "line 1: tags are not supported"),
+        ("!!omap batch_size: 1\n", "line 1: tags are not supported"),
+        ("batch_size: " + "9" * 6000, "takes a whole number from 1 to 65536; got '999"),
+        ("batch_size: " + "[" * 5000, "line 1: expected lines"),
+        ("batch_size:\n- &a [1]\n- *a\n", "line 2: anchors and aliases"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "line 1: anchors and aliases"),
+        ("? [a, b]\n: 1\n", "line 1: expected lines"),
+        ("batch_size: 1\n---\nbatch_size: 2\n", "line 2: expected lines"),
+        ("batch_size: [" + "1, " * 30_000 + "]", "larger than 65,536 bytes"),
+        ("\0", "not YAML"),
     ],
 )
 def test_bad_grid_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -89,6 +103,25 @@ def test_bad_grid_files_are_one_line(tmp_path: Path, text: str, message: str) ->
         read_grid_file(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_values_stay_text_until_a_setting_types_them(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("revision: 2026-01-01\ntf32: [yes, off]\nkv-cache-gb: [null, ~, 'none', 1e-1]\ntop_k: 1_0\n")
+    assert read_grid_file(path) == {
+        "revision": ["2026-01-01"],
+        "tf32": [True, False],
+        "kv_cache_gb": [None, None, None, 0.1],
+        "top_k": [10],
+    }
+
+
+@pytest.mark.parametrize("name", ["folder.yaml", "/dev/zero", "fifo.yaml", f"{'n' * 5000}.yaml"])
+def test_a_grid_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    os.mkfifo(tmp_path / "fifo.yaml")
+    with pytest.raises(SettingError, match=r"not a regular file|File name too long"):
+        read_grid_file(tmp_path / name)
 
 
 def test_a_missing_file_or_preset_is_said(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 CASES = [
     (["bnech"], 2, "bnech"),
     (["bench", "--bach-size", "2"], 2, "--batch-size"),
-    (["bench", "doc.png", "--batch-size", "two"], 2, "--batch-size takes a whole number; got 'two'"),
+    (["bench", "doc.png", "--batch-size", "two"], 2, "--batch-size takes a whole number from 1 to 65536; got 'two'"),
     (["bench", "doc.png", "--batch-size", "1,,2"], 2, "--batch-size has an empty value"),
     (["bench", "doc.png", "--dtype", "bf17"], 2, "did you mean 'bf16'"),
     (["bench", "doc.png", "--attention", "flash"], 2, "--attention takes eager"),
     (["bench", "doc.png", "--device", "tpu"], 2, "--device takes"),
     (["bench", "doc.png", "--preset", "balancd"], 2, "did you mean 'balanced'"),
     (["bench", "doc.png", "--grid", "none.yaml"], 2, "none.yaml"),
-    (["bench", "doc.png", "--grid-max-crops", "0"], 2, "max_num_crops must be a whole number of at least 1"),
-    (["bench", "doc.png", "--grid-min-crop-size", "0"], 2, "min_crop_size"),
+    (
+        ["bench", "doc.png", "--grid-max-crops", "0"],
+        2,
+        "--pan-and-scan-max-num-crops is out of range",
+    ),
+    (["bench", "doc.png", "--grid-min-crop-size", "0"], 2, "min-crop-size"),
     (["bench", "doc.png", "--no-pan-and-scan", "--grid-max-crops", "4"], 2, "contradicts"),
     (["bench", "doc.png", "--no-pan-and-scan", "--do-pan-and-scan", "true"], 2, "contradicts"),
     (["bench", "doc.png", "--no-verify", "--reference", "truth.pt"], 2, "exclude each other"),
@@ -44,7 +49,7 @@ CASES = [
     (["bench", "doc.png", "--dataset", "q.jsonl"], 2, "--dataset brings its own images"),
     (["bench", "doc.png", "--no-images", "-p", "x"], 2, "--no-images contradicts"),
     (["bench", "--no-images"], 2, "--no-images needs"),
-    (["bench", "doc.png", "--num-samples", "0"], 2, "--num-samples must be at least 1"),
+    (["bench", "doc.png", "--num-samples", "0"], 2, "--num-samples is out of range"),
     (["bench", "doc.png", "--repeats", "0"], 2, "--repeats"),
     (["bench", "three.tif", "-p", "x", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),
     (["ask", "three.tif", "-p", "x", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),
@@ -73,18 +78,18 @@ CASES = [
     (
         ["ask", "doc.png", "-p", "What?", "--vision-cache-gb", "0", "--model", "./nowhere"],
         2,
-        "above 0, got 0.0 (it holds",
+        "got 0.0 (it holds",
     ),
     (["ask", "doc.png", "-p", "What?", "--kv-cache-gb", "1e-6"], 4, "raise it to at least"),
     (
         ["ask", "doc.png", "-p", "What?", "--temperature", "-1"],
         2,
-        "--temperature is out of range: it must be a number of",
+        "--temperature is out of range: it must be a number from 0",
     ),
     (["ask", "doc.png", "-p", "What?", "--raw-prompt"], 2, "0 place(s) for images"),
     (["ask", "doc.png", "-p", "What?", "--device", "cuda:99"], 4, "NVIDIA GPU(s)"),
     (["crops", "none.png"], 3, "no readable image is left"),
-    (["crops", "doc.png", "--max-num-crops", "0"], 2, "max_num_crops"),
+    (["crops", "doc.png", "--max-num-crops", "0"], 2, "max-num-crops"),
     (["crops", "doc.png", "-o", "doc.png/x.png"], 2, "--output"),
     (["samples", "out", "--count", "0"], 2, "count"),
 ]
@@ -99,6 +104,54 @@ def test_bad_input_is_one_line_and_a_code(
     said = " ".join((captured.err + captured.out).split())
     assert message in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["batch", "doc.png", "-p", "x", "-o", "n" * 5000],
+        ["bench", "doc.png", "-p", "x", "--output-dir", "n" * 5000],
+        ["crops", "doc.png", "-o", "n" * 5000 + ".png"],
+        ["samples", "n" * 5000],
+        ["demo", "n" * 5000],
+        ["report", "n" * 5000],
+        ["recommend", "n" * 5000],
+        ["compare", "n" * 5000, "n" * 5000],
+        ["bench", "--resume", "n" * 5000],
+        ["bench", "doc.png", "--grid", "n" * 5000],
+        ["bench", "doc.png", "--prompts", "n" * 5000],
+        ["bench", "--dataset", "n" * 5000],
+        ["ask", "n" * 5000, "-p", "x"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:30],
+)
+def test_a_path_that_no_file_system_takes_is_one_short_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run(arguments) in (2, 3)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "file name too long" in said.lower() or "no readable image" in said
+    assert len(said) < 1200
+
+
+def test_a_message_is_one_printable_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ask", "a\nb\x1b[31m.png", "-p", "x"]) == 3
+    assert capsys.readouterr().err == "panscan: a\\nb\\x1b[31m.png: no such file or directory\n"
+
+
+def test_a_compiler_that_fails_is_a_failed_cell(folder: Path) -> None:
+    """And one line in commands that run once: neither is a bug of panscan's."""
+    broken = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    job = ["doc.png", "-p", "x", "--model", "tiny", "--device", "cpu", "--attention", "flex_attention"]
+    for words, message in (
+        (["bench", *job, "--no-verify"], "failed: "),
+        (["ask", *job], "panscan: PyTorch cannot compile for this machine"),
+    ):
+        command = [sys.executable, "-m", "panscan", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=broken, cwd=folder)
+        assert done.returncode == 4, done.stderr
+        assert any(line.startswith(message) for line in done.stderr.splitlines())
+        assert "Traceback" not in done.stderr
 
 
 def test_a_missing_model_keeps_the_reason_in_the_records(folder: Path) -> None:

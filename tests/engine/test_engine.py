@@ -321,6 +321,15 @@ def test_opening_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="--cache must stay at dynamic"):
         Engine.from_pretrained("tiny", cache="static")
     with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
-        Engine.from_pretrained("tiny", kv_cache_gb=1e9)
+        Engine.from_pretrained("tiny", kv_cache_gb=1e6)
     with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
         Engine.from_pretrained("tiny", kv_cache_gb=1e-6)
+
+
+def test_what_is_no_request_is_refused_by_name() -> None:
+    with Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.01) as engine:
+        for odd in (None, [None], "What?", Request("What?"), [Request("x"), {"prompt": "x"}], 3):
+            with pytest.raises(SettingError, match=r"must be a (panscan\.Request|list of panscan\.Request), got"):
+                engine.generate(odd)
+        with pytest.raises(SettingError, match="max_concurrency is out of range"):
+            list(engine.stream_results([Request("x")], max_concurrency=-1))

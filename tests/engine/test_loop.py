@@ -58,7 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[SlowServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowServer]:
+    monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", "1")
     with SlowServer() as serving:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()

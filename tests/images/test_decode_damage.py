@@ -165,3 +165,14 @@ def test_nothing_is_printed_beside_the_error():
     )
     done = subprocess.run([sys.executable, "-c", code], input=bytes(content), capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (9, b"", b"")
+
+
+def test_libtiff_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its messages come from C, past Python's standard error."""
+    whole = bytearray(
+        encode(Image.fromarray(np.arange(12_000, dtype=np.uint8).reshape(100, 40, 3)), "TIFF", compression="tiff_lzw")
+    )
+    whole[400:1200] = b"\xff" * 800
+    with pytest.raises(ImageError, match="decoder error"):
+        read(bytes(whole))
+    assert capfd.readouterr() == ("", "")

@@ -595,3 +595,12 @@ def test_every_layout_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "quality.md").read_text("utf-8")
     for name in FORMATS:
         assert f"`{name}`" in text, name
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a.png"]), pa.array(["What?"]), pa.array(["Who?"])]
+    parquet.write_table(
+        pa.Table.from_arrays(columns, names=["image", "question", "question"]), tmp_path / "rows.parquet"
+    )
+    with pytest.raises(DatasetError, match="several columns 'question': rename all but one"):
+        load_dataset(tmp_path / "rows.parquet")

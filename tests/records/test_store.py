@@ -202,7 +202,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ([header(CELLS), header(CELLS)], "run line comes first"),
         ([header(CELLS), {"type": "span"}], "'span'"),
         ([header(CELLS), {**outcome("a", "done"), "outcome": "fine"}], "'fine'"),
-        ([header(CELLS), {**repeat("a", 0, 0.0, 1.0), "ended": float("nan")}], "not JSON"),
+        ([header(CELLS), {**repeat("a", 0, 0.0, 1.0), "ended": float("nan")}], "needs 'ended', got nan"),
         ([header(CELLS), {**outcome("a", "done"), "time": Path()}], "not JSON"),
     ],
 )
@@ -260,5 +260,5 @@ def test_the_first_line_is_the_run(tmp_path: Path) -> None:
         write_run(tmp_path, [outcome("a", "done"), header(CELLS)])
     twice = header(CELLS)
     twice["cells"] *= 2
-    with pytest.raises(RecordsError, match="line 1: each cell needs an id of its own"):
+    with pytest.raises(RecordsError, match="line 1: there are two cells"):
         write_run(tmp_path, [twice])

@@ -352,8 +352,9 @@ def _environment(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def _facts(environment: Mapping[str, Any]) -> dict[str, Any]:
-    packages = environment.get("packages") or {}
-    gpus = ", ".join(str(gpu.get("name")) for gpu in environment.get("gpus") or ())
+    found, kept = environment.get("packages"), environment.get("gpus")
+    packages = found if isinstance(found, dict) else {}
+    gpus = ", ".join(str(gpu.get("name")) for gpu in (kept if isinstance(kept, list) else ()) if isinstance(gpu, dict))
     known = ("cpu", "cpu_count", "torch_threads", "cuda", "panscan", "commit")
     return {
         "gpus": gpus or None,

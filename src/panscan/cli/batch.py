@@ -15,6 +15,7 @@ import click
 from rich.text import Text
 
 from panscan.cli.options import (
+    InRange,
     axis_options,
     common_options,
     errors,
@@ -33,11 +34,13 @@ from panscan.cli.options import (
 )
 from panscan.cli.progress import batch_progress
 from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError, escape_controls
+from panscan.core.ranges import Range
 from panscan.settings import Settings, axes, foreign_settings
 
 __all__ = ["command"]
 
 _NOT_HERE = ("runner", *foreign_settings("engine"))
+_LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\b
@@ -63,7 +66,11 @@ moves to answers.jsonl.torn.
 @click.option("--system", help="A system message for every request.")
 @click.option("--raw-prompt", is_flag=True, help="Prompts as they are, with <start_of_image>: for base checkpoints.")
 @click.option("--whole-files", is_flag=True, help="All pages of a PDF or TIFF in one request, not each in its own.")
-@click.option("--limit", type=click.IntRange(1), help="The first so many documents (pages, questions).")
+@click.option(
+    "--limit",
+    type=_LIMIT,
+    help="The first so many documents (pages, questions).",
+)
 @click.option(
     "--order", type=click.Choice(["input", "finished"]), default="input", show_default=True,
     help="Write answers in the order of the documents, or as they finish.",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.options import (
+    SEED,
+    InRange,
     axis_options,
     common_options,
     errors,
@@ -25,6 +27,7 @@ from panscan.cli.options import (
     utf8,
 )
 from panscan.core import InputError, PanscanError, SettingError
+from panscan.core.ranges import Range
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -34,6 +37,11 @@ if TYPE_CHECKING:
     from panscan.records.store import Run
 
 __all__ = ["command", "exit_code", "print_files", "print_run", "say_dataset", "say_start", "sweep_progress"]
+
+_SAMPLES = InRange(Range(whole=True, least=1, most=1_000_000))
+_REPEATS = InRange(Range(whole=True, least=1, most=10_000))
+_WARMUP = InRange(Range(whole=True, least=0, most=10_000))
+_PROCESSES = InRange(Range(whole=True, least=1, most=1024))
 
 EPILOG = """\b
 Examples
@@ -60,15 +68,15 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--dataset-split", help="Which split of a dataset that has several.")
 @click.option("--quality-metric", help="The metric that counts as quality.  [default: the dataset's own]")
 @click.option("--no-images", is_flag=True, help="Prompts alone, for text-only checkpoints.")
-@click.option("--num-samples", type=int, help="Requests per cell: a seeded draw of fewer, or repeats for more.")
+@click.option("--num-samples", type=_SAMPLES, help="Requests per cell: a seeded draw of fewer, or repeats for more.")
 @click.option("--system", help="A system message for every request.")
 @click.option("--raw-prompt", is_flag=True, help="Prompts as they are, with <start_of_image>: for base checkpoints.")
 @click.option("--preset", help="Presets, each combined with all other settings (comma list).")
 @click.option("--grid", "grid_file", help="A YAML file of 'setting: value' or 'setting: [values]'.")
 @click.option("--no-pan-and-scan", is_flag=True, help="The same as --do-pan-and-scan false.")
-@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Times each cell is measured.")
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches thrown away first.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
+@click.option("--repeats", type=_REPEATS, default=1, show_default=True, help="Times each cell is measured.")
+@click.option("--warmup", type=_WARMUP, default=1, show_default=True, help="Batches thrown away first.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
 @click.option("--no-verify", is_flag=True, help="Do not compare answers with the reference; outputs then say so.")
 @click.option("--verify-requests", type=click.IntRange(1), default=16, show_default=True, help="Requests per truth.")
@@ -77,8 +85,8 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 )
 @click.option("--check-invariance", is_flag=True, help="Answer again alone, reordered, in chunks, with warm caches.")
 @click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")
-@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Copies that run side by side.")
-@click.option("--gpus-per-replica", type=click.IntRange(1), default=1, show_default=True, help="GPUs of each copy.")
+@click.option("--replicas", type=_PROCESSES, default=1, show_default=True, help="Copies that run side by side.")
+@click.option("--gpus-per-replica", type=_PROCESSES, default=1, show_default=True, help="GPUs of each copy.")
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")

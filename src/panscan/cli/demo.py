@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.options import common_options, errors, out, say_mini, show_warnings
+from panscan.cli.options import SEED, InRange, common_options, errors, out, say_mini, show_warnings
+from panscan.core.ranges import Range
+from panscan.settings import SAMPLE_RANGES
 
 if TYPE_CHECKING:
     from panscan.bench.demo import Demo, DemoCell
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from panscan.records.store import Run
 
 __all__ = ["command"]
+
+_COUNT = InRange(Range(whole=True, least=2, most=SAMPLE_RANGES["count"].most))
 
 EPILOG = """\b
 Examples
@@ -28,8 +32,8 @@ Examples
 
 @click.command("demo", epilog=EPILOG, short_help="What pan and scan brings and costs, on made-up documents.")
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("demo"))
-@click.option("--count", type=click.IntRange(2), default=18, show_default=True, help="Documents.")
-@click.option("--seed", type=int, default=2, show_default=True, help="Another seed, other documents.")
+@click.option("--count", type=_COUNT, default=18, show_default=True, help="Documents.")
+@click.option("--seed", type=SEED, default=2, show_default=True, help="Another seed, other documents.")
 @click.option("--again", is_flag=True, help="Take the place of a demo that is there.")
 @common_options
 def command(directory: Path, count: int, seed: int, again: bool) -> int:

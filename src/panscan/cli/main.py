@@ -13,7 +13,8 @@ import click
 
 from panscan import __version__
 from panscan.cli.options import echo, say_log
-from panscan.core import PanscanError
+from panscan.core import InputError, PanscanError, UnsupportedError
+from panscan.core.errors import one_line
 from panscan.settings import nearest
 
 __all__ = ["main"]
@@ -41,6 +42,9 @@ Exit codes
   5  after compare: a --fail-on condition holds
 130  interrupted; finished work is kept
 """
+
+
+_COMPILERS = ("torch._inductor", "torch._dynamo")
 
 
 class _Verbs(click.Group):
@@ -105,23 +109,37 @@ def run(arguments: list[str]) -> int:
         result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        context = getattr(error, "ctx", None)
+        hint = f" ({context.command_path} --help lists the options)" if context is not None else ""
+        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("panscan: interrupted; finished work is kept", err=True)
         return 130
     except PanscanError as error:
         if state["debug"]:
             echo(traceback.format_exc(), err=True)
-        echo(f"panscan: {error}", err=True)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if state["debug"]:
+            echo(traceback.format_exc(), err=True)
+        if error.filename is None:
+            return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1)
+        return _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", InputError.exit_code)
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:
             echo(traceback.format_exc(), err=True)
         text = " ".join(str(error).split())[:300]
-        echo(f"panscan: unexpected {type(error).__name__}: {text} (--debug shows where)", err=True)
-        return 1
+        if type(error).__module__.startswith(_COMPILERS):
+            advice = "choose another --attention, or leave --compile out"
+            return _fail(f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code)
+        return _fail(f"unexpected {type(error).__name__}: {text} (--debug shows where)", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    """Print why the command ends, on one line, and return its exit code."""
+    echo(f"panscan: {one_line(message)}", err=True)
+    return code

@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from panscan.core import PanscanWarning, SettingError, escape_controls
-from panscan.core.request import MAX_PAGES
+from panscan.core.ranges import Range
+from panscan.core.request import MAX_PAGES, SAMPLING_RANGES
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
+    "SEED",
+    "InRange",
     "axis_options",
     "common_options",
     "echo",
@@ -136,6 +139,22 @@ def external_images_option(command: Command) -> Command:
     return click.option(
         "--allow-external-images", is_flag=True, help="Let dataset rows name URLs and files outside its folder."
     )(command)
+
+
+class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
+    """A number in a range, refused in the words of the settings."""
+
+    def __init__(self, allowed: Range) -> None:
+        self.allowed = allowed
+        self.name = "integer" if allowed.whole else "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number of a text; defaults are numbers already."""
+        flag = param.opts[0] if param is not None else self.name
+        return self.allowed.parse(flag, value) if isinstance(value, str) else value
+
+
+SEED = InRange(SAMPLING_RANGES["seed"])
 
 
 def axis_options(

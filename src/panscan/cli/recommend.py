@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.options import common_options, echo, errors, out, show_warnings
+from panscan.cli.options import InRange, common_options, echo, errors, out, show_warnings
+from panscan.core.ranges import Range
 
 if TYPE_CHECKING:
     from panscan.analysis.recommend import Recommendation
     from panscan.records.store import Run
 
 __all__ = ["command", "print_recommendation"]
+
+_MILLISECONDS = InRange(Range(above=0, most=1_000_000_000))
+_SHARE = InRange(Range(least=0, most=1))
 
 EPILOG = """\b
 Examples
@@ -31,8 +35,8 @@ A cell is never recommended whose answers differ from the reference, or that rea
 
 @click.command("recommend", epilog=EPILOG, short_help="Choose a cell of a finished run, and write it as a preset.")
 @click.argument("directory", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--max-p95-ms", type=float, help="Only cells whose p95 of E2E is at most this.")
-@click.option("--min-quality", type=float, help="Only cells whose quality is at least this (0 to 1).")
+@click.option("--max-p95-ms", type=_MILLISECONDS, help="Only cells whose p95 of E2E is at most this.")
+@click.option("--min-quality", type=_SHARE, help="Only cells whose quality is at least this (0 to 1).")
 @click.option("--quality-metric", help="The metric that counts as quality.  [default: the run's]")
 @click.option(
     "--allow-different",

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from panscan.cli.options import common_options, out
+from panscan.cli.options import SEED, InRange, common_options, out
+from panscan.settings import SAMPLE_RANGES
 
 __all__ = ["command", "print_samples"]
 
@@ -20,11 +21,11 @@ Examples
 
 @click.command("samples", epilog=EPILOG, short_help="Make sample documents with questions and answers.")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--count", type=int, default=12, show_default=True, help="Documents.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another seed, other documents.")
+@click.option("--count", type=InRange(SAMPLE_RANGES["count"]), default=12, show_default=True, help="Documents.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Another seed, other documents.")
 @click.option(
     "--columns",
-    type=int,
+    type=InRange(SAMPLE_RANGES["columns"]),
     default=30,
     show_default=True,
     help="Characters across the short side: 30 is small print for the bundled model, 110 for Google's Gemma 3.",

@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "DatasetError",
+    "EngineError",
+    "ImageError",
+    "InputError",
+    "ModelError",
+    "PanscanError",
+    "PanscanWarning",
+    "RecordsError",
+    "SettingError",
+    "UnsupportedError",
+    "one_line",
+]
+
+_LONGEST = 1000  # characters of a message; a file or a command line can hold megabytes
+
+
+def one_line(text: str) -> str:
+    """A message on one printable line: control characters escaped, the middle of a very long one left out."""
+    line = text if len(text) <= _LONGEST else f"{text[:700]} ... {text[-200:]}"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
 
 class PanscanError(Exception):
     """Root of everything panscan raises on purpose. The message is one line that names the knob."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from reprlib import repr as short
+from reprlib import Repr
 
 from panscan.core.errors import SettingError
 
-__all__ = ["Range"]
+__all__ = ["Range", "shorten"]
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 60
+
+
+def shorten(value: object) -> str:
+    """The ``repr`` of a value in a message, cut in the middle where it is long."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+        return "an integer of more than 4,300 digits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,33 +26,30 @@ class Range:
     """Numbers from ``least``, or above ``above``, to ``most``; infinity, NaN, True and False are none of them.
 
     Args:
+        most: the greatest number that is accepted: where sizes would overflow, or memory could not hold them.
         whole: integers only.
-        least: the smallest that is taken.
-        above: what all that is taken is greater than.
-        most: the greatest that is taken.
-        note: what a refusal says besides.
+        least: the smallest number that is accepted.
+        above: a number that all accepted ones exceed.
+        note: what a refusal adds.
     """
 
+    most: int
     whole: bool = False
-    least: int | None = None
-    above: int | None = None
-    most: int | None = None
+    least: float | None = None
+    above: float | None = None
     note: str = ""
 
     def __contains__(self, value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
             return False
         from_below = self.least is None or value >= self.least
-        most = sys.float_info.max if self.most is None else self.most
-        return from_below and (self.above is None or value > self.above) and value <= most
+        return from_below and (self.above is None or value > self.above) and value <= self.most
 
     def __str__(self) -> str:
-        words = ["a whole number" if self.whole else "a number"]
-        if self.least is not None:
-            words.append(f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}")
-        elif self.above is not None:
-            words.append(f"above {self.above}" + ("" if self.most is None else f" and at most {self.most}"))
-        return " ".join(words)
+        kind = "a whole number" if self.whole else "a number"
+        if self.above is not None:
+            return f"{kind} above {self.above} and at most {self.most}"
+        return f"{kind} " + (f"of at most {self.most}" if self.least is None else f"from {self.least} to {self.most}")
 
     def check(self, name: str, value: object) -> None:
         """Refuse a value that is not in the range.
@@ -52,4 +59,17 @@ class Range:
         """
         if value not in self:
             note = f" ({self.note})" if self.note else ""
-            raise SettingError(f"{name} is out of range: it must be {self}, got {short(value)}{note}")
+            raise SettingError(f"{name} is out of range: it must be {self}, got {shorten(value)}{note}")
+
+    def parse(self, name: str, text: str) -> float:
+        """The number that a text stands for.
+
+        Raises:
+            SettingError: no number, or one that is not in the range.
+        """
+        try:
+            number = int(text) if self.whole else float(text)
+        except ValueError:  # also for integers of more digits than Python reads
+            raise SettingError(f"{name} takes {self}; got {shorten(text)}") from None
+        self.check(name, number)
+        return number

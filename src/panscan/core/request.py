@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from reprlib import repr as short
 from typing import Any, Literal
 
 from panscan.core.errors import SettingError
-from panscan.core.ranges import Range
+from panscan.core.ranges import Range, shorten
 
-__all__ = ["MAX_PAGES", "SAMPLING_RANGES", "Message", "PanAndScan", "Request", "Sampling", "View"]
+__all__ = [
+    "MAX_PAGES",
+    "PAN_AND_SCAN_RANGES",
+    "SAMPLING_RANGES",
+    "Message",
+    "PanAndScan",
+    "Request",
+    "Sampling",
+    "View",
+    "checked_request",
+    "request_list",
+]
 
 MAX_PAGES = 1000
 """Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
 
+_TOKENS = 2**20  # eight times Gemma 3's context
 SAMPLING_RANGES = {
-    "max_new_tokens": Range(whole=True, least=1),
-    "temperature": Range(least=0, note="0 is greedy"),
-    "top_k": Range(whole=True, least=1),
+    "max_new_tokens": Range(whole=True, least=1, most=_TOKENS),
+    "temperature": Range(least=0, most=1_000_000, note="0 is greedy"),
+    "top_k": Range(whole=True, least=1, most=2**31 - 1),
     "top_p": Range(above=0, most=1),
     "min_p": Range(least=0, most=1),
-    "repetition_penalty": Range(above=0),
+    "repetition_penalty": Range(least=1e-6, most=1_000_000),
     "seed": Range(whole=True, least=-(2**63), most=2**64 - 1),
     "logprobs": Range(whole=True, least=0, most=20),
 }
 """Of the numbers in :class:`Sampling`; seeds are those of ``torch.manual_seed``."""
+PAN_AND_SCAN_RANGES = {
+    "min_crop_size": Range(whole=True, least=1, most=2**20, note="Transformers divides by it"),
+    "max_num_crops": Range(whole=True, least=1, most=1024, note="Transformers divides by it"),
+    "min_ratio_to_activate": Range(least=0, most=2**20),
+}
+"""Of the numbers in :class:`PanAndScan`."""
 
-_TOKEN = Range(whole=True, least=0)
+_TOKEN = Range(whole=True, least=0, most=2**31 - 1)
 _PAGES = Range(whole=True, least=1, most=1_000_000)
 
 
@@ -53,17 +70,9 @@ class PanAndScan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
-            raise SettingError(f"do_pan_and_scan must be true or false, got {self.enabled!r}")
-        for name, least in (("min_crop_size", 1), ("max_num_crops", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SettingError(
-                    f"pan_and_scan_{name} must be a whole number of at least {least}, got {value!r}"
-                    " (Transformers divides by it)"
-                )
-        ratio = self.min_ratio_to_activate
-        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 <= ratio < float("inf"):
-            raise SettingError(f"pan_and_scan_min_ratio_to_activate must be a number of at least 0, got {ratio!r}")
+            raise SettingError(f"do_pan_and_scan must be true or false, got {shorten(self.enabled)}")
+        for name, allowed in PAN_AND_SCAN_RANGES.items():
+            allowed.check(f"pan_and_scan_{name}", getattr(self, name))
 
     def processor_kwargs(self) -> dict[str, Any]:
         """The four keyword arguments of Transformers' processor, all of them (it falls back to its own otherwise)."""
@@ -121,11 +130,11 @@ class Sampling:
             if item.name in SAMPLING_RANGES and not (value is None and item.default is None):
                 SAMPLING_RANGES[item.name].check(item.name, value)
         if not isinstance(self.ignore_eos, bool):
-            raise SettingError(f"ignore_eos must be true or false, got {short(self.ignore_eos)}")
+            raise SettingError(f"ignore_eos must be true or false, got {shorten(self.ignore_eos)}")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise SettingError(f"stop must be a tuple of texts, none of them empty, got {short(self.stop)}")
+            raise SettingError(f"stop must be a tuple of texts, none of them empty, got {shorten(self.stop)}")
         if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
-            raise SettingError(f"stop_token_ids must be a tuple of token ids, got {short(self.stop_token_ids)}")
+            raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
         if self.greedy and any(v is not None for v in (self.top_k, self.top_p, self.min_p)):
             raise SettingError("top_k, top_p and min_p need a temperature above 0 (temperature 0 is greedy)")
 
@@ -184,6 +193,28 @@ class Request:
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
             raise SettingError("a raw prompt has no turns: system does not go with it")
+
+
+def checked_request(request: object) -> Request:
+    """The same request.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if not isinstance(request, Request):
+        raise SettingError(f"a request must be a panscan.Request, got {shorten(request)}")
+    return request
+
+
+def request_list(requests: object) -> list[Request]:
+    """The requests of an iterable.
+
+    Raises:
+        SettingError: it is none, or holds something else.
+    """
+    if not isinstance(requests, Iterable):
+        raise SettingError(f"requests must be a list of panscan.Request, got {shorten(requests)}")
+    return [checked_request(request) for request in requests]
 
 
 _FIELDS = (

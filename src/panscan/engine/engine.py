@@ -28,6 +28,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.ranges import Range
+from panscan.core.request import checked_request, request_list
 from panscan.engine.admission import Admission
 from panscan.engine.loop import FORKED, Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
@@ -38,7 +39,7 @@ from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.support import require_supported
 from panscan.presets.parse import single_preset
-from panscan.settings import Settings, axes, foreign_settings, settings_from
+from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_from
 
 __all__ = ["Engine", "Stream"]
 
@@ -140,8 +141,11 @@ class Engine:
         Args:
             requests: any number.
             progress: show a bar on standard error; None: if that is a terminal.
+
+        Raises:
+            SettingError: something that is no request; nothing is answered then.
         """
-        todo = list(requests)
+        todo = request_list(requests)
         results: dict[int, Result] = {}
         self._worker.check_process()
         with _bar(len(todo), shown=progress) as advance:
@@ -167,6 +171,8 @@ class Engine:
             SettingError: another thread is reading the iterator.
         """
         self._worker.check_process()
+        if max_concurrency is not None:
+            RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
         return _OneReader(self._results(requests, max_concurrency))
 
     def _results(
@@ -228,7 +234,7 @@ class Engine:
 
     def _begin(self, request: Request) -> Stream:
         names = (f"request-{next(self._numbers)}" for _ in count())
-        name = request.id or next(name for name in names if name not in self._streams)
+        name = checked_request(request).id or next(name for name in names if name not in self._streams)
         if name in self._streams:
             raise SettingError(f"a request with id {name!r} is in flight already")
         stream = Stream(name, lambda: self.cancel(name))
@@ -309,7 +315,7 @@ class Engine:
         on_end: Callable[[Result], None],
         watched: Watched | None = None,
     ) -> RequestState:
-        seed = request.sampling.seed
+        seed = checked_request(request).sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
 

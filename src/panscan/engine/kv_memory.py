@@ -55,13 +55,21 @@ def choose_blocks(decoder: Decoder, options: EngineOptions) -> tuple[int, int]:
                 max_tokens=decoder.max_positions,
             )  # fmt: skip
         except UnsupportedError as error:
-            advice = f"{device} has too little free memory: make some free, or lower --vision-cache-gb"
+            advice = f"{device} has too little free memory: make some free, or lower {_raised(options)}"
             if options.kv_cache_gb is not None:
                 least = options.block_size * (shape.global_bytes + shape.local_bytes) / part / 1e9
                 advice = f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
             raise UnsupportedError(f"{error}; {advice}") from None
         counts.append((shape, blocks))
     return _least(counts, 0), _least(counts, 1)
+
+
+def _raised(options: EngineOptions) -> str:
+    """The sizes that leave no memory: those above their defaults, or the one that is easiest to do without."""
+    plain = EngineOptions()
+    sizes = ("vision_cache_gb", "vision_batch_size", "max_num_seqs", "prefill_chunk_size")
+    names = [name for name in sizes if getattr(options, name) > getattr(plain, name)] or ["vision_cache_gb"]
+    return " or ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _wanted(decoder: Decoder, options: EngineOptions, device: torch.device, part: float) -> int:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, held
+from panscan.core.errors import one_line
 from panscan.core.request import MAX_PAGES
 from panscan.images.tiff import PageStream, find_directories
 
@@ -50,6 +52,23 @@ Image.core.set_block_size(max(_BLOCK_BYTES, Image.core.get_block_size()))  # typ
 # Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
 for _library in ("PIL", "pypdfium2"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
+
+
+def _silence_libtiff() -> None:
+    """Keep libtiff from printing its complaints about a file: what matters comes back as a decoder error.
+
+    Pillow has no switch for it. The handlers are pointers in the libtiff that Pillow loaded, found through Pillow's own
+    module and set once, before any thread reads. Redirecting file descriptor 2 while a file is read would swallow what
+    other threads print. Where the symbols are hidden (static builds), libtiff keeps printing, and nothing else changes.
+    """
+    with suppress(OSError, AttributeError):
+        pillow = ctypes.CDLL(_imaging.__file__)
+        for handler in (pillow.TIFFSetErrorHandler, pillow.TIFFSetWarningHandler):
+            handler.restype, handler.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+            handler(None)
+
+
+_silence_libtiff()
 
 # Pdfium keeps global state without a lock of its own.
 _PDFIUM = threading.Lock()
@@ -90,8 +109,7 @@ _QUIET = _Quiet()
 
 def image_error(name: str, problem: str) -> ImageError:
     """An ImageError of one printable line, ``name: problem``; control characters in either are written escaped."""
-    line = f"{name}: {problem}"
-    return ImageError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
+    return ImageError(one_line(f"{name}: {problem}"))
 
 
 def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from panscan.core import SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
+from panscan.settings import SAMPLE_RANGES
 
 __all__ = ["Question", "write_samples"]
 
@@ -80,10 +81,8 @@ def write_samples(
         SettingError: if ``count`` is below 1 or ``columns`` out of range, if ``directory`` cannot be written, or,
             before anything is written, if a file that this call would replace holds something else.
     """
-    if count < 1:
-        raise SettingError(f"count must be at least 1, got {count}")
-    if not 12 <= columns <= 200:
-        raise SettingError(f"columns must be between 12 and 200, got {columns}")
+    for name, value in (("count", count), ("columns", columns)):
+        SAMPLE_RANGES[name].check(name, value)
     files = _files(count, seed, columns)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from panscan.core import SettingError
+from panscan.presets.flat_yaml import read_flat_yaml
 from panscan.settings import axis_name, nearest, parse_value
 
 __all__ = ["MAX_VALUES", "Axes", "load_preset", "parse_axes", "preset_names", "read_grid_file", "single_preset"]
@@ -33,7 +32,8 @@ def load_preset(name: str) -> Axes:
         SettingError: neither; the nearest preset is suggested.
     """
     if name in preset_names():
-        return _axes_of(yaml.safe_load((_presets() / f"{name}.yaml").read_text("utf-8")), f"preset {name}")
+        with as_file(_presets() / f"{name}.yaml") as path:
+            return read_grid_file(path)
     if Path(name).suffix in (".yaml", ".yml"):
         return read_grid_file(Path(name))
     raise SettingError(
@@ -69,15 +69,9 @@ def read_grid_file(path: Path) -> Axes:
     """Axes from a YAML file of ``setting: value`` or ``setting: [values]``.
 
     Raises:
-        SettingError: no such file, not such a mapping, or an unknown setting.
+        SettingError: no such file, not such a mapping, a key given twice, or an unknown setting.
     """
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
-        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    return _axes_of(content, str(path))
+    return parse_axes(read_flat_yaml(path), str(path))
 
 
 def parse_axes(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
@@ -104,9 +98,3 @@ def parse_axes(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
 
 def _presets() -> Any:
     return files("panscan.presets")
-
-
-def _axes_of(content: Any, where: str) -> Axes:
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise SettingError(f"{where}: expected lines of 'setting: value' or 'setting: [values]'")
-    return parse_axes({key: value if isinstance(value, list) else [value] for key, value in content.items()}, where)

@@ -24,6 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from panscan.core.ranges import shorten
+from panscan.settings import axes
+
 __all__ = ["EXACT_MATCH", "METRICS", "OUTCOMES", "SCHEMA", "SCHEMAS_READ", "VERDICTS", "Record", "problem_of"]
 
 SCHEMA = 2
@@ -124,42 +127,102 @@ _DEPARTURE: dict[str, Any] = {
     "position": int,
     "token": _COUNT_OR_NONE,
     "expected": _COUNT_OR_NONE,
-    "texts": (list, tuple),  # both tokens as text
+    "texts": [str],
     "margin": _NUMBER_OR_NONE,
     "clear": (bool, type(None)),
 }
-_CHECK: dict[str, Any] = {"requests": int, "first": _DICT_OR_NONE, "note": str}
-_TOKENS: dict[str, Any] = {**_CHECK, "tokens": int, "departed": int, "equal": bool}
+_CHECK: dict[str, Any] = {"requests": int, "first": (_DEPARTURE, type(None)), "note": str}
+_TOKENS_OR_NONE = ({**_CHECK, "tokens": int, "departed": int, "equal": bool}, type(None))
 _AXIS: dict[str, Any] = {**_CHECK, "axis": str, "differ": int, "own": bool}
+_INPUTS: dict[str, Any] = {"requests": int, "views": int, "difference": _TEXT_OR_NONE, "note": str}
+
+_OPTIONAL: dict[str, dict[str, Any]] = {
+    "request": {
+        "image": [str],
+        "image_sha256": [str],
+        "image_size": [[_NUMBER]],
+        "tags": {"*": [str]},
+        "scores": {"*": _NUMBER},
+        "empty": bool,
+        "replica": int,
+    },
+    "load": {"cells": [str]},
+    "repeat": {"tokens": _TOKENS_OR_NONE},
+    "truth": {"inputs": (_INPUTS, type(None))},
+    "verdict": {
+        **dict.fromkeys(("answer", "image", "top1"), ({"*": _NUMBER_OR_NONE}, type(None))),
+        "beyond": _TOKENS_OR_NONE,
+        "invariance": ([_AXIS], type(None)),
+    },
+    "run's settings": {"quality_metric": _TEXT_OR_NONE, "dataset": _DICT_OR_NONE, "verify": bool},
+}
+"""Fields that may be missing, and what is inside of lists and objects."""
+_SETTING = (str, int, float, bool, type(None))
+_STAMPS = ("preparing", "loaded", "preprocessed", "scheduled", "vision_start", "vision", "end")
+_LARGEST = 2**64  # seconds, bytes, operations: far more than any machine has, and no arithmetic overflows
+
 _REPLICA: dict[str, Any] = {"replica": int, "started": _NUMBER, "ended": _NUMBER, "device": str}
 
 
 def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None) -> str | None:
     """What keeps a record from being read (None if nothing does). With ``cells``, it must belong to one of them."""
     kind = record.get("type")
-    if kind not in _FIELDS:
-        return f"unknown type of record {kind!r} (schema {SCHEMA} has {', '.join(_FIELDS)})"
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        return f"unknown type of record {shorten(kind)} (schema {SCHEMA} has {', '.join(_FIELDS)})"
     if cells is not None and kind == "run":
         return "a second run line"
     for name, types in _FIELDS[kind].items():
-        if name not in record or not isinstance(record[name], types):
-            return f"a {kind} record needs {name!r}, got {record.get(name)!r}"
+        if name not in record or not _fits(record[name], types):
+            return f"a {kind} record needs {name!r}, got {shorten(record.get(name))}"
+    if problem := _optional_problem(kind, record):
+        return problem
+    if kind == "run":
+        return _run_problem(record)
     if cells is not None and "cell" in _FIELDS[kind] and record["cell"] not in cells:
         return f"the run has no cell {record['cell']!r}"
     for known, name, values in (("cell", "outcome", OUTCOMES), ("verdict", "verdict", VERDICTS)):
         if kind == known and record[name] not in values:
-            return f"unknown {name} {record[name]!r} (one of {', '.join(values)})"
+            return f"unknown {name} {shorten(record[name])} (one of {', '.join(values)})"
     if kind == "repeat":
-        return _replicas_problem(record.get("replicas")) or _check_problem(record.get("tokens"), _TOKENS)
-    if kind == "truth":
-        return _inputs_problem(record.get("inputs"))
-    if kind == "verdict":
-        axes = record.get("invariance")
-        if not isinstance(axes, (list, type(None))):
-            return f"a verdict's 'invariance' is a list, got {axes!r}"
-        checks = [(record.get("beyond"), _TOKENS), *((axis, _AXIS) for axis in axes or ())]
-        return next((found for each in checks if (found := _check_problem(*each)) is not None), None)
+        return _replicas_problem(record.get("replicas"))
     return _stamps_problem(record["stamps"]) if kind == "request" else None
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value has a type, one of several, only elements that fit ``[shape]`` or ``{"*": shape}``, or
+    fields that fit ``{"name": shape, ...}``."""
+    if isinstance(shape, list):
+        return isinstance(value, list | tuple) and all(_fits(each, shape[0]) for each in value)
+    if isinstance(shape, dict) and isinstance(value, dict):
+        fields = dict.fromkeys(value, shape["*"]) if "*" in shape else shape
+        return all(_fits(value.get(name, ...), each) for name, each in fields.items())
+    if isinstance(shape, dict):
+        return False
+    if isinstance(shape, tuple):
+        return any(_fits(value, each) for each in shape)
+    if isinstance(value, bool):  # a subclass of int
+        return shape is bool
+    if isinstance(value, int | float) and not -_LARGEST < value < _LARGEST:
+        return False
+    return isinstance(value, shape)
+
+
+def _optional_problem(kind: str, record: Mapping[str, Any]) -> str | None:
+    for name, shape in _OPTIONAL.get(kind, {}).items():
+        if name in record and not _fits(record[name], shape):
+            return f"a {kind} has an unexpected {name!r}: {shorten(record[name])}"
+    return None
+
+
+def _run_problem(record: Mapping[str, Any]) -> str | None:
+    for cell in record["cells"]:
+        settings = cell.get("settings") if isinstance(cell, dict) else None
+        if not isinstance(settings, dict) or not isinstance(cell.get("cell"), str):
+            return f"each cell of a run needs an id and settings, got {shorten(cell)}"
+        for name in axes().keys() & settings.keys():  # those of other versions may be anything
+            if not _fits(settings[name], _SETTING):
+                return f"cell {cell['cell']} has an unexpected {name!r}: {shorten(settings[name])}"
+    return _optional_problem("run's settings", record["settings"])
 
 
 def _replicas_problem(replicas: Any) -> str | None:
@@ -167,45 +230,22 @@ def _replicas_problem(replicas: Any) -> str | None:
         return None
     for each in replicas if isinstance(replicas, list) else [replicas]:
         for name, types in _REPLICA.items():
-            if not isinstance(each, dict) or not isinstance(each.get(name), types):
-                return f"each of a repeat's replicas needs {name!r}, got {each!r}"
-        if (found := _check_problem(each.get("tokens"), _TOKENS)) is not None:
-            return found
+            if not isinstance(each, dict) or not _fits(each.get(name), types):
+                return f"each of a repeat's replicas needs {name!r}, got {shorten(each)}"
+        if not _fits(each.get("tokens"), _TOKENS_OR_NONE):
+            return f"a replica has an unexpected 'tokens': {shorten(each['tokens'])}"
     return None
 
 
-def _check_problem(check: Any, fields: Mapping[str, Any]) -> str | None:
-    """What is wrong with a comparison of tokens; None is none."""
-    if check is None:
-        return None
-    if (found := _missing("a comparison of tokens", check, fields)) is not None or check["first"] is None:
-        return found
-    found = _missing("a departure", check["first"], _DEPARTURE)
-    if found is None and [isinstance(text, str) for text in check["first"]["texts"]] != [True, True]:
-        return f"a departure needs two 'texts', got {check['first']['texts']!r}"
-    return found
-
-
-def _inputs_problem(inputs: Any) -> str | None:
-    fields = {"requests": int, "views": int, "difference": _TEXT_OR_NONE, "note": str}
-    return None if inputs is None else _missing("a truth's inputs", inputs, fields)
-
-
-def _missing(what: str, value: Any, fields: Mapping[str, Any]) -> str | None:
-    if not isinstance(value, dict):
-        return f"{what} must be an object, got {value!r}"
-    bad = next((name for name, types in fields.items() if not isinstance(value.get(name, ...), types)), None)
-    return None if bad is None else f"{what} needs {bad!r}, got {value.get(bad)!r}"
-
-
 def _stamps_problem(stamps: Record) -> str | None:
-    if not isinstance(stamps.get("accepted"), _NUMBER):
-        return f"stamps need a time 'accepted', got {stamps.get('accepted')!r}"
-    for name in ("preparing", "loaded", "preprocessed", "scheduled", "vision_start", "vision", "end"):
-        if not isinstance(stamps.get(name), (*_NUMBER, type(None))):
-            return f"stamps need a time or nothing for {name!r}, got {stamps[name]!r}"
-    tokens = stamps.get("tokens")
-    if not isinstance(tokens, list) or not all(isinstance(time, _NUMBER) for time in tokens):
+    if not _fits(stamps.get("accepted"), _NUMBER):
+        return f"stamps need a time 'accepted', got {shorten(stamps.get('accepted'))}"
+    if unknown := stamps.keys() - {"accepted", "tokens", "waits", *_STAMPS}:
+        return f"unknown stamp {shorten(min(unknown))}"
+    for name in _STAMPS:
+        if not _fits(stamps.get(name), _NUMBER_OR_NONE):
+            return f"stamps need a time or nothing for {name!r}, got {shorten(stamps[name])}"
+    if not _fits(stamps.get("tokens"), [_NUMBER]):
         return "stamps need a list of times 'tokens'"
     waits = stamps.get("waits", [])
     if not isinstance(waits, list) or not all(_is_interval(wait) for wait in waits):
@@ -214,4 +254,4 @@ def _stamps_problem(stamps: Record) -> str | None:
 
 
 def _is_interval(times: Any) -> bool:
-    return isinstance(times, list | tuple) and len(times) == 2 and all(isinstance(time, _NUMBER) for time in times)
+    return _fits(times, [_NUMBER]) and len(times) == 2

@@ -22,6 +22,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from panscan.core import RecordsError, create_file
+from panscan.core.ranges import shorten
 from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
 
 __all__ = [
@@ -211,7 +212,7 @@ def read_run(path: Path) -> Run:
     in_flight: _InFlight = defaultdict(dict)
     for number, line in enumerate(lines[1:], 2):
         record = _parse(line)
-        problem = "not a JSON object" if record is None else problem_of(record, run.cells)
+        problem = "not a JSON object of 64-bit numbers" if record is None else problem_of(record, run.cells)
         if record is None or problem is not None:
             raise RecordsError(f"{path}, line {number}: {problem}")
         _take(run, in_flight, record)
@@ -271,29 +272,36 @@ def _whole(data: bytes) -> int:
 
 def _parse(line: bytes) -> Record | None:
     try:
-        record = json.loads(line.decode())
-    except ValueError:
+        record = json.loads(line.decode(), parse_int=_integer)
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _integer(digits: str) -> int:
+    """Integers that 64 bits hold: no time, count or size is larger, and larger ones overflow in a division."""
+    if not -(2**63) <= (number := int(digits)) < 2**64:
+        raise ValueError(digits)
+    return number
 
 
 def _header(path: Path, record: Record | None) -> Run:
     if record is None or record.get("type") != "run":
         raise RecordsError(f"{path}, line 1: not the run line that records begin with")
     schema = record.get("schema")
-    if schema not in SCHEMAS_READ:
+    if not isinstance(schema, int) or schema not in SCHEMAS_READ:
         newer = isinstance(schema, int) and schema > SCHEMA
         mend = "upgrade panscan" if newer else "measure again, or use the panscan that wrote it"
         known = " and ".join(map(str, SCHEMAS_READ))
-        raise RecordsError(f"{path} has schema {schema!r}, this panscan reads schemas {known}: {mend}")
+        raise RecordsError(f"{path} has schema {shorten(schema)}, this panscan reads schemas {known}: {mend}")
     problem = problem_of(record)
     if problem is not None:
         raise RecordsError(f"{path}, line 1: {problem}")
     cells: dict[str, Record] = {}
     for cell in record["cells"]:
-        if not isinstance(cell, dict) or not isinstance(cell.get("settings"), dict) or cell.get("cell") in cells:
-            raise RecordsError(f"{path}, line 1: each cell needs an id of its own and settings")
-        cells[str(cell.get("cell"))] = cell["settings"]
+        if cell["cell"] in cells:
+            raise RecordsError(f"{path}, line 1: there are two cells {cell['cell']!r}")
+        cells[cell["cell"]] = cell["settings"]
     presets = {str(cell["cell"]): str(cell["preset"]) for cell in record["cells"] if cell.get("preset")}
     aliases = {str(cell["cell"]): _aliases(path, cell["aliases"]) for cell in record["cells"] if cell.get("aliases")}
     return Run(path, record, cells, presets, aliases)

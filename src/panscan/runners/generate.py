@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
+from panscan.core.request import request_list
 from panscan.engine.detokenizer import Detokenizer
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
@@ -62,6 +63,8 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     Raises:
         SettingError: they differ (``generate()`` takes one set), or set what the runner does not offer.
     """
+    if not request_list(batch):
+        raise SettingError("a batch needs at least one request")
     for request in batch:
         for name in refused:
             if getattr(request.sampling, name) not in (None, ()):

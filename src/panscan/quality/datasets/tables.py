@@ -192,6 +192,8 @@ def _is_leaf(kind: Any, names: Sequence[str]) -> bool:
 
 def _columns(path: Path, called: str) -> list[str]:
     names: list[str] = _schema(path, called).names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DatasetError(f"{called}: {path.name}: there are several columns {twice[0]!r}: rename all but one")
     return names
 
 

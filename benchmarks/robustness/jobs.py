@@ -1,0 +1,115 @@
+"""Jobs that are stopped and resumed: how they start, how they go on, and what of them is on the disk."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, Protocol
+
+from panscan.core import PanscanError
+from panscan.records.store import FILE_NAME, read_run
+
+__all__ = ["JOBS", "SMALL", "Job", "Results"]
+
+SMALL = ("--max-new-tokens", "2", "--do-pan-and-scan", "false", "--device", "cpu")
+"""Settings under which the bundled mini model answers quickly."""
+
+Results = dict[str, Any]
+"""Finished results by name: what a stopped job must not lose. Times are left out, so equal work has equal results."""
+
+_TIMES = ("ttft_ms", "e2el_ms", "cached_tokens")
+_REQUEST = ("request", "views", "crops", "prompt_tokens", "output_tokens", "finish_reason", "error", "scores")
+
+
+class Job(Protocol):
+    """A command that can be stopped at any moment, and resumed."""
+
+    def start(self, where: Path, samples: Path) -> list[str]:
+        """The command line that starts the job."""
+
+    def resume(self, where: Path, samples: Path) -> list[str]:
+        """The command line that goes on with it; the first one again where nothing was written yet."""
+
+    def results(self, where: Path) -> Results:
+        """The finished results that are on the disk."""
+
+    def duplicates(self, where: Path) -> int:
+        """Results that stand there twice."""
+
+
+class _Batch:
+    def __init__(self, order: str) -> None:
+        self.order = order
+
+    def start(self, where: Path, samples: Path) -> list[str]:
+        job = ["batch", str(samples), "-p", "What is the total?", "-o", str(where / "answers.jsonl")]
+        return [*job, "--order", self.order, "--max-num-seqs", "2", *SMALL]
+
+    def resume(self, where: Path, samples: Path) -> list[str]:
+        begun = (where / "answers.jsonl").exists()
+        return [*self.start(where, samples), *(["--resume"] if begun else [])]
+
+    def results(self, where: Path) -> Results:
+        return {line["id"]: {k: v for k, v in line.items() if k not in _TIMES} for line in self._lines(where)}
+
+    def duplicates(self, where: Path) -> int:
+        return len(self._lines(where)) - len(self.results(where))
+
+    def _lines(self, where: Path) -> list[dict[str, Any]]:
+        path = where / "answers.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline is torn
+        return [line for line in map(json.loads, lines) if line["error"] is None]
+
+
+class _Bench:
+    def start(self, where: Path, samples: Path) -> list[str]:
+        job = ["bench", "--dataset", str(samples / "questions.jsonl"), "--num-samples", "3", "--batch-size", "1,2"]
+        return [*job, "--repeats", "2", "--warmup", "0", "--output-dir", str(where / "runs"), *SMALL]
+
+    def resume(self, where: Path, samples: Path) -> list[str]:
+        begun = self._records(where)
+        return ["bench", "--resume", str(begun[0].parent)] if begun else self.start(where, samples)
+
+    def results(self, where: Path) -> Results:
+        found: Results = {}
+        for path in self._records(where):
+            run = read_run(path)
+            for (cell, repeat), requests in run.requests.items():
+                kept = [{name: request.get(name) for name in _REQUEST} for request in requests]
+                found[f"{cell} {repeat}"] = sorted(kept, key=lambda each: str(each["request"]))
+            found |= {f"{cell} verdict": verdict["verdict"] for cell, verdict in run.verdicts.items()}
+        return found
+
+    def duplicates(self, where: Path) -> int:
+        keys: Counter[str] = Counter()
+        for path in self._records(where):
+            for line in path.read_bytes().split(b"\n")[:-1]:
+                record = json.loads(line)
+                if record["type"] in ("repeat", "verdict"):
+                    keys[f"{record['type']} {record['cell']} {record.get('repeat')}"] += 1
+        return sum(count - 1 for count in keys.values())
+
+    def _records(self, where: Path) -> list[Path]:
+        return sorted((where / "runs").glob(f"*/{FILE_NAME}"))
+
+
+JOBS: dict[str, Job] = {
+    "batch, in order": _Batch("input"),
+    "batch, as finished": _Batch("finished"),
+    "bench": _Bench(),
+}
+"""The jobs, and how often results of one stand there twice, by name."""
+
+
+def lost(before: Results, after: Results) -> list[str]:
+    """Names of results that were there before and are not, or are others."""
+    return [name for name, result in before.items() if after.get(name) != result]
+
+
+def results_of(job: Job, where: Path) -> tuple[Results, str]:
+    """The finished results, and the reason if the disk holds something else."""
+    try:
+        return job.results(where), ""
+    except (PanscanError, ValueError, KeyError) as error:
+        return {}, f"unreadable after the stop: {error}"

@@ -1,0 +1,65 @@
+"""Tables about the robustness job, from its record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+
+__all__ = ["robustness_cases", "robustness_parts"]
+
+RECORD = Path(__file__).parent / "records" / "robustness.json"
+_CALLED = {
+    "files": "damaged images and PDFs",
+    "commands": "hostile command lines",
+    "kills": "jobs killed and resumed",
+    "enospc": "jobs on a full disk, resumed",
+}
+
+
+def _parts() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))["parts"]
+    return {name: found[name] for name in _CALLED if name in found}
+
+
+def robustness_parts() -> str:
+    """One line for each part: cases, outcomes, failures, lost results, the slowest case and the largest."""
+    headings = ["inputs", "cases", "outcomes", "failed", "results lost", "slowest s", "peak MB"]
+    rows = []
+    for name, part in _parts().items():
+        outcomes: dict[str, int] = {}
+        for counts in part["groups"].values():
+            for outcome, count in counts.items():
+                outcomes[outcome] = outcomes.get(outcome, 0) + count
+        shown = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(outcomes.items()))
+        figures = (part["cases"], part["failed"], part["lost"], part["slowest_s"], part["peak_mb"])
+        cases, *others = (f"{figure:,}" for figure in figures)
+        rows.append([_CALLED[name], cases, part["skipped"] or shown, *others])
+    return f"{table(headings, rows)}\n\n{_where()}"
+
+
+def _where() -> str:
+    parts = _parts()
+    facts = next(iter(parts.values()))["environment"]
+    seeds = sorted({part["seed"] for part in parts.values()})
+    return (
+        f"{facts['cpu']}, {facts['cpu_count']} cores, Python {facts['python']}, torch {facts['packages']['torch']},"
+        f" transformers {facts['packages']['transformers']}, pillow {facts['packages']['pillow']}; seed"
+        f" {', '.join(map(str, seeds))}. Record: `benchmarks/records/robustness.json`."
+        " Command: `python -m benchmarks.robustness`"
+    )
+
+
+def robustness_cases(name: str, key: str) -> Callable[[], str]:
+    """A table of one part: what was damaged (``groups``) or what was done to it (``ways``), with each outcome."""
+
+    def write() -> str:
+        part = _parts()[name]
+        outcomes = sorted({outcome for counts in part[key].values() for outcome in counts})
+        rows = [[row, *(f"{counts.get(each, 0):,}" for each in outcomes)] for row, counts in part[key].items()]
+        return table([_CALLED[name], *outcomes], rows)
+
+    return write
