@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from panscan.core import Result, Sampling
+from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
-from panscan.model.reference import head_logits
+from panscan.model.reference import head_logits, warped_scores
 from panscan.records.verdict import Departure, TokenCheck, clear_margin
 from panscan.settings import Settings
 
@@ -156,7 +154,7 @@ def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, see
     for at, token in enumerate(tokens[: len(expected.tokens)]):
         row = judge.logits(expected.hidden[at][None])
         moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
-        versions = _filtered(torch.cat([row, row + moves]), sampling).double().softmax(-1)
+        versions = warped_scores(torch.cat([row, row + moves]), sampling).double().softmax(-1)
         target = draw(seed, at) / DRAWS
         drawn = (versions.cumsum(-1) <= target * versions.sum(-1, keepdim=True)).sum(-1).tolist()
         compared += 1
@@ -167,19 +165,6 @@ def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, see
         if token != expected.tokens[at]:
             break
     return TokenCheck(1, compared)
-
-
-def _filtered(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Scores after temperature, ``top_k``, ``top_p`` and ``min_p``, as ``generate()`` filters them."""
-    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
-    for kind, value in (
-        (TopKLogitsWarper, sampling.top_k), (TopPLogitsWarper, sampling.top_p), (MinPLogitsWarper, sampling.min_p),
-    ):  # fmt: skip
-        warpers += [] if value is None else [kind(value)]
-    ids = torch.empty(len(scores), 0, dtype=torch.long)
-    for warper in warpers:
-        scores = warper(ids, scores)
-    return scores
 
 
 @dataclass(slots=True)

@@ -21,7 +21,6 @@ import torch
 from panscan.bench.divergence import DivergenceTally
 from panscan.bench.grid import Cell
 from panscan.bench.invariance import Variant, compare, shared_axis, variants
-from panscan.bench.processor_check import check_inputs
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Noise,
@@ -38,6 +37,7 @@ from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
+from panscan.model.processor_check import check_inputs
 from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
 from panscan.records.schema import Record

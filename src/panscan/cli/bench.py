@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "exit_code", "print_files", "print_run", "say_dataset", "say_start", "sweep_progress"]
 
 _SAMPLES = InRange(Range(whole=True, least=1, most=1_000_000))
+_TRUTH = InRange(Range(whole=True, least=1, most=4096))
 _REPEATS = InRange(Range(whole=True, least=1, most=10_000))
 _WARMUP = InRange(Range(whole=True, least=0, most=10_000))
 _PROCESSES = InRange(Range(whole=True, least=1, most=1024))
@@ -79,9 +80,9 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of the order of cells and the draw of samples.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
 @click.option("--no-verify", is_flag=True, help="Do not compare answers with the reference; outputs then say so.")
-@click.option("--verify-requests", type=click.IntRange(1), default=16, show_default=True, help="Requests per truth.")
+@click.option("--verify-requests", type=_TRUTH, default=16, show_default=True, help="Requests of a truth.")
 @click.option(
-    "--verify-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per truth request."
+    "--verify-tokens", type=_TRUTH, default=32, show_default=True, help="Output tokens of each request of a truth."
 )
 @click.option("--check-invariance", is_flag=True, help="Answer again alone, reordered, in chunks, with warm caches.")
 @click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")

@@ -129,7 +129,7 @@ def url_options(command: Command) -> Command:
 def max_pages_option(command: Command) -> Command:
     """``--max-pages``, on every verb that opens documents."""
     return click.option(
-        "--max-pages", type=click.IntRange(1, 1_000_000), default=MAX_PAGES, show_default=True,
+        "--max-pages", type=InRange(Range(whole=True, least=1, most=1_000_000)), default=MAX_PAGES, show_default=True,
         help="Refuse a PDF or TIFF with more pages.",
     )(command)  # fmt: skip
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from panscan.core import UnsupportedError
+from panscan.core import Sampling, UnsupportedError
 
-__all__ = ["float32_model", "head_logits", "one_view_at_a_time", "weights_digest"]
+__all__ = ["float32_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
 
 _DRAWN = 64  # values of each parameter that the digest looks at
 _HEAD_ROWS = 32_768  # of the output matrix that are float32 at once
@@ -121,6 +122,23 @@ def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     finally:
         torch.set_float32_matmul_precision(precision)
     return torch.cat(blocks, dim=-1)
+
+
+def warped_scores(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Scores after temperature, ``top_k``, ``top_p`` and ``min_p``, filtered by Transformers' own warpers.
+
+    Args:
+        scores: float32 ``[rows, vocabulary]``.
+        sampling: not greedy.
+    """
+    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
+    warpers += [] if sampling.top_p is None else [TopPLogitsWarper(sampling.top_p)]
+    warpers += [] if sampling.min_p is None else [MinPLogitsWarper(sampling.min_p)]
+    ids = torch.empty(len(scores), 0, dtype=torch.long)
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return scores
 
 
 def weights_digest(model: Any) -> str:

@@ -9,10 +9,10 @@ import pytest
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request
-from panscan.bench.processor_check import CHECKED_REQUESTS, check_inputs
 from panscan.images.views import plan_views
 from panscan.model import inputs
 from panscan.model.checkpoint import load_reader
+from panscan.model.processor_check import CHECKED_REQUESTS, check_inputs
 from panscan.model.prompt import Prompt, PromptWriter
 
 CROPS = PanAndScan(max_num_crops=3)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import PanAndScan, Request
 from panscan.images.pixels import pixels_pil
@@ -19,7 +20,6 @@ from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
 from panscan.model.inputs import Read, plan_request, read_images
 from panscan.model.prompt import conversation
-from panscan.records.schema import Record
 
 __all__ = ["CHECKED_REQUESTS", "check_inputs"]
 
@@ -27,7 +27,7 @@ CHECKED_REQUESTS = 4
 _MOST_PIXELS = 64_000_000  # of an image whose boxes are checked: a number for each pixel takes four bytes
 
 
-def check_inputs(reader: Reader, requests: Sequence[Request]) -> Record:
+def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
     """Compare panscan's inputs with those of the checkpoint's processor.
 
     Pixels are those of the CPU preprocessor, which must be bit-identical to Transformers' Pillow backend.
@@ -57,7 +57,7 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> Record:
     return _record(len(checked), views, None, notes)
 
 
-def _record(requests: int, views: int, difference: str | None, notes: Sequence[str]) -> Record:
+def _record(requests: int, views: int, difference: str | None, notes: Sequence[str]) -> dict[str, Any]:
     return {"requests": requests, "views": views, "difference": difference, "note": "; ".join(notes)}
 
 
@@ -66,8 +66,6 @@ def _difference(reader: Reader, read: Read) -> tuple[str | None, int]:
     plans, prompt = plan_request(read, reader)
     settings, count = read.request.pan_and_scan, 0
     if reader.reads_images and read.images:
-        from transformers import Gemma3ImageProcessorPil
-
         assert reader.pixels is not None  # it reads images
         theirs = Gemma3ImageProcessorPil.from_dict(reader.processor.image_processor.to_dict())
         for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
