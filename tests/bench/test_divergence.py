@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax, rel_entr
 
-from panscan.bench.divergence import DivergenceTally, PositionComparison, compare_logits
-from panscan.bench.truth import Noise
+from panscan.bench.divergence import DivergenceTally, Noise, PositionComparison, compare_logits
 
 CPU = torch.device("cpu")
 LOGITS = st.integers(1, 40).flatmap(

@@ -184,7 +184,7 @@ def test_a_subdirectory_that_cannot_be_listed_is_one_line(here, also):
     assert names == [f"top/{number}.png" for number in range(also)]
     (problem,) = problems
     assert problem.startswith("top/ddd")
-    assert problem.endswith("/" + "d" * 250 + ": file name too long")
+    assert problem.endswith("d" * 100 + ": file name too long")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

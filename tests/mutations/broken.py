@@ -139,7 +139,7 @@ def _words_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
-    from panscan.model import processor_check
+    from panscan.runners import processor_check
 
     whole = inputs.pixels_pil
     for module in (inputs, processor_check):

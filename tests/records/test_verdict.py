@@ -104,7 +104,8 @@ def token_check(first: dict | None = None, **fields: object) -> dict[str, object
 
 
 DEPARTURE = {
-    "request": "7", "position": 2, "token": 5, "expected": 6, "texts": ["'a'", "'b'"], "margin": 3.25, "clear": True,
+    "request": "7", "position": 2, "token": 5, "expected": 6, "found": "'a'", "wanted": "'b'",
+    "margin": 3.25, "clear": True,
 }  # fmt: skip
 EXACT = {
     "type": "verdict", "cell": "c", "verdict": "exact", "reason": None, "truth": "t", "answer": figures(1e-3),
@@ -160,7 +161,7 @@ def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path
         {"repeat": {"tokens": {"requests": 1}}},
         {"repeat": {"tokens": [1]}},
         {"repeat": {"tokens": token_check({"request": "7"})}},
-        {"repeat": {"tokens": token_check(DEPARTURE | {"texts": ["a"]})}},
+        {"repeat": {"tokens": token_check(DEPARTURE | {"found": None})}},
         {"verdict": {"invariance": {}}},
         {"verdict": {"invariance": [7]}},
         {"verdict": {"beyond": token_check(departed="1")}},

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from panscan.bench.truth import Noise
 from panscan.model.checkpoint import Loaded
 from panscan.model.reference import head_logits
 from panscan.records.verdict import MARGIN_FLOOR, Divergence, Top1, judge
 
-__all__ = ["DivergenceTally", "PositionComparison", "compare_logits"]
+__all__ = ["DivergenceTally", "Noise", "PositionComparison", "compare_logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What eager attention at some precision makes of the truth.
+
+    Args:
+        answer: divergences in nats, by request and token.
+        image: the mean over image positions; None without images.
+        margin: the largest change of a margin between the truth's first and second choice, in nats.
+    """
+
+    answer: list[list[float]]
+    image: float | None
+    margin: float
+
+    def answer_mean(self, steps: int) -> float:
+        """The mean over the first ``steps`` tokens of each request: a cell may be allowed fewer than the truth has."""
+        return fmean(value for request in self.answer for value in request[:steps])
+
 
 _LEAST_REST = 1e-6
 """Of a row's probability: less than this cannot be told from the rounding of the known ones."""

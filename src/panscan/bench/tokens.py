@@ -78,12 +78,12 @@ class Judge:
         found, expected = pair
         texts = self.text(found), self.text(expected)
         if found is None or expected is None or found in self.suppressed:
-            return Departure(request, position, found, expected, texts, None, clear=True)
+            return Departure(request, position, found, expected, *texts, None, clear=True)
         if hidden is None:
-            return Departure(request, position, found, expected, texts, None, clear=None)
+            return Departure(request, position, found, expected, *texts, None, clear=None)
         row = self.logits(hidden[None])[0]
         margin = float(row[expected] - row[found])
-        return Departure(request, position, found, expected, texts, margin, margin > clear_margin(self.noise))
+        return Departure(request, position, found, expected, *texts, margin, margin > clear_margin(self.noise))
 
     def text(self, token: int | None) -> str:
         """A token in quotes, or the end of the answer."""
@@ -121,7 +121,7 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
     if result.error is not None or result.finish_reason != "stop" or marked:
         return TokenCheck()
     found = judge.departure(result.id, len(tokens), (None, None), None)
-    return TokenCheck(departed=1, equal=False, first=replace(found, texts=(_END, "another token")))
+    return TokenCheck(departed=1, equal=False, first=replace(found, found=_END, wanted="another token"))
 
 
 def _greedy(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:
@@ -160,7 +160,7 @@ def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, see
         compared += 1
         if token not in drawn and len(set(drawn)) == 1:
             texts = judge.text(token), judge.text(drawn[0])
-            first = Departure(request, at, token, drawn[0], texts, None, clear=True)
+            first = Departure(request, at, token, drawn[0], *texts, None, clear=True)
             return TokenCheck(1, compared, 1, equal=False, first=first)
         if token != expected.tokens[at]:
             break

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from panscan.bench.divergence import Noise
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.model.checkpoint import Loaded
@@ -31,7 +31,6 @@ from panscan.runners.observe import observe
 from panscan.settings import Settings
 
 __all__ = [
-    "Noise",
     "Truth",
     "TruthRequest",
     "compute_truth",
@@ -47,25 +46,6 @@ __all__ = [
 FORMAT = "2"
 TOKENS = 32
 _TOGETHER = 4  # requests in one call; one by one where their memory is not there
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """What eager attention at some precision makes of the truth.
-
-    Args:
-        answer: divergences in nats, by request and token.
-        image: the mean over image positions; None without images.
-        margin: the largest change of a margin between the truth's first and second choice, in nats.
-    """
-
-    answer: list[list[float]]
-    image: float | None
-    margin: float
-
-    def answer_mean(self, steps: int) -> float:
-        """The mean over the first ``steps`` tokens of each request: a cell may be allowed fewer than the truth has."""
-        return fmean(value for request in self.answer for value in request[:steps])
 
 
 @dataclass(frozen=True, slots=True)

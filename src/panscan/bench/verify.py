@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from panscan.bench.divergence import DivergenceTally
+from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
 from panscan.bench.invariance import Variant, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
-    Noise,
     Truth,
     compute_truth,
     eager_settings,
@@ -37,12 +36,12 @@ from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
-from panscan.model.processor_check import check_inputs
 from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
 from panscan.records.schema import Record
 from panscan.records.verdict import AXES, AxisCheck, TokenCheck, merged_axes
 from panscan.runners.base import calls
+from panscan.runners.processor_check import check_inputs
 from panscan.settings import Settings
 
 if TYPE_CHECKING:

@@ -122,12 +122,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 
+_DIVERGENCE: dict[str, Any] = {"positions": int, "kl": _NUMBER, "kl_max": _NUMBER, "noise": _NUMBER}
 _DEPARTURE: dict[str, Any] = {
     "request": str,
     "position": int,
     "token": _COUNT_OR_NONE,
     "expected": _COUNT_OR_NONE,
-    "texts": [str],
+    "found": str,
+    "wanted": str,
     "margin": _NUMBER_OR_NONE,
     "clear": (bool, type(None)),
 }
@@ -150,7 +152,8 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "repeat": {"tokens": _TOKENS_OR_NONE},
     "truth": {"inputs": (_INPUTS, type(None))},
     "verdict": {
-        **dict.fromkeys(("answer", "image", "top1"), ({"*": _NUMBER_OR_NONE}, type(None))),
+        **dict.fromkeys(("answer", "image"), (_DIVERGENCE, type(None))),
+        "top1": ({"clear": int, "agree": int}, type(None)),
         "beyond": _TOKENS_OR_NONE,
         "invariance": ([_AXIS], type(None)),
     },

@@ -109,7 +109,8 @@ class Departure:
         position: of the token in the answer, starting at 0.
         token: the token found; None if the answer ended instead.
         expected: the token expected; None if the answer should have ended.
-        texts: both tokens as text, the found one first.
+        found: the token found, as text.
+        wanted: the token expected, as text.
         margin: by how much the reference prefers the expected token, in nats; None where no margin can explain the
             other one (an end that is missing or too early, a suppressed token).
         clear: whether the margin exceeds the noise; None if no reference was at hand to tell the margin.
@@ -119,22 +120,24 @@ class Departure:
     position: int
     token: int | None
     expected: int | None
-    texts: tuple[str, str]
+    found: str
+    wanted: str
     margin: float | None
     clear: bool | None
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        names = ("request", "position", "token", "expected", "margin", "clear")
-        return cls(**{name: record[name] for name in names}, texts=tuple(record["texts"]))
+        names = ("request", "position", "token", "expected", "found", "wanted", "margin", "clear")
+        return cls(**{name: record[name] for name in names})
 
     @property
     def text(self) -> str:
         """Where, which tokens, and the margin."""
-        found, expected = self.texts
         unknown = ", margin unknown" if self.clear is None else ""
         margin = unknown if self.margin is None else f", margin {self.margin:.3g} nats"
-        return f"request {self.request}, output token {self.position + 1}: {found} instead of {expected}{margin}"
+        return (
+            f"request {self.request}, output token {self.position + 1}: {self.found} instead of {self.wanted}{margin}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from panscan import GenerateRunner, PanAndScan, Request
 from panscan.images.views import plan_views
 from panscan.model import inputs
 from panscan.model.checkpoint import load_reader
-from panscan.model.processor_check import CHECKED_REQUESTS, check_inputs
 from panscan.model.prompt import Prompt, PromptWriter
+from panscan.runners.processor_check import CHECKED_REQUESTS, check_inputs
 
 CROPS = PanAndScan(max_num_crops=3)
 
