@@ -124,9 +124,7 @@ class Settings:
     )
     prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
     vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
-    image_memory_gb: float = _axis(
-        2.0, "decoded images in preparation, in GB (10^9 bytes); a larger one is read alone", only="engine"
-    )
+    image_memory_gb: float = _axis(2.0, "decoded images in memory, in GB (10^9 bytes)", only="engine")
     vision_batch_size: int = _axis(16, "views encoded at once", only="engine")
     attention_backend: str = _axis(
         "auto",

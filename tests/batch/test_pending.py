@@ -63,7 +63,7 @@ def test_several_answers_to_one_document_are_reported(path: Path, caplog: pytest
     before = path.read_bytes()
     with opened(path, "resume") as file:
         assert list(Answered(file, retry_failed=False).left(every)) == []
-    assert f"{path}: several answers to one document, of which the last counts: '1.png'" in caplog.text
+    assert f"{path}: several answers to one document, using the last: '1.png'" in caplog.text
     assert path.read_bytes() == before
 
 

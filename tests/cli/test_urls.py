@@ -72,7 +72,7 @@ def test_a_run_is_resumed_without_credentials_with_one_clear_line(
     [directory] = Path("runs").iterdir()
     capsys.readouterr()
     assert run(["bench", "--resume", str(directory), "--allow-private-urls"]) == 3
-    assert "credentials are not kept in records: start again with the full URL" in capsys.readouterr().err
+    assert "credentials are not stored in records: pass the full URL again" in capsys.readouterr().err
 
 
 def test_answers_about_urls_with_credentials_are_resumed(site: Site) -> None:

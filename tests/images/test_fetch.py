@@ -237,7 +237,7 @@ def test_credentials_reach_the_server_and_no_name(site):
     )
     for again in (name, pickle.loads(pickle.dumps(name)), copy.deepcopy(name)):
         assert open_image(again).size == (6, 6)
-    with pytest.raises(ImageError, match="credentials are not kept in records"):
+    with pytest.raises(ImageError, match="credentials are not stored in records"):
         open_image(json.loads(json.dumps(name)))
     site.put(path, status=500)
     fetch._CACHE.clear()

@@ -127,7 +127,7 @@ def with_own_model(copy: Path) -> str:
 def with_own_processor(copy: Path) -> str:
     for name in ("processor_config.json", "tokenizer_config.json"):
         change(copy / name, processor_class="Own", auto_map={"AutoProcessor": "own.X"})
-    return "it needs code of its own, which panscan does not run"
+    return "it requires custom code (trust_remote_code), which panscan does not run"
 
 
 def with_own_kernel(copy: Path) -> str:

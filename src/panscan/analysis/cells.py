@@ -66,7 +66,7 @@ class MeasuredCell:
         return told(self.settings, self.aliases)
 
     def label(self, names: Sequence[str]) -> str:
-        """``name=value, ...`` of some settings, as they are told."""
+        """Return ``name=value, ...`` for the named settings, aliases included."""
         values = self.told
         return label({name: values.get(name) for name in names})
 
@@ -96,7 +96,7 @@ def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def told(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What is meant by a cell's settings, as people see them: ``4 or 6`` where an alias has another value."""
+    """Return a cell's settings for display: ``4 or 6`` where an alias has a different value."""
     own, others = meant(settings), [meant(alias) for alias in aliases]
     values = {name: dict.fromkeys(shown(each.get(name)) for each in (own, *others)) for name in own}
     return {name: " or ".join(values[name]) if len(values[name]) > 1 else value for name, value in own.items()}
@@ -127,7 +127,7 @@ def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
         every = [meant(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
         apart = varying_names(every)
         others = "; ".join(label({name: each.get(name) for name in apart}) for each in every[1:])
-        lines.append(f"{names[cell]}: measured once for {others}, too, which lead to the same views of every document.")
+        lines.append(f"{names[cell]}: measured once for {others}, too: the views of every document are the same.")
     return lines
 
 

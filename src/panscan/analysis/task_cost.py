@@ -47,7 +47,7 @@ class TaskCost:
 
 
 def costs_of_cells(run: Run) -> dict[str, TaskCost]:
-    """By cell id, of each cell with answers that is not exact; nothing where the dataset has no accepted answers.
+    """Return the accuracy cost of each answered cell that is not exact, by cell id; empty without accepted answers.
 
     Paired by question; see :func:`panscan.analysis.significance.quality_difference`. p-values are not corrected for
     the number of cells.
@@ -105,8 +105,8 @@ def cost_lines(costs: Mapping[str, TaskCost]) -> list[str]:
     if missing:
         who = "1 cell that is" if missing == 1 else f"{missing} cells that are"
         lines.append(
-            f"{who} not exact cannot be compared: the run has no exact cell with the same views and model, so what"
-            " that costs in accuracy is unknown."
+            f"{who} not exact cannot be compared: the run has no exact cell with the same views and model."
+            " The accuracy cost is unknown; add an exact cell, for example with --attention eager."
         )
     return lines
 

@@ -97,7 +97,7 @@ class JsonLines:
         except OSError as error:
             raise unwritable(kept, error) from error
         self._torn = False
-        _LOG.warning("%s ended in half a line: its %d bytes are now in %s", self.path, len(half), kept)
+        _LOG.warning("%s ended with an incomplete line: moved its %d bytes to %s", self.path, len(half), kept)
 
     def append(self, record: Mapping[str, Any]) -> int:
         """Add one whole line; returns where it begins.

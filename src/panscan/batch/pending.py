@@ -66,7 +66,7 @@ class Answered:
             self._note(record)
         if repeated:
             _LOG.warning(
-                "%s: several answers to one document, of which the last counts: %s%s", file.path,
+                "%s: several answers to one document, using the last: %s%s", file.path,
                 ", ".join(map(repr, repeated[:5])), f" and {len(repeated) - 5} more" if len(repeated) > 5 else "",
             )  # fmt: skip
         for record, replaces in list(file.held()):

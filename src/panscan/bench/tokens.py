@@ -96,10 +96,10 @@ def compared_with_truth(
     """Compare measured answers with the truth's as far as it reaches, and how each of them ends.
 
     Args:
-        judge: of the cell.
+        judge: the cell's judge.
         expected: the truth's requests by id.
-        results: measured; those that the truth does not have are only looked at for how they end.
-        seed: of the sampler in this repeat; None for greedy cells.
+        results: measured results; for requests that the truth lacks, only the end of the answer is checked.
+        seed: sampler seed of this repeat; None for greedy cells.
     """
     total = sum((_wrong_end(judge, result) for result in results), TokenCheck())
     settings = judge.settings

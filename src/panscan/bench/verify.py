@@ -159,10 +159,10 @@ class Verifier:
         """Compare a measured repeat's tokens with the truth's, and keep them for :meth:`conclude`.
 
         Args:
-            runner: that measured the repeat.
-            cell: the cell.
-            results: of all its requests.
-            seed: of the sampler; None in greedy cells.
+            runner: the runner that measured the repeat.
+            cell: the measured cell.
+            results: one result per request of the repeat.
+            seed: sampler seed; None for greedy cells.
 
         Returns:
             The fields of :class:`panscan.records.verdict.TokenCheck`; None without a truth.
@@ -182,12 +182,12 @@ class Verifier:
             return asdict(TokenCheck(note=_reason(error, "comparing measured tokens")))
 
     def conclude(self, runner: Runner, cells: Sequence[Cell]) -> list[Record]:
-        """The verdict records of cells again, with what takes the bare model: measured tokens beyond the truth's
+        """Return updated verdict records, with the checks that need the bare model: measured tokens beyond the truth
         against the reference's choices, and answers under different conditions against each other.
 
         Args:
-            runner: all of whose cells are measured; gives up everything but its model if need be.
-            cells: of this model.
+            runner: the runner that measured the cells; it may release everything except its model.
+            cells: measured cells of this model.
         """
         found = []
         with ExitStack() as stack:
@@ -268,7 +268,7 @@ class Verifier:
         left: dict[tuple[str, tuple[int, ...]], int] = {}
         runs = [variant for variant in self._runs.get(cell.id, ()) if variant.axis == "repeats"]
         if not runs:
-            return TokenCheck(note="the tokens were measured in an earlier start of this run, which did not keep them")
+            return TokenCheck(note="tokens measured before this run was resumed are not stored")
         for run in runs:
             for item, expected in zip(self.items, truth.requests, strict=True):
                 tokens = tuple(run.answers.get(item.id, ()))

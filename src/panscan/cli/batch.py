@@ -69,7 +69,7 @@ moves to answers.jsonl.torn.
 @click.option(
     "--limit",
     type=_LIMIT,
-    help="The first so many documents (pages, questions).",
+    help="Process only the first N documents (pages, questions).",
 )
 @click.option(
     "--order", type=click.Choice(["input", "finished"]), default="input", show_default=True,

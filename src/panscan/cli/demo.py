@@ -33,7 +33,7 @@ Examples
 @click.command("demo", epilog=EPILOG, short_help="What pan and scan brings and costs, on made-up documents.")
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("demo"))
 @click.option("--count", type=_COUNT, default=18, show_default=True, help="Documents.")
-@click.option("--seed", type=SEED, default=2, show_default=True, help="Another seed, other documents.")
+@click.option("--seed", type=SEED, default=2, show_default=True, help="Seed for the generated documents.")
 @click.option("--again", is_flag=True, help="Take the place of a demo that is there.")
 @common_options
 def command(directory: Path, count: int, seed: int, again: bool) -> int:

@@ -137,7 +137,7 @@ def max_pages_option(command: Command) -> Command:
 def external_images_option(command: Command) -> Command:
     """``--allow-external-images``, on every verb that reads a dataset."""
     return click.option(
-        "--allow-external-images", is_flag=True, help="Let dataset rows name URLs and files outside its folder."
+        "--allow-external-images", is_flag=True, help="Allow dataset images from URLs and other folders."
     )(command)
 
 

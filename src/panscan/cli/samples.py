@@ -22,7 +22,7 @@ Examples
 @click.command("samples", epilog=EPILOG, short_help="Make sample documents with questions and answers.")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--count", type=InRange(SAMPLE_RANGES["count"]), default=12, show_default=True, help="Documents.")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Another seed, other documents.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed for the generated documents.")
 @click.option(
     "--columns",
     type=InRange(SAMPLE_RANGES["columns"]),

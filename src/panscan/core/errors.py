@@ -64,7 +64,7 @@ class EngineError(PanscanError):
 
 
 class QueueFullError(EngineError):
-    """The engine holds as many submitted requests as it takes: submit again later, or wait for a free place."""
+    """The engine's request queue is full: submit again later, or use ``Engine.submit_wait``."""
 
 
 class UnsupportedError(PanscanError):

@@ -1,4 +1,4 @@
-"""How many submitted requests an engine holds: a place for each, given to those that wait for one in their order."""
+"""Admission control: a bounded number of slots for submitted requests, granted in order of arrival."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Admission:
             raise
 
     def give(self) -> None:
-        """Give a place back, or hand it to whoever has waited longest."""
+        """Release a slot, or pass it to the request that has waited longest."""
         while True:
             with self._lock:
                 if not self._waiting:

@@ -71,8 +71,8 @@ class Engine:
         self.loaded = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
-        full = f"the engine's queue is full: {max_queued_requests} submitted requests wait (max_queued_requests)"
-        self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}; await submit_wait()")
+        full = f"the engine's queue is full: {max_queued_requests} submitted requests wait: raise max_queued_requests"
+        self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}, or await submit_wait()")
         self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
         self._loop = self._worker.loop
         self._numbers = count()

@@ -52,7 +52,7 @@ class ImageMemory:
     def take(self, size: int) -> Share:
         """Wait until ``size`` bytes are free, and hold them.
 
-        What a request waits for comes without it: others end their preparation, or the engine computes them.
+        Cannot deadlock: other requests finish their preparation, or the engine computes them.
         """
         turn = object()
         with self._changed:
@@ -66,13 +66,13 @@ class ImageMemory:
         return Share(self, size)
 
     def give(self, size: int) -> None:
-        """Bytes that a share does not need any more."""
+        """Release bytes of a share."""
         with self._changed:
             self._taken -= size
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Close: wake all waiting threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -117,7 +117,7 @@ def fetch(url: str) -> bytes:
     url = named_url(url)
     full = url.full if isinstance(url, ConcealedUrl) else url
     if f"{_HIDDEN}@" in full or f"={_HIDDEN}" in full:
-        raise image_error(url, "its credentials are not kept in records: start again with the full URL")
+        raise image_error(url, "its credentials are not stored in records: pass the full URL again")
     private = os.environ.get(ALLOW_PRIVATE, "") not in ("", "0")
     key = full, private
     with _LOCK:

@@ -319,7 +319,7 @@ def _advice(name: str, error: BaseException) -> str:
     if _NO_SAFETENSORS.search(text):
         return _PICKLED
     if "trust_remote_code" in text:
-        return "it needs code of its own, which panscan does not run"
+        return "it requires custom code (trust_remote_code), which panscan does not run"
     if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
         return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
     if "connect" in text.lower():

@@ -51,7 +51,7 @@ def metric_title(run: Run) -> str:
 
 
 def accuracy_title(metric: str) -> str:
-    """``accuracy (exact match)``: the word for quality, which nobody takes for the verdict *exact*."""
+    """Return the column title of a metric, such as ``accuracy (exact match)``; distinct from the verdict *exact*."""
     return f"accuracy ({METRICS[metric].removesuffix(' accuracy')})"
 
 

@@ -108,8 +108,8 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TruthSummary:
-    """The reference that cells were compared with. ``seconds`` of making it and of comparing are apart from all times
-    above. ``inputs`` says how its inputs compare with those of Transformers' processor; empty if nobody compared."""
+    """The reference that cells were compared with. ``seconds`` and ``compared_seconds`` are excluded from all timings.
+    ``inputs`` describes the comparison of its inputs with Transformers' processor; empty if not compared."""
 
     model: str
     origin: str
@@ -181,7 +181,8 @@ def _about_speed() -> list[tuple[str, str]]:
         ),
         (
             "Intervals",
-            "95% confidence by a seeded bootstrap that draws whole batches; none below two batches.",
+            "95% confidence by a seeded bootstrap that draws whole batches; none below two batches. Accuracies have "
+            "Wilson intervals over questions.",
         ),
         (
             "~",
@@ -220,12 +221,12 @@ def _about_answers() -> list[tuple[str, str]]:
         (
             "different",
             "the rest; also any cell whose measured tokens depart from the reference by more than "
-            f"{verdict.EXACT_RATIO:g}x the noise, or depend on what must not matter, and any whose inputs are wrong.",
+            f"{verdict.EXACT_RATIO:g}x the noise, in any run of it, and any whose inputs are wrong.",
         ),
         (
             "Invariance",
             "the same greedy request gives the same tokens whatever the batch, the order, the caches, the prefill "
-            "chunks and the number of GPUs; --check-invariance runs what the measurement does not vary.",
+            "chunks and the number of GPUs; --check-invariance varies all of them but the GPUs.",
         ),
         ("unverified", "not compared, for the reason beside it."),
     ]
@@ -244,8 +245,8 @@ def _about_quality() -> list[tuple[str, str]]:
             f"share of answers that are an accepted number within {scores.RELAXED:.0%} of it, or an accepted text: "
             "ChartQA's metric.",
         ),
-        ("Accuracy (contains answer)", "share of answers that have an accepted one in them, as words of their own."),
-        ("Accuracy (VQA)", "mean of min(1, people of nine who say the same / 3) over ten people: TextVQA's metric."),
+        ("Accuracy (contains answer)", "share of answers that contain an accepted one as whole words."),
+        ("Accuracy (VQA)", "min(1, matches / 3) among nine annotators, averaged over the ten sets of nine: TextVQA's."),
         (
             "Accuracy vs exact",
             "of a cell that is not exact: its accuracy less that of the exact cell with the same views and model, in "

@@ -47,7 +47,7 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
         try:
             found, count = _difference(reader, read)
         except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
-            notes.append(f"request {request.id}: the processor refuses it: {' '.join(str(error).split())[:120]}")
+            notes.append(f"request {request.id}: the processor raised: {' '.join(str(error).split())[:120]}")
             continue
         views += count
         if found is not None:
