@@ -86,8 +86,8 @@ class _Bench:
         for path in self._records(where):
             for line in path.read_bytes().split(b"\n")[:-1]:
                 record = json.loads(line)
-                if record["type"] in ("repeat", "verdict"):  # a verdict is written again when it is complete
-                    keys[f"{record['type']} {record['cell']} {record.get('repeat')} {'beyond' in record}"] += 1
+                if record["type"] == "repeat" or (record["type"] == "verdict" and record["concluded"]):
+                    keys[f"{record['type']} {record['cell']} {record.get('repeat')}"] += 1
         return sum(count - 1 for count in keys.values())
 
     def _records(self, where: Path) -> list[Path]:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.bench.invariance import Variant, compare, shared_axis
+from panscan.bench.invariance import Variant, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, compared_with_truth, first_difference
-from panscan.core import Result, Stamps
+from panscan.core import Request, Result, Stamps
 from panscan.records.verdict import clear_margin
 from panscan.settings import Settings, settings_from
 
@@ -148,3 +148,25 @@ def test_cells_that_differ_in_one_axis_only_are_compared() -> None:
     assert shared_axis(base, replace(base, batch_size=4, prefill_chunk_size=64)) is None
     assert shared_axis(base, replace(base, temperature=1.0)) is None
     assert shared_axis(base, base) is None
+
+
+def test_an_answer_that_the_context_cut_off_is_no_departure() -> None:
+    short = judge()
+    short.loaded.model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=11))
+    assert checked([1, 2], [1, 2, 3], short).departed == 0, "9 prompt tokens and 2 of the answer"
+    assert checked([1], [1, 2, 3], short).departed == 1
+    assert checked([1, 4], [1, 2, 3], short).departed == 1
+
+
+def test_a_variant_that_fails_says_so() -> None:
+    class Failing:
+        settings = settings_from({"batch_size": 2})
+
+        def run(self, batch: Any) -> Any:
+            raise RuntimeError("CUDA out of memory")
+
+    found = list(variants(cast("Any", Failing()), [Request(prompt="x")] * 2, [1, 1], 9))
+    assert {each.note for each in found if each.axis in ("order", "batch")} == {
+        "failed: RuntimeError: CUDA out of memory"
+    }
+    assert not any(each.answers for each in found)

@@ -20,7 +20,7 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
 from panscan.bench.truth import FORMAT, find_references
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload
+from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
 from panscan.model.runtime import apply_attention
 from panscan.runners.factory import open_runner
@@ -289,3 +289,29 @@ def test_without_a_truth_a_cell_is_unverified_and_says_why(tiny: GenerateRunner,
     assert (record["verdict"], record["truth"]) == ("unverified", None)
     assert "offloaded" in record["reason"]
     assert "--reference" in record["reason"]
+
+
+@pytest.mark.parametrize("place", ["directory", "reference"])
+def test_a_follower_takes_the_truth_of_its_own_weights(
+    runner: GenerateRunner, half: GenerateRunner, bench: Bench, tmp_path: Path, place: str
+) -> None:
+    """Two loads have truths of the same views; each replica compares with that of the weights it loaded."""
+    for each in (runner, half):
+        bench.verifier(directory=tmp_path).verdict(each, replace(each.settings, max_new_tokens=STEPS))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 2
+    found = (
+        bench.verifier(directory=tmp_path) if place == "directory" else bench.verifier(*files, directory=tmp_path / "x")
+    )
+    found.follows = True
+    for each in (runner, half):
+        settings = replace(each.settings, max_new_tokens=STEPS)
+        requests = [request_of(item, settings, bench.source) for item in bench.items]
+        each.configure(settings)
+        checked = found.check(each, Cell.of(settings), [each.run([request])[0] for request in requests], None)
+        assert checked is not None
+        assert (checked["requests"], checked["departed"], checked["note"]) == (3, 0, "")
+    found.follows, found.directory, found.references = True, tmp_path / "none", []
+    missing = found.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)
+    assert missing is not None
+    assert "no truth" in missing["note"]

@@ -21,6 +21,7 @@ from panscan.cli.main import run
 from panscan.images.views import plan_views
 from panscan.records.metrics import LAUNCHER as LAUNCHER_COLUMNS
 from panscan.records.store import Run, read_run
+from panscan.records.verdict import token_lines, verdict_of
 from panscan.settings import Settings
 
 LAUNCHER = shlex.split(
@@ -307,15 +308,25 @@ def test_without_verification_every_output_says_so(folder: Path, capsys: pytest.
     assert run(["bench", "docs/a.png", "-p", "x", "--no-verify", "--reference", "x", *QUICK]) == 2
 
 
-def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "docs/a.png", "-p", "x", *QUICK]) == 0
+@pytest.mark.parametrize("left", ["nothing", "the first line"])
+def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) -> None:
+    """Also one that was stopped before measured tokens were followed beyond the truth: they are answered again."""
+    assert run(["bench", "docs/a.png", "-p", "x", *QUICK, "--verify-tokens", "1"]) == 0
     measured = only_run(folder)
     lines = measured.path.read_text().splitlines(keepends=True)
-    measured.path.write_text("".join(line for line in lines if '"type":"verdict"' not in line))
+    verdicts = [line for line in lines if '"type":"verdict"' in line]
+    assert [json.loads(line)["concluded"] for line in verdicts] == [False, True]
+    kept = verdicts[: left == "the first line"]
+    measured.path.write_text("".join([*(line for line in lines if line not in verdicts), *kept]))
+    if kept:
+        assert "--resume" in " ".join(token_lines([verdict_of(only_run(folder), cell) for cell in measured.cells]))
     before = measured.path.read_text()
     assert run(["bench", "--resume", str(measured.path.parent)]) == 0
     added = measured.path.read_text().removeprefix(before)
     assert list(dict.fromkeys(json.loads(line)["type"] for line in added.splitlines())) == ["load", "verdict"]
+    for cell in measured.cells:
+        found = verdict_of(only_run(folder), cell)
+        assert (found.word, found.beyond.departed if found.beyond else None) == ("exact", 0)
 
 
 def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from tests.images.site import Site, serving
 
 from panscan.core import ImageError
 from panscan.images import fetch
-from panscan.images.files import Page, expand_images, find_pages, load_page, open_image, page_digest
+from panscan.images.files import Page, expand_images, find_files, find_pages, load_page, open_image, page_digest
 
 
 @pytest.fixture
@@ -280,3 +280,22 @@ def test_which_parameters_are_secret(parameter, secret):
     text = f"panscan ask https://ann:pw@example.test/x?{parameter}=s3cret -p mail@example.test"
     assert fetch.conceal(text).startswith("panscan ask https://***@example.test/x?")
     assert fetch.conceal(text).endswith(" -p mail@example.test")
+
+
+def test_urls_that_differ_in_their_login_only_are_not_one() -> None:
+    problems: list[str] = []
+    given = ["http://alice:a@x.test/p.png", "http://bob:b@x.test/p.png"]
+    assert len(find_files(given, on_problem=lambda error: problems.append(str(error)))) == 1
+    assert "login" in problems[0]
+    assert "bob" not in problems[0]
+    assert len(find_files(given[:1] * 2, on_problem=lambda error: problems.append(str(error)))) == 1
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize("value", ["false", "no", "off", "0", ""])
+def test_private_addresses_stay_refused_unless_allowed_in_so_many_words(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", value)
+    with pytest.raises(ImageError, match="not a public address"):
+        fetch.fetch("http://127.0.0.1:9/x.png")

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
 from panscan.core import PanscanError, Request, Result
 from panscan.engine.options import EngineOptions
+from panscan.model.machine import release_memory
 from panscan.records.verdict import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
 
-__all__ = ["Answers", "Variant", "compare", "shared_axis", "variants"]
+__all__ = ["Again", "Answers", "Variant", "answered", "compare", "shared_axis", "variants"]
 
 _ALONE = 8  # requests that are answered alone
 _JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
@@ -83,11 +84,35 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     yield Variant("gpus", "this run uses one set of devices", {})
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The answers of requests that were answered as a measurement does, and the tokens of the longest prompt."""
+
+    variant: Variant
+    longest: int
+
+
+def answered(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> Again:
+    """Answer a cell's requests once more, in their order and batches.
+
+    Raises:
+        PanscanError: of a request that failed.
+    """
+    results = [
+        result
+        for batch in calls(list(views), runner.settings)
+        for result in runner.run([requests[index] for index in batch])
+    ]
+    return Again(Variant("repeats", "", _named(results)), max(result.prompt_tokens for result in results))
+
+
 def _variant(axis: str, note: str, run: Callable[[], Answers]) -> Variant:
     try:
         return Variant(axis, note, run())
-    except PanscanError as error:
-        return Variant(axis, f"failed: {' '.join(str(error).split())[:200]}", {})
+    except Exception as error:  # out of memory, too: the measurement and its verdict stand
+        reason = f"{type(error).__name__}: {error}" if not isinstance(error, PanscanError) else str(error)
+    release_memory()
+    return Variant(axis, f"failed: {' '.join(reason.split())[:200]}", {})
 
 
 def _spread(count: int) -> list[int]:

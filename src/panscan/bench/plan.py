@@ -100,19 +100,11 @@ class SweepPlan:
         longest = sorted(order, key=lambda index: -len(self.items[index].prompt))
         several = [index for index in order if len(self.items[index].documents) > 1]
         chosen: dict[int, None] = {}
-        for kind in (sorted(order, key=lambda index: -self._most_views[index]), longest, several):
+        longest_sides = sorted(order, key=lambda index: -_stretch(self.items[index]))
+        for kind in (longest_sides, longest, several):
             chosen |= dict.fromkeys([index for index in kind if index not in chosen][: count // 5])
         chosen |= dict.fromkeys([index for index in order if index not in chosen][: count - len(chosen)])
         return [self.items[index] for index in sorted(chosen)]
-
-    @cached_property
-    def _most_views(self) -> list[int]:
-        """Views of each item, in the cell that takes the most."""
-        cells = {cell.settings.pan_and_scan: cell for cell in self.cells if cell.id not in self.skipped}.values()
-        return [
-            max((sum(len(plan.views) for plan in plans_of(item, cell.settings)) for cell in cells), default=0)
-            for item in self.items
-        ]
 
     def batches(self, settings: Settings) -> list[list[int]]:
         """Indices of items, batch by batch, in a cell."""
@@ -152,3 +144,8 @@ class SweepPlan:
                     if self.verify and repeat == self.repeats - 1:
                         visits.append((cell, None))
             yield visits
+
+
+def _stretch(item: Item) -> float:
+    """Sum of the images' longer over shorter sides: more views in any cell, whichever cells a plan has."""
+    return sum(max(each.width, each.height) / min(each.width, each.height) for each in item.documents)

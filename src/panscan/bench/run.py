@@ -169,25 +169,32 @@ def finish(directory: Path) -> Run:
     return run
 
 
-def plan_to_resume(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
+def plan_to_resume(
+    run: Run, *, on_problem: Callable[[InputError], None], later: Mapping[str, Any] | None = None
+) -> SweepPlan:
     """Return the plan that continues a run on this machine.
 
     Raises:
         RecordsError: the run began on another machine or with other libraries; or see :func:`plan_of`.
     """
     check_same_machine(run)
-    return plan_of(run, on_problem=on_problem)
+    return plan_of(run, on_problem=on_problem, later=later)
 
 
-def plan_of(run: Run, *, on_problem: Callable[[InputError], None]) -> SweepPlan:
+def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mapping[str, Any] | None = None) -> SweepPlan:
     """The plan that a run was started with, its documents and prompts read again.
+
+    Args:
+        run: the run so far.
+        on_problem: called for each file that cannot be used.
+        later: fields of its :class:`panscan.bench.workload.Source` that count if the run's version did not have them.
 
     Raises:
         RecordsError: documents or prompts are not what they were, or the header is another version's.
     """
     kept = run.header["settings"]
     try:
-        source = Source(**{**kept["source"], "images": tuple(kept["source"]["images"])})
+        source = Source(**{**(later or {}), **kept["source"], "images": tuple(kept["source"]["images"])})
         cells = [
             Cell(cell, Settings(**settings), run.presets.get(cell), tuple(map(_alias, run.aliases.get(cell, ()))))
             for cell, settings in run.cells.items()

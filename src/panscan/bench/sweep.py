@@ -74,8 +74,8 @@ def _run_loaded(
             if verifier is not None and compared:
                 verifier.prepare(runner, compared)
             _visit(plan, visits, runner, writer=writer, observer=observer, verifier=verifier)
-            if verifier is not None and (concluded := verifier.conclude(runner, compared)):
-                writer.write(concluded)
+            for record in verifier.conclude(runner, compared) if verifier is not None else ():
+                writer.write([record])
         finally:
             runner.close()
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 
 import torch
 
@@ -83,6 +84,8 @@ class Judge:
             return Departure(request, position, found, expected, *texts, None, clear=None)
         row = self.logits(hidden[None])[0]
         margin = float(row[expected] - row[found])
+        if not isfinite(margin):  # the reference overflows, or would not choose either
+            return Departure(request, position, found, expected, *texts, None, clear=None)
         return Departure(request, position, found, expected, *texts, margin, margin > clear_margin(self.noise))
 
     def text(self, token: int | None) -> str:
@@ -110,7 +113,8 @@ def compared_with_truth(
     else:
         one = _greedy if settings.sampling.greedy else _sampled
         known = [result for result in results if result.id in expected]
-        return sum((one(judge, each.id, expected[each.id], each.token_ids, seed or 0) for each in known), total)
+        parts = ((each.id, _within_context(judge, expected[each.id], each), each.token_ids) for each in known)
+        return sum((one(judge, *part, seed or 0) for part in parts), total)
     return replace(total, note=note)
 
 
@@ -122,6 +126,15 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
         return TokenCheck()
     found = judge.departure(result.id, len(tokens), (None, None), None)
     return TokenCheck(departed=1, equal=False, first=replace(found, found=_END, wanted="another token"))
+
+
+def _within_context(judge: Judge, expected: Expected, result: Result) -> Expected:
+    """What the truth has of an answer that the end of the model's context cut off; generate() goes on behind it."""
+    config = getattr(judge.loaded.model, "config", None)
+    positions = inf if config is None else config.get_text_config().max_position_embeddings
+    if result.finish_reason != "length" or result.prompt_tokens + len(result.token_ids) < positions:
+        return expected
+    return Expected(expected.tokens[: len(result.token_ids)], expected.hidden)
 
 
 def _greedy(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:

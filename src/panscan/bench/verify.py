@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
-from panscan.bench.invariance import Variant, compare, shared_axis, variants
+from panscan.bench.invariance import Variant, answered, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Truth,
@@ -111,7 +111,7 @@ class Verifier:
         if not known & asked:
             raise RecordsError(
                 f"--reference {self.references[0][0]} is of other views: documents, prompts, pan-and-scan settings"
-                ", --preprocess, --num-samples and --seed must be those of a cell"
+                ", --preprocess, --num-samples, --verify-requests and --seed must be those of a cell"
             )
 
     def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
@@ -171,9 +171,11 @@ class Verifier:
         self._longest[cell.id] = max(result.prompt_tokens for result in results)
         self._keep(cell, Variant("repeats", "", {result.id: result.token_ids for result in results}))
         try:
+            if self.follows:
+                self._digest(runner, cell.settings)
             truth = self._truth(cell.settings, runner.pixels(cell.settings))
             if truth is None:
-                return None
+                return asdict(TokenCheck(note="no truth of these weights and views")) if self.follows else None
             judge = self._judge(runner, cell.settings, truth)
             asked = zip(self.items, truth.requests, strict=True)
             expected = {item.id: Expected(each.tokens, each.answer) for item, each in asked}
@@ -181,33 +183,26 @@ class Verifier:
         except Exception as error:  # the measurement stands, whatever keeps its tokens from being compared
             return asdict(TokenCheck(note=_reason(error, "comparing measured tokens")))
 
-    def conclude(self, runner: Runner, cells: Sequence[Cell]) -> list[Record]:
-        """Return updated verdict records, with the checks that need the bare model: measured tokens beyond the truth
+    def conclude(self, runner: Runner, cells: Sequence[Cell]) -> Iterator[Record]:
+        """Yield final verdict records, with the checks that need the bare model: measured tokens beyond the truth
         against the reference's choices, and answers under different conditions against each other.
 
         Args:
             runner: the runner that measured the cells; it may release everything except its model.
             cells: measured cells of this model.
         """
-        found = []
         with ExitStack() as stack:
             rows = _Rows(self, runner, stack)
             for cell in cells:
                 record = self._records.pop(cell.id, None)
-                truth = self._truth(cell.settings, runner.pixels(cell.settings))
-                if record is None or truth is None:
+                if record is None or record["concluded"]:
                     continue
                 started = now()
                 self.say(f"comparing tokens beyond the truth: cell {cell.id}")
-                try:
-                    extra = self._concluded(runner, cell, truth, rows)
-                except Exception as error:  # the verdict so far stands
-                    extra = {"beyond": asdict(TokenCheck(note=_reason(error, "comparing tokens beyond the truth")))}
-                if any(extra.values()):
-                    found.append(record | extra | {"seconds": record["seconds"] + now() - started})
+                extra = self._concluded(runner, cell, rows)
+                yield record | extra | {"concluded": True, "seconds": record["seconds"] + now() - started}
         for cell in cells:
             del self._runs.get(cell.id, [])[1:]  # the first run of a cell is compared with cells of other loads
-        return found
 
     def verify(self, runner: Runner, cell: Cell) -> Record:
         """The verdict record of a cell that ``runner`` is configured for."""
@@ -225,15 +220,24 @@ class Verifier:
                 record |= self._compare(runner, cell.settings, truth)
             except Exception as error:  # a cell that cannot be watched is unverified; the sweep goes on
                 record["reason"] = _reason(error, "comparing answers")
-            if self.invariance and _comparable(cell.settings):
+            if _comparable(cell.settings):
                 self._vary(runner, cell)
-        self._records[cell.id] = record | {"seconds": now() - started}
+        concluded = truth is None or not _comparable(cell.settings)
+        self._records[cell.id] = record | {"concluded": concluded, "seconds": now() - started}
         return self._records[cell.id]
 
     def _vary(self, runner: Runner, cell: Cell) -> None:
-        """Answer a cell's requests again under other conditions, for :meth:`conclude` to compare."""
+        """Answer a cell's requests again under other conditions, for :meth:`conclude` to compare; of a resumed run,
+        whose measured tokens are not stored, first as they were measured."""
         requests = [request_of(item, cell.settings, self.source) for item in self.everything]
         views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
+        if requests and not self._runs.get(cell.id):
+            self.say("answering again: tokens measured before this run was resumed are not stored")
+            again = answered(runner, requests, views)
+            self._longest[cell.id] = again.longest
+            self._keep(cell, again.variant)
+        if not self.invariance:
+            return
         for variant in variants(runner, requests, views, self._longest.get(cell.id, 0)):
             self.say(f"answering again: {AXES[variant.axis]}")
             self._keep(cell, variant)
@@ -251,24 +255,22 @@ class Verifier:
     def _judge(self, runner: Runner, settings: Settings, truth: Truth) -> Judge:
         return Judge(runner.loaded, settings, truth.noise[_precision(settings)].margin)
 
-    def _concluded(self, runner: Runner, cell: Cell, truth: Truth, rows: _Rows) -> Record:
-        judge = self._judge(runner, cell.settings, truth)
-        if not judge.comparable:
-            return {}
-        reference = rows.of(cell.settings)
-        beyond = self._beyond(cell, truth, judge, reference)
-        axes = self._axes(cell, judge, reference)
-        return {
-            "beyond": None if beyond is None else asdict(beyond),
-            "invariance": [asdict(axis) for axis in axes],
-        }
+    def _concluded(self, runner: Runner, cell: Cell, rows: _Rows) -> Record:
+        """Both comparisons; one that fails leaves a note, and the verdict so far stands."""
+        truth = self._truth(cell.settings, runner.pixels(cell.settings))
+        assert truth is not None  # the record would be concluded
+        judge, reference = self._judge(runner, cell.settings, truth), rows.of(cell.settings)
+        try:
+            beyond = self._beyond(cell, truth, judge, reference)
+        except Exception as error:  # quantised weights, no memory: whatever keeps the reference from computing
+            beyond = TokenCheck(note=f"tokens beyond the truth: {_reason(error, 'computing the reference')}")
+        axes = [asdict(axis) for axis in self._axes(cell, judge, reference)]
+        return {"beyond": None if beyond is None else asdict(beyond), "invariance": axes}
 
     def _beyond(self, cell: Cell, truth: Truth, judge: Judge, reference: ReferenceRows) -> TokenCheck | None:
         """Measured tokens that the truth does not reach; None if there are none."""
         left: dict[tuple[str, tuple[int, ...]], int] = {}
         runs = [variant for variant in self._runs.get(cell.id, ()) if variant.axis == "repeats"]
-        if not runs:
-            return TokenCheck(note="tokens measured before this run was resumed are not stored")
         for run in runs:
             for item, expected in zip(self.items, truth.requests, strict=True):
                 tokens = tuple(run.answers.get(item.id, ()))
@@ -307,7 +309,7 @@ class Verifier:
         views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
         precision = _precision(settings)
         if self.follows:
-            found = self._followed(views)
+            found = self._followed(views, settings)
         elif weights is not None:
             found = self._truths.get((weights, views))
         else:
@@ -317,11 +319,19 @@ class Verifier:
             )
         return found if found is not None and precision in found.noise else None
 
-    def _followed(self, views: str) -> Truth | None:
-        """The truth of these views that another process of this run has stored; its weights are this one's."""
+    def _digest(self, runner: Runner, settings: Settings) -> None:
+        """Know the weights that are loaded; those of quantised ones are known by the model's name only."""
+        if _identity(settings) not in self._digests and settings.quantization is None:
+            with suppress(UnsupportedError):
+                self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
+
+    def _followed(self, views: str, settings: Settings) -> Truth | None:
+        """The truth of these views and weights that another process of this run has found or stored."""
         files = [] if self.directory is None else sorted(self.directory.glob(f"*-{views[:8]}.safetensors"))
-        found = [truth for file in files if (truth := load_truth(file)).views == views]
-        return found[0] if len(found) == 1 else None
+        weights = self._digests.get(_identity(settings))
+        found = [truth for _, truth in self.references] + [load_truth(file) for file in files]
+        fitting = [each for each in found if each.views == views and _same_model(each.model, settings)]
+        return next((each for each in fitting if weights in (None, each.weights)), None)
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
         if (unwatched := _unwatched(settings)) is not None:
@@ -424,7 +434,10 @@ class Verifier:
         facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
         counts = {"requests": len(truth.requests), "tokens": truth.tokens, "image_positions": truth.image_positions}
         chosen = [request_of(item, settings, self.source) for item in _unlike(self.items)]
-        inputs = check_inputs(runner.loaded.reader, chosen)
+        try:
+            inputs = check_inputs(runner.loaded.reader, chosen)
+        except Exception as error:  # an image that is gone meanwhile, an unusual processor: the truth stands
+            inputs = {"requests": 0, "views": 0, "difference": None, "note": _reason(error, "comparing inputs")}
         self.write([{"type": "truth", **facts, **counts, "inputs": inputs}])
 
 
@@ -449,10 +462,10 @@ class _Rows:
 
     def _compute(self, plain: Settings, request: str, tokens: Tokens) -> torch.Tensor:
         if not self._entered:
-            self._entered = True
             self.runner.drop()
             release_memory()
             self.stack.enter_context(reference_computation(self.runner.loaded.model))
+            self._entered = True
         item = next(item for item in (*self.verifier.items, *self.verifier.everything) if item.id == request)
         asked = request_of(item, plain, self.verifier.source)
         return reference_states(self.runner.loaded, plain, asked, list(tokens))

@@ -137,14 +137,15 @@ def _resume(options: dict[str, Any]) -> int:
     given = [
         option
         for option in context.command.params
-        if option.name not in (None, "resume", "allow_private_urls")
+        if option.name not in (None, "resume", "allow_private_urls", "allow_external_images", "max_pages")
         and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
         raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
     directory = Path(options["resume"])
     before = read_run(directory)
-    plan = run.plan_to_resume(before, on_problem=_say_problem)
+    later = {"external_images": options["allow_external_images"], "max_pages": options["max_pages"]}
+    plan = run.plan_to_resume(before, on_problem=_say_problem, later=later)
     done = before.finished()
     if not first_process():
         return _follow(plan, done)

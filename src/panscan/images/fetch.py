@@ -118,7 +118,7 @@ def fetch(url: str) -> bytes:
     full = url.full if isinstance(url, ConcealedUrl) else url
     if f"{_HIDDEN}@" in full or f"={_HIDDEN}" in full:
         raise image_error(url, "its credentials are not stored in records: pass the full URL again")
-    private = os.environ.get(ALLOW_PRIVATE, "") not in ("", "0")
+    private = os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true", "yes", "on")
     key = full, private
     with _LOCK:
         if key in _CACHE:

@@ -26,7 +26,7 @@ from panscan.images.decode import (
     read_page,
     upright_rgb,
 )
-from panscan.images.fetch import fetch, named_url, rewritten
+from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
 
 __all__ = [
     "SUFFIXES",
@@ -99,6 +99,7 @@ def find_pages(
         on_problem: called once for each pattern without a page and each file or directory that cannot be read.
         max_pages: a file with more pages is a problem, unless one of its first ``max_pages`` is named.
     """
+    names: dict[str, str] = {}
     counts: dict[str, int] = {}
     pages: dict[tuple[str, int | None], Page] = {}
     reported: set[str] = set()
@@ -112,6 +113,9 @@ def find_pages(
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, report):
             file = _identity(source)
+            if names.setdefault(source, file) != file:
+                report(_twin(source))
+                continue
             try:
                 if file not in counts:
                     counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
@@ -129,10 +133,15 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     A ``#page=N`` stays behind its file, unless the whole file is there too.
     """
     found: dict[tuple[str, int | None], str] = {}
+    names: dict[str, str] = {}
     for pattern in patterns:
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, on_problem):
-            found.setdefault((_identity(source), wanted), Page(source, wanted).name)
+            file = _identity(source)
+            if names.setdefault(source, file) != file:
+                on_problem(_twin(source))
+            else:
+                found.setdefault((file, wanted), Page(source, wanted).name)
     return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
 
 
@@ -292,7 +301,13 @@ def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
 
 def _identity(source: str) -> str:
     """The same for every spelling of a path. (A path with a null byte is no path, and fails when it is opened.)"""
-    return source if _URL.match(source) or "\0" in source else os.path.realpath(source)
+    if _URL.match(source):
+        return source.full if isinstance(source, ConcealedUrl) else source
+    return source if "\0" in source else os.path.realpath(source)
+
+
+def _twin(source: str) -> ImageError:
+    return image_error(source, "differs from another URL in its login only, so both have one name: use separate runs")
 
 
 def _count(source: str, max_pages: int) -> int:

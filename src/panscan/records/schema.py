@@ -13,10 +13,11 @@ Requests may also have ``tags`` (``{"type": [...], "kind": [...]}``: what the da
 :class:`panscan.quality.datasets.DatasetFacts`: where its questions came from, and how many were used); its cells may
 have ``aliases`` (further cells that lead to the same work, so that one was measured for all of them). Repeats (and each
 of their replicas) may have ``tokens`` (fields of :class:`panscan.records.verdict.TokenCheck`: the measured tokens
-against the truth's), truths ``inputs`` (the comparison with Transformers' own processor), verdicts ``beyond`` (a
-``TokenCheck``) and ``invariance`` (a list of :class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may
-have ``bundled`` (by name of a bundled model, the start of the SHA-256 of its weights). Records without them are read; a
-``mini`` without a fingerprint had random weights.
+against the truth's), truths ``inputs`` (the comparison with Transformers' own processor), verdicts ``concluded`` (false
+in a first line, which another one replaces), ``beyond`` (a ``TokenCheck``) and ``invariance`` (a list of
+:class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may have ``bundled`` (by name of a bundled model,
+the start of the SHA-256 of its weights). Records without them are read; a ``mini`` without a fingerprint had random
+weights.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "verdict": {
         **dict.fromkeys(("answer", "image"), (_DIVERGENCE, type(None))),
         "top1": ({"clear": int, "agree": int}, type(None)),
+        "concluded": bool,
         "beyond": _TOKENS_OR_NONE,
         "invariance": ([_AXIS], type(None)),
     },

@@ -73,8 +73,9 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def finished(self) -> set[tuple[str, int | None]]:
-        """What a resumed run need not do again: (cell id, repeat), and (cell id, None) for a verdict."""
-        return {*self.repeats, *((cell, None) for cell in self.verdicts)}
+        """What a resumed run need not do again: (cell id, repeat), and (cell id, None) for a concluded verdict."""
+        concluded = (cell for cell, verdict in self.verdicts.items() if verdict.get("concluded", True))
+        return {*self.repeats, *((cell, None) for cell in concluded)}
 
 
 def outcome_of(run: Run, cell_id: str) -> tuple[str, str]:

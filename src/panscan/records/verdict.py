@@ -288,12 +288,18 @@ def verdict_of(run: Run, cell: str) -> Verdict:
         record["equal_tokens"],
         record["truth"],
         measured,
-        TokenCheck.of(record["beyond"]) if record.get("beyond") else None,
+        _beyond(record),
         tuple(AxisCheck.of(each) for each in record.get("invariance") or ()),
     )
     float32 = any(line.get("dtype") == "float32" for (name, _), line in run.repeats.items() if name == cell)
     truth = run.truths.get(record["truth"] or "", {})
     return _with_tokens(verdict, float32=float32, inputs=(truth.get("inputs") or {}).get("difference"))
+
+
+def _beyond(record: Mapping[str, Any]) -> TokenCheck | None:
+    if not record.get("concluded", True):
+        return TokenCheck(note="tokens beyond the truth: the run was stopped before; --resume compares them")
+    return TokenCheck.of(record["beyond"]) if record.get("beyond") else None
 
 
 def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:

@@ -46,6 +46,7 @@ class Watch:
         loaded: the model that is called.
         forced: one per row of the batch.
         padding: tokens on the left of each row.
+        hidden_only: no logits at the places, which may be many.
         keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
     """
 
@@ -53,6 +54,7 @@ class Watch:
     forced: Sequence[ForcedTokens]
     padding: Sequence[int]
     keep_hidden: bool = False
+    hidden_only: bool = False
     _chosen: list[list[int]] = field(init=False)
     _scores: list[torch.Tensor] = field(default_factory=list)
     _places: list[list[torch.Tensor]] = field(init=False)
@@ -136,7 +138,8 @@ class Watch:
         if self.forced[row].places:
             hidden = torch.cat(self._places[row])
             found.image_hidden = hidden.float().cpu()
-            found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
+            if not self.hidden_only:
+                found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
         if self.keep_hidden:
             found.answer_hidden = torch.stack([last[row] for last in self._last[: len(tokens)]])
         return found
@@ -163,7 +166,8 @@ def observe(
             some positions of images.
         steps: tokens at most, where none are forced.
         dtype: of the pixels; the model's own if None.
-        behind: tokens to put behind each prompt, so that their positions are places of one prefill.
+        behind: tokens to put behind each prompt, so that their positions are places of one prefill; the places then
+            have hidden states and no logits.
     """
     on_device = settings.preprocess == "device"
     prepared = [
@@ -177,7 +181,7 @@ def observe(
         forced = [_own_tokens(item, loaded, steps) for item in prepared]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with Watch(loaded, forced, padding, keep_hidden) as watch:
+    with Watch(loaded, forced, padding, keep_hidden, hidden_only=behind is not None) as watch:
         loaded.model.generate(**inputs, **watch.arguments(), generation_config=watched_config(loaded, settings))
         return watch.observations()
 
