@@ -14,7 +14,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return documents(tmp_path_factory.mktemp("pages"))
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+QUICK = [mutation for mutation in MUTATIONS if "model" not in mutation.settings]
+"""Those of the tiny model; ``python -m tests.mutations`` has the others too."""
+
+
+@pytest.mark.parametrize("mutation", QUICK, ids=lambda mutation: mutation.name)
 def test_what_catches_it(mutation: Mutation, pages: list[Path], tmp_path: Path) -> None:
     found = verdict_under(mutation, pages, tmp_path / "run")
     assert mutation.caught_by <= found.caught_by
