@@ -99,7 +99,7 @@ def test_torn_lines_are_kept_and_reported(tmp_path: Path, caplog: pytest.LogCapt
             assert list(file.records()) == [answer(0)]
             assert path.read_bytes() == whole + half
             file.finish()
-        assert f"its {len(half)} bytes are now in {path}.torn" in caplog.text
+        assert f"moved its {len(half)} bytes to {path}.torn" in caplog.text
     assert path.read_bytes() == whole
     assert path.with_name("a.jsonl.torn").read_bytes() == b'{"id": "1", "im\n{"id": "2"\n'
 

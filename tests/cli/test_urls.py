@@ -15,7 +15,7 @@ from panscan.cli.main import run
 from panscan.images import fetch
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
-SECRETS = ("ann", "hunter2", "s1gned")
+SECRETS = ("annika7", "hunter2", "s1gned")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def url_of(site: Site) -> str:
-    return site.url("/scan.png?sig=s1gned", "ann:hunter2@127.0.0.1")
+    return site.url("/scan.png?sig=s1gned", "annika7:hunter2@127.0.0.1")
 
 
 @pytest.mark.parametrize(
