@@ -1,6 +1,6 @@
 """What faults that raise no error cost in answers: python benchmarks/task_cost.py [--documents N] [--output FILE]
 
-The mini model answers questions about sample documents with `generate()`: as it is, with attention that is causal at
+The mini model answers questions about sample documents with `generate()`: unchanged, with attention that is causal at
 image tokens, without its images, and with int8 weights. All variants answer the same questions with the same views,
 greedily, in float32 on a CPU. The record has each question's score; `readme_tables.py` compares them in pairs.
 """

@@ -80,7 +80,7 @@ def furnish(folder: Path) -> None:
     (folder / "empty").write_bytes(b"")
     (folder / "garbage").write_bytes(bytes(range(256)) * 8)
     os.mkfifo(folder / "fifo")
-    # Links: a command that replaces its output replaces the link, not the device, whoever runs it.
+    # Links: a command that replaces its output replaces the link, not the device, even for root.
     for name, target in (
         ("zero", "/dev/zero"),
         ("full", "/dev/full"),

@@ -29,7 +29,7 @@ class Job(Protocol):
         """The command line that starts the job."""
 
     def resume(self, where: Path, samples: Path) -> list[str]:
-        """The command line that goes on with it; the first one again where nothing was written yet."""
+        """Return the command line that resumes the job, or the first one if nothing was written yet."""
 
     def results(self, where: Path) -> Results:
         """The finished results that are on the disk."""

@@ -40,7 +40,7 @@ class _Yardstick:
         return folder
 
     def uninterrupted(self, name: str) -> tuple[Results, float]:
-        """The results of a job that nobody stops, and its seconds."""
+        """Return the results of an uninterrupted job, and its seconds."""
         if name in self._results:
             return self._results[name]
         job, where = JOBS[name], self.scratch / "whole"

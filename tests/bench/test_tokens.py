@@ -89,7 +89,7 @@ def test_an_end_mark_that_is_ignored_on_purpose_is_no_departure() -> None:
     assert checked([1, END], [1, END], ignoring, reason="stop").first is not None
 
 
-def test_an_answer_that_stops_without_a_mark_departs_whoever_asked() -> None:
+def test_an_answer_that_stops_without_a_mark_departs_in_any_request() -> None:
     check = compared_with_truth(judge(), {}, [result([1, 2], reason="stop")], None)
     assert check.departed == 1
     assert compared_with_truth(judge(), {}, [result([1, END], reason="stop")], None).departed == 0

@@ -37,7 +37,7 @@ def on_a_terminal(*command: str) -> str:
         while True:
             try:
                 piece = os.read(ours, 4096)
-            except OSError:  # Linux's way to say that nobody holds the other end
+            except OSError:  # on Linux: the other end is closed
                 break
             if not piece:
                 break

@@ -57,7 +57,7 @@ def test_the_fallback_directory_is_private(tmp_path: Path, monkeypatch: pytest.M
     assert path.stat().st_mode & 0o777 == 0o700
     assert fallback_directory() == path
     path.chmod(0o755)
-    with pytest.raises(SettingError, match=r"is not a private directory of yours: remove it, or set PANSCAN_CACHE"):
+    with pytest.raises(SettingError, match=r"is not a private directory that you own: remove it, or set PANSCAN_CACHE"):
         fallback_directory()
     path.rmdir()
     (tmp_path / "elsewhere").mkdir(0o700)

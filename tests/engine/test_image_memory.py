@@ -113,7 +113,7 @@ def test_shares_wait_for_their_turn() -> None:
     assert memory.taken == 0
 
 
-def test_closed_memory_keeps_nobody_waiting() -> None:
+def test_closed_memory_wakes_all_waiting_threads() -> None:
     memory = ImageMemory(1)
     memory.take(1)
     thread = threading.Thread(target=memory.take, args=(1,))

@@ -137,7 +137,7 @@ def with_own_kernel(copy: Path) -> str:
 
 
 @pytest.mark.parametrize("prepare", [with_own_model, with_own_processor, with_own_kernel])
-def test_a_checkpoint_runs_no_code_of_its_own_and_asks_nobody(
+def test_a_checkpoint_runs_no_custom_code_and_asks_nothing(
     copy: Path, code: str, tmp_path: Path, prepare: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (copy / "own.py").write_text(f"{code}class X: pass\n")

@@ -1,4 +1,4 @@
-"""Inputs against Transformers' own processor: what is equal, what is found, what is left out and said."""
+"""Inputs against Transformers' own processor: equal inputs, faults, and notes on what is not compared."""
 
 from __future__ import annotations
 

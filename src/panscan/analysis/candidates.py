@@ -108,7 +108,7 @@ def cell_name(run: Run, cell: str) -> str:
     """A cell's id, and its settings that differ from other cells'."""
     every = [told_of(run, other) for other in run.cells]
     names = distinguishing(every)
-    if run.aliases.get(cell):  # what the choice leaves open is said, also where all cells leave it open
+    if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
         names += [name for name, value in told_of(run, cell).items() if value != meant(run.cells[cell])[name]]
     return cell_title(cell, told_of(run, cell), list(dict.fromkeys(names)))
 

@@ -40,7 +40,7 @@ class AnswerFile:
     Args:
         path: the file of answers; its directory is made if need be.
         header: how the answers are made, kept beside the file.
-        mode: ``new`` refuses a file that has answers, ``resume`` goes on with it (or begins it; half a last line moves
+        mode: ``new`` refuses a file that has answers, ``resume`` continues it (or begins it; half a last line moves
             to ``.torn`` with the first answer), ``force`` throws it away.
         check: of a header that is there and the one of now; why one cannot be resumed with the other, or None.
 

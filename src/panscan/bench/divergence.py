@@ -48,7 +48,7 @@ class PositionComparison:
         kl: Kullback-Leibler divergence from the truth, in nats; inf where the logits seen are not all finite.
         margin: by how much more the truth likes its first choice than its second, in nats.
         moved: by how much what was seen changes that margin, in nats.
-        agree: whether the likeliest token is the truth's.
+        agree: whether the most probable token is the truth's.
     """
 
     kl: torch.Tensor
@@ -65,7 +65,7 @@ def compare_logits(
     Args:
         truth: float32.
         seen: float32.
-        never: ids that are suppressed, so that they are nobody's choice.
+        never: suppressed ids, which are never chosen.
         device: where to compute; one with float64.
         partial: seen are log-probabilities, NaN where they are not known. What is compared then is the distribution
             over the known tokens and "any other", which is at most as far away as the whole (data processing

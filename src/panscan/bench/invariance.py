@@ -68,7 +68,7 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     """
     settings = runner.settings
     backwards = range(len(requests))[::-1]
-    yield _variant("order", "in reverse order", lambda: _answers(runner, requests, views, backwards))
+    yield _variant("order", "in reverse order", lambda: _named(_results(runner, requests, views, backwards)))
     if hasattr(runner, "answer"):  # the engine's caches outlive a call
         yield _variant("cache", "with the caches of an earlier pass", lambda: _named(runner.answer(requests)))
     else:
@@ -98,11 +98,7 @@ def answered(runner: Runner, requests: Sequence[Request], views: Sequence[int]) 
     Raises:
         PanscanError: of a request that failed.
     """
-    results = [
-        result
-        for batch in calls(list(views), runner.settings)
-        for result in runner.run([requests[index] for index in batch])
-    ]
+    results = _results(runner, requests, views, range(len(requests)))
     return Again(Variant("repeats", "", _named(results)), max(result.prompt_tokens for result in results))
 
 
@@ -125,11 +121,10 @@ def _named(results: Sequence[Result]) -> Answers:
     return {result.id: result.token_ids for result in results}
 
 
-def _answers(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> Answers:
-    found: dict[str, Tokens] = {}
-    for batch in calls([views[index] for index in order], runner.settings):
-        found |= _named(runner.run([requests[order[place]] for place in batch]))
-    return found
+def _results(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> list[Result]:
+    """Answer requests in an order, in the batches that the cell makes of it."""
+    batches = calls([views[index] for index in order], runner.settings)
+    return [result for batch in batches for result in runner.run([requests[order[place]] for place in batch])]
 
 
 def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:

@@ -233,7 +233,11 @@ class Verifier:
         views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
         if requests and not self._runs.get(cell.id):
             self.say("answering again: tokens measured before this run was resumed are not stored")
-            again = answered(runner, requests, views)
+            try:
+                again = answered(runner, requests, views)
+            except Exception as error:  # the measurement and the verdict so far stand
+                self.say(f"not answered again: {_reason(error, 'answering again')}")
+                return
             self._longest[cell.id] = again.longest
             self._keep(cell, again.variant)
         if not self.invariance:
@@ -271,6 +275,8 @@ class Verifier:
         """Measured tokens that the truth does not reach; None if there are none."""
         left: dict[tuple[str, tuple[int, ...]], int] = {}
         runs = [variant for variant in self._runs.get(cell.id, ()) if variant.axis == "repeats"]
+        if not runs:
+            return TokenCheck(note="tokens measured before this run was resumed are not stored")
         for run in runs:
             for item, expected in zip(self.items, truth.requests, strict=True):
                 tokens = tuple(run.answers.get(item.id, ()))

@@ -254,7 +254,7 @@ def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
 
 
 def _ignore(_done: int, _total: int) -> None:
-    """Nobody watches."""
+    """Do nothing: progress is not shown."""
 
 
 def _dataset_workload(

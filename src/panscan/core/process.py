@@ -92,7 +92,7 @@ def fallback_directory() -> Path:
         raise SettingError(f"{path} cannot be created ({error.strerror}): {fix}") from error
     others = os.name == "posix" and (found.st_uid != user or found.st_mode & 0o077)
     if others or not stat.S_ISDIR(found.st_mode):
-        raise SettingError(f"{path} is not a private directory of yours: {fix}")
+        raise SettingError(f"{path} is not a private directory that you own: {fix}")
     return path
 
 

@@ -19,7 +19,7 @@ class Stamps:
     on the device) -> ``scheduled`` (its first pass was launched) -> ``vision`` (image embeddings ready; None without
     images or where the runner cannot see it) -> ``tokens[0]`` (first token) -> ... -> ``tokens[-1]`` -> ``end``.
     Stages of a batch are shared by its requests. ``vision_start`` is when the vision tower was entered. ``preparing``
-    and ``scheduled`` are None where nothing waits. ``waits`` are further (start, end) in which nobody worked on it:
+    and ``scheduled`` are None where nothing waits. ``waits`` are further (start, end) in which no work was done on it:
     while it waited for a lock, or had been preempted.
     """
 

@@ -391,8 +391,10 @@ class Worker:
             raise EngineError(FORKED)
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread. Nothing is taken any more. In a forked child nothing happens: locks
-        that a thread of the parent held are never released there."""
+        """Cancel all requests and end the thread. No further request is accepted.
+
+        In a forked child nothing happens: locks that a thread of the parent held are never released there.
+        """
         if os.getpid() != self._process:
             return
         with self._lock:

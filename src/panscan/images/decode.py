@@ -47,7 +47,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
 # glibc returns freed memory to the system at once only in blocks of more than 32 MiB. Pillow's default blocks are
 # smaller, so each thread that decoded a large page would keep its memory.
 _BLOCK_BYTES = 33 * 2**20
-Image.core.set_block_size(max(_BLOCK_BYTES, Image.core.get_block_size()))  # type: ignore[attr-defined]
+Image.core.set_block_size(max(_BLOCK_BYTES, Image.core.get_block_size()))  # type: ignore[attr-defined]  # not in Pillow's stubs
 
 # Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
 for _library in ("PIL", "pypdfium2"):

@@ -292,9 +292,9 @@ def _header(path: Path, record: Record | None) -> Run:
     schema = record.get("schema")
     if not isinstance(schema, int) or schema not in SCHEMAS_READ:
         newer = isinstance(schema, int) and schema > SCHEMA
-        mend = "upgrade panscan" if newer else "measure again, or use the panscan that wrote it"
+        fix = "upgrade panscan" if newer else "measure again, or use the panscan that wrote it"
         known = " and ".join(map(str, SCHEMAS_READ))
-        raise RecordsError(f"{path} has schema {shorten(schema)}, this panscan reads schemas {known}: {mend}")
+        raise RecordsError(f"{path} has schema {shorten(schema)}, this panscan reads schemas {known}: {fix}")
     problem = problem_of(record)
     if problem is not None:
         raise RecordsError(f"{path}, line 1: {problem}")

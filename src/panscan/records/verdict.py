@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from panscan.records.schema import VERDICTS
@@ -127,8 +127,7 @@ class Departure:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        names = ("request", "position", "token", "expected", "found", "wanted", "margin", "clear")
-        return cls(**{name: record[name] for name in names})
+        return cls(**{each.name: record[each.name] for each in fields(cls)})
 
     @property
     def text(self) -> str:
@@ -138,6 +137,12 @@ class Departure:
         return (
             f"request {self.request}, output token {self.position + 1}: {self.found} instead of {self.wanted}{margin}"
         )
+
+
+def _with_departure(record: Mapping[str, Any], kind: type[TokenCheck | AxisCheck]) -> dict[str, Any]:
+    """Return the fields of a check from its record."""
+    first = None if record["first"] is None else Departure.of(record["first"])
+    return {each.name: record[each.name] for each in fields(kind)} | {"first": first}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +167,7 @@ class TokenCheck:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        first = None if record["first"] is None else Departure.of(record["first"])
-        names = ("requests", "tokens", "departed", "equal", "note")
-        return cls(**{name: record[name] for name in names}, first=first)
+        return cls(**_with_departure(record, cls))
 
     def __add__(self, other: TokenCheck) -> TokenCheck:
         return TokenCheck(
@@ -199,9 +202,7 @@ class AxisCheck:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        first = None if record["first"] is None else Departure.of(record["first"])
-        names = ("axis", "requests", "differ", "own", "note")
-        return cls(**{name: record[name] for name in names}, first=first)
+        return cls(**_with_departure(record, cls))
 
     @property
     def broken(self) -> bool:
@@ -232,7 +233,7 @@ class Verdict:
         reason: why the cell is unverified, or what makes it different beside the figures.
         answer: divergence of the distributions at answer positions.
         image: the same at image positions; None without images.
-        top1: agreement of the likeliest tokens along the truth's.
+        top1: agreement of the most probable tokens along the truth's.
         equal_tokens: whether all of those agree.
         truth: id of the truth.
         measured: the measured tokens against the truth's; None in runs from before that was compared.

@@ -158,7 +158,7 @@ class History(RuleBasedStateMachine):
         self.preemptions += len(self.scheduler.preempted)
         assert self.scheduler.preemptions == self.preemptions
         assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
-        assert not (admitted and self.scheduler.preempted), "room that one lost goes to nobody new"
+        assert not (admitted and self.scheduler.preempted), "room freed by preemption is not given to new requests"
         growing = [each for each in self.ids if len(each.ids) < each.limit]
         assert step.chunks and min(growing, key=lambda each: each.number) in [c.sequence for c in step.chunks]
         for each in self.scheduler.preempted:
