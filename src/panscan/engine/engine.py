@@ -273,15 +273,12 @@ class Engine:
         for index in range(len(watched)):
             if (error := results[index].error) is not None:
                 raise error
-        logits = self._loop.decoder.logits
-        return self._worker.ask(
-            lambda: [watch.observation(results[index].token_ids, logits) for index, watch in enumerate(watched)]
-        )
+        return [watch.observation(results[index].token_ids) for index, watch in enumerate(watched)]
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """What was chosen at the start, why, and how long it took; a line each."""
-        return tuple(self._loop.started.decisions)
+        """What was chosen at startup, why, and how long it took; one line each."""
+        return self._loop.facts.decisions
 
     def stats(self) -> Stats:
         """What the engine holds now, and has done so far."""

@@ -7,13 +7,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from panscan.core import (
     EngineError,
@@ -24,59 +27,99 @@ from panscan.core import (
     Sampling,
     SettingError,
     UnsupportedError,
-    now,
 )
 from panscan.engine.daemons import DaemonThreads
-from panscan.engine.inflight import InFlightPass, Mark, Seeing
+from panscan.engine.model_runner import Launched, ModelRunner, PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
-from panscan.engine.prepare import Preparer
-from panscan.engine.request_state import RequestState, Sight
-from panscan.engine.sampling import Chosen, Sampler, SamplingRow
+from panscan.engine.prepare import PixelIntake, Preparer
+from panscan.engine.request_state import RequestState, Watched
+from panscan.engine.sampling import Chosen
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode, flatten
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.scheduling.sequence import Step
-from panscan.engine.startup import Startup
-from panscan.engine.vision import VisionCache, VisionEncoder
+from panscan.engine.views import PixelRef
+from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
-from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.machine import is_out_of_memory, release_memory
 
-__all__ = ["FORKED", "Loop", "Stats", "Worker"]
+__all__ = ["FORKED", "Loop", "Runner", "Stats", "Worker"]
+
+
+class Runner(PixelIntake, Protocol):
+    """What computes passes: a :class:`panscan.engine.model_runner.ModelRunner`, or several in processes of their own.
+
+    ``facts``: what the loop must know of it.
+    """
+
+    facts: RunnerFacts
+
+    def execute(self, batch: FlatBatch) -> Launched:
+        """Launch a pass behind those launched before."""
+        ...
+
+    def close(self) -> None:
+        """Release the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched pass.
+
+    Args:
+        step: what it computes.
+        sampled: the sequences whose next token it gives, in order.
+        watched: position in its sequence of each row that a verdict watches, in order.
+        observed: sequences among ``sampled`` whose logits a verdict watches, in order.
+        sees: requests some of whose views are encoded or used in this pass.
+        launched: the runner's handle.
+    """
+
+    step: Step
+    sampled: list[Tokens]
+    watched: list[tuple[Tokens, int]]
+    observed: list[Tokens]
+    sees: list[RequestState]
+    launched: Launched
 
 
 class Loop:
     """Prepared requests in, events out; one :meth:`step` launches one pass through the model.
+
+    Args:
+        loaded: the model, or its outline if the runner has the weights.
+        options: sizes of passes and caches.
+        runner: computes passes; None: a :class:`ModelRunner` on the model's device.
 
     Raises:
         UnsupportedError: the memory does not hold the KV cache.
         SettingError: an unknown attention backend, or a cache size that holds nothing.
     """
 
-    def __init__(self, loaded: Loaded, options: EngineOptions) -> None:
+    def __init__(self, loaded: Loaded, options: EngineOptions, runner: Runner | None = None) -> None:
         self.loaded, self.options = loaded, options
-        self.started = Startup(loaded, options)
-        self.decoder = self.started.decoder
-        counts = self.started.blocks
+        self.runner: Runner = ModelRunner(loaded, options) if runner is None else runner
+        self.facts = facts = self.runner.facts
         self.blocks = KVBlocks(
             block_size=options.block_size,
-            global_blocks=counts[0],
-            local_blocks=counts[1],
-            window=self.decoder.window if counts[1] else None,
+            global_blocks=facts.blocks[0],
+            local_blocks=facts.blocks[1],
+            window=facts.window,
             prefix_caching=options.prefix_caching,
         )
-        self.vision = VisionCache(round(options.vision_cache_gb * 1e9))
-        self._encoder = VisionEncoder(self.started.encode, self.vision, options.vision_batch_size)
+        held = round(options.vision_cache_gb * 1e9) // facts.view_bytes if facts.view_bytes else 0
+        self.vision = VisionCache(held)
         self._scheduler = Scheduler(
             self.blocks,
             max_num_seqs=options.max_num_seqs,
             prefill_chunk_size=options.prefill_chunk_size,
-            max_views=max(1, self._views_held),
+            max_views=max(1, held),
         )
-        self._executor = self.started.executor
-        self._sampler = Sampler(loaded.model.generation_config.suppress_tokens or [], loaded.device)
-        self.preparer = Preparer(loaded, options, self.vision.holds)
-        self._overlap = self.started.fast if options.overlap is None else options.overlap
-        self._inflight: InFlightPass | None = None
+        self.preparer = Preparer(loaded, options, self.vision.holds, self.runner)
+        self._overlap = facts.overlaps if options.overlap is None else options.overlap
+        self._inflight: _InFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
@@ -98,6 +141,8 @@ class Loop:
             self.end(lost.state, "error", lost.reason)
             self.land()
             return True
+        except EngineError:
+            raise  # the runner is gone
         except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
             self._fail(step, error)
             self.land()  # before anything is scheduled again: who was preempted may wait for a token of that pass
@@ -116,23 +161,26 @@ class Loop:
         if inflight is None:
             return False
         try:
-            chosen = inflight.draws.wait()
-        except Exception as error:  # a device tells what went wrong when it is waited for
+            result = inflight.launched.wait()
+        except EngineError:
+            raise  # the runner is gone
+        except Exception as error:  # a device reports what went wrong when it is waited for
             for chunk in inflight.step.chunks:
                 if chunk.sequence in self._states:
                     self.end(self._states[chunk.sequence], "error", _explained(error))
             return True
-        landed = now()
-        if inflight.seeing is not None:
-            inflight.seeing.tell(inflight.draws.readback.done, landed)
-        self._hand_out(self._settle(inflight, chosen), landed)
+        if result.vision is not None:
+            for state in inflight.sees:
+                if not state.ended:
+                    state.saw(*result.vision)
+        self._deliver(self._settle(inflight, result), result.landed)
         return True
 
     def add(self, state: RequestState) -> None:
         """Take a prepared request; one that can never run fails at once."""
         sequence = state.sequence
         assert sequence is not None  # it is prepared
-        sequence.limit = min(sequence.limit, self.decoder.max_positions)
+        sequence.limit = min(sequence.limit, self.facts.max_positions)
         if (refusal := self._refusal(state, sequence)) is not None:
             state.end("error", refusal)
         else:
@@ -148,9 +196,10 @@ class Loop:
         state.end(reason, error)
 
     def close(self) -> None:
-        """Wait for the pass under way, of which nothing may be freed, and give the model back as it was."""
-        self.land()
-        self.started.close()
+        """Wait for the pass in flight, of which nothing may be freed, and release the device."""
+        with suppress(EngineError):  # the runner is gone, and its pass with it
+            self.land()
+        self.runner.close()
 
     def reset_caches(self) -> None:
         """Forget every prefix and view that nobody uses."""
@@ -178,26 +227,21 @@ class Loop:
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
             preemptions=self._scheduler.preemptions,
-            views_encoded=self._encoder.encoded,
-            views_reused=self._encoder.reused,
-            vision_cache_bytes=self.vision.bytes,
+            views_encoded=self.vision.encoded,
+            views_reused=self.vision.reused,
+            vision_cache_bytes=len(self.vision) * self.facts.view_bytes,
             kv_blocks_used=(used, local_used),
             kv_blocks=(count, local_count),
             block_size=self.options.block_size,
         )
 
-    @property
-    def _views_held(self) -> int:
-        """Encoded views that the vision cache has room for."""
-        return self.vision.max_bytes // self.decoder.view_bytes if self.decoder.view_bytes else 0
-
     def _refusal(self, state: RequestState, sequence: Tokens) -> SettingError | None:
         """Why a request can never run here."""
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
-        if sequence.prompt_tokens >= self.decoder.max_positions:
-            return SettingError(f"{what}; the model's context ends at {self.decoder.max_positions}")
-        if state.sights and not self._views_held:
-            least = ceil(self.decoder.view_bytes / 1e4) / 1e5
+        if sequence.prompt_tokens >= self.facts.max_positions:
+            return SettingError(f"{what}; the model's context ends at {self.facts.max_positions}")
+        if state.sights and not self.vision.count:
+            least = ceil(self.facts.view_bytes / 1e4) / 1e5
             return SettingError(
                 f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
                 f" raise it to at least {least:g} GB, or leave it out"
@@ -210,79 +254,117 @@ class Loop:
             )
         return None
 
-    def _launch(self, step: Step) -> InFlightPass:
+    def _launch(self, step: Step) -> _InFlight:
+        """Write the step into a flat batch and launch it."""
+        slots, encode, seen = self._place_views(step)
         try:
-            seeing = self._see(step)
-            pending = None if self._inflight is None else self._inflight.pending
-            done = self._executor.run(step, self.vision.features, self._places(step), pending)
+            flat = flatten(step.chunks, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
+            sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
+            rows = np.flatnonzero([chunk.samples for chunk in step.chunks])
+            rows = flat.offsets[rows + 1].astype(np.int64) - 1
+            observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].watched is not None]
+            watched = self._watched(step, flat)
+            pending, sources = self._pending(sampled)
+            batch = replace(
+                flat, encode=tuple(encode.values()), sampled=rows, sampling=tuple(map(self._row, sampled)),
+                pending_rows=rows[pending], pending_sources=sources, watched=np.array(list(watched), np.int64),
+                watched_samples=np.array(observed, np.int64),
+            )  # fmt: skip
+            launched = self.runner.execute(batch)
+        except BaseException:
+            self.vision.forget(encode)
+            raise
         finally:
-            self._encoder.release()
-        sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        draws = self._sampler.launch(done.logits, [self._row(tokens) for tokens in sampled])
-        return InFlightPass(step, sampled, done, draws, seeing)
+            self.vision.release()
+        observers = [sampled[at] for at in observed]
+        return _InFlight(step, sampled, list(watched.values()), observers, seen if encode else [], launched)
 
-    def _see(self, step: Step) -> Seeing | None:
-        """Have the features of every view whose block this step computes; tells if any had to be encoded."""
-        wanted, seeing = [], []
+    def _place_views(
+        self, step: Step
+    ) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:  # fmt: skip
+        """Give every view whose image block the step computes a slot of the vision cache.
+
+        Returns:
+            Slots by view key, what must be encoded first, and the requests that the views belong to.
+        """
+        wanted: list[tuple[bytes, RequestState]] = []
         for chunk in step.chunks:
             state = self._states[chunk.sequence]
             state.runs()
-            if spans := chunk.sequence.layout.within(chunk.start, chunk.end):
-                seeing.append(state)
-                wanted += [(span.key, state, state.sights[span.key]) for span in spans]
-        if not wanted:
-            return None
-        start = Mark.set(self.loaded.device)
-        encoded = self._encoder.encode([(key, partial(self._pixels, state, sight)) for key, state, sight in wanted])
-        for _, _, sight in wanted:
-            sight.pixels = None
-        if not encoded:
-            return None
-        if self.loaded.device.type != "cuda":
-            synchronize(self.loaded.device)
-        return Seeing(seeing, start, Mark.set(self.loaded.device))
-
-    def _pixels(self, state: RequestState, sight: Sight) -> torch.Tensor:
+            wanted += [(span.key, state) for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
+        encode: dict[bytes, ViewToEncode] = {}
         try:
-            return self.preparer.see(sight)
+            slots = {key: slot for key, _ in wanted if (slot := self.vision.pin(key)) is not None}
+            # Of several requests that show the view, one whose pixels wait, if there is one.
+            missing = dict(sorted(wanted, key=lambda each: each[1].sights[each[0]].pixels is not None))
+            refs = {key: self._pixels(state, key) for key, state in missing.items() if key not in slots}
+            for key, ref in refs.items():
+                slots[key] = self.vision.place(key)
+                encode[key] = ViewToEncode(slots[key], ref.handle, ref.rank)
+        except BaseException:
+            self.vision.forget(encode)
+            self.vision.release()
+            raise
+        for key, state in wanted:
+            state.drop_view(key, taken=key in refs and state is missing[key])
+        self.vision.encoded += len(encode)
+        self.vision.reused += len(wanted) - len(encode)
+        return slots, encode, list(dict.fromkeys(state for _, state in wanted))
+
+    def _pixels(self, state: RequestState, key: bytes) -> PixelRef:
+        try:
+            return self.preparer.place(state.sights[key])
         except ImageError as error:
             raise _LostImageError(state, error) from error
 
-    def _places(self, step: Step) -> dict[Tokens, Sequence[int]]:
-        """Positions of this step whose hidden states somebody wants."""
+    def _watched(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
+        """Rows that a verdict watches: whose they are, and their position there."""
         found = {}
-        for chunk in step.chunks:
-            watched = self._states[chunk.sequence].watched if chunk.sequence in self._states else None
-            if watched is not None:
-                found[chunk.sequence] = [at for at in watched.forced_tokens.places if chunk.start <= at < chunk.end]
-        return {tokens: places for tokens, places in found.items() if places}
+        for chunk, offset in zip(step.chunks, flat.offsets.tolist(), strict=False):
+            watched = self._states[chunk.sequence].watched
+            for at in () if watched is None else watched.forced_tokens.places:
+                if chunk.start <= at < chunk.end:
+                    found[offset + at - chunk.start] = (chunk.sequence, at)
+        return found
 
-    def _settle(self, inflight: InFlightPass, chosen: Sequence[Chosen]) -> dict[Tokens, Chosen]:
-        """The tokens of a pass that is over, of the sequences that are still there."""
-        for tokens, places in self._places(inflight.step).items():
-            watched = self._states[tokens].watched
-            if watched is not None:
-                watched.places |= zip(places, inflight.done.hidden[tokens], strict=True)
-        settled = {}
-        for row, tokens in enumerate(inflight.sampled):
-            if tokens not in self._states:
-                continue
-            settled[tokens] = chosen[row]
-            watched = self._states[tokens].watched
-            if watched is not None:
-                watched.answer.append(inflight.done.logits[row].float().cpu())
-                if (forced := watched.next(len(tokens.outputs))) is not None:
-                    settled[tokens] = Chosen(forced, None)
-            tokens.settle(settled[tokens].token)
-        return settled
+    def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
+        """Which of the sampled sequences wait for a token of the pass in flight, and its index there."""
+        waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
+        if not waiting or self._inflight is None:
+            return [], NO_ROWS
+        places = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
+        return waiting, np.array([places[sampled[at]] for at in waiting], np.int64)
 
     def _row(self, tokens: Tokens) -> SamplingRow:
         state = self._states[tokens]
         sampling = state.request.sampling if state.watched is None else Sampling()
-        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, tokens.ids)
+        seen = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
+        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, seen)
 
-    def _hand_out(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
-        """Tell requests their new tokens, and end those whose token was the last."""
+    def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, Chosen]:
+        """Return the tokens of a pass that is over, of the sequences that are still there."""
+        if result.hidden is not None and result.logits is not None:
+            for (tokens, place), *found in zip(inflight.watched, result.hidden, result.logits, strict=True):
+                if (watch := self._watch_of(tokens)) is not None:
+                    watch.places[place] = found[0], found[1]
+        answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
+        settled = {}
+        for tokens, chosen in zip(inflight.sampled, result.chosen, strict=True):
+            if tokens not in self._states:
+                continue
+            settled[tokens] = chosen
+            if (watch := self._watch_of(tokens)) is not None:
+                watch.answer.append(answers[tokens])
+                if (forced := watch.next(len(tokens.outputs))) is not None:
+                    settled[tokens] = Chosen(forced, None)
+            tokens.settle(settled[tokens].token)
+        return settled
+
+    def _watch_of(self, tokens: Tokens) -> Watched | None:
+        return self._states[tokens].watched if tokens in self._states else None
+
+    def _deliver(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
+        """Give requests their new tokens, and end those whose token was the last."""
         self._output_tokens += len(chosen)
         for tokens, each in chosen.items():
             state = self._states[tokens]

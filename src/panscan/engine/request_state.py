@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.image_memory import Share
 from panscan.engine.sampling import Chosen
 from panscan.engine.scheduling.sequence import Sequence
+from panscan.engine.views import PixelRef
 from panscan.model.observation import ForcedTokens, Observation
 
 __all__ = ["RequestState", "Sight", "Watched"]
@@ -20,45 +20,50 @@ __all__ = ["RequestState", "Sight", "Watched"]
 
 @dataclass(slots=True)
 class Sight:
-    """One view of a request, and its pixels ``[3, size, size]`` while they wait.
+    """One view of a request, and where its pixels wait.
 
-    Its image is not kept: where the pixels are needed and not there any more, the image is read again.
+    The image is not kept: if the pixels are needed after they were taken, the image is read again.
 
     Args:
-        request: whose view it is.
-        index: of the image among the request's.
-        digest: of the image's levels.
-        view: its place in the image.
-        pixels: None: not computed, or encoded already.
-        ready: CUDA event behind which the pixels are there; None: they are.
+        request: the request it belongs to.
+        index: index of the image in the request.
+        digest: digest of the image's levels.
+        view: box in the image.
+        pixels: where the model runner keeps its pixels; None: not computed, or encoded already.
     """
 
     request: Request
     index: int
     digest: bytes
     view: View
-    pixels: torch.Tensor | None = None
-    ready: Any = None
+    pixels: PixelRef | None = None
 
 
 @dataclass(slots=True)
 class Watched:
-    """What an observed request has shown so far (see :class:`panscan.model.observation.ForcedTokens`)."""
+    """What an observed request has shown so far (see :class:`panscan.model.observation.ForcedTokens`).
+
+    Args:
+        forced_tokens: what to force, and which positions of the prompt to watch.
+        answer: logits before each token.
+        places: final hidden state and logits at each watched position; a preempted prompt is computed again.
+    """
 
     forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
-    places: dict[int, torch.Tensor] = field(default_factory=dict)  # a preempted prompt is computed again
+    places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def next(self, count: int) -> int | None:
-        """The token to force after ``count`` tokens; None for the model's own choice."""
+        """Return the token to force after ``count`` tokens; None for the model's own choice."""
         return None if self.forced_tokens.tokens is None else self.forced_tokens.tokens[count]
 
-    def observation(self, tokens: list[int], logits: Callable[[torch.Tensor], torch.Tensor]) -> Observation:
-        """All that was seen; ``logits`` makes those of final hidden states."""
+    def observation(self, tokens: list[int]) -> Observation:
+        """Return all that was observed."""
         found = Observation(tokens, self.forced_tokens.places, torch.stack(self.answer))
         if self.forced_tokens.places:
-            hidden = torch.stack([self.places[place] for place in self.forced_tokens.places])
-            found.image, found.image_hidden = logits(hidden).cpu(), hidden.float().cpu()
+            seen = [self.places[place] for place in self.forced_tokens.places]
+            found.image_hidden = torch.stack([hidden for hidden, _ in seen])
+            found.image = torch.stack([logits for _, logits in seen])
         return found
 
 
@@ -77,7 +82,8 @@ class RequestState:
         sights: its views by key, once it is prepared.
         sequence: its tokens and blocks, once it is prepared.
         text: of its answer.
-        memory: what its pixels hold of the memory for images.
+        memory: its share of the memory for images, which holds its pixels.
+        forget: drops pixels at the model runner; set when it is prepared.
     """
 
     number: int
@@ -94,6 +100,7 @@ class RequestState:
     sequence: Sequence | None = None
     text: Detokenizer | None = None
     memory: Share | None = None
+    forget: Callable[[list[PixelRef]], None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     _preempted_at: float | None = None
@@ -160,10 +167,20 @@ class RequestState:
         self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason))
         return reason
 
+    def drop_view(self, key: bytes, *, taken: bool) -> None:
+        """Note that a view has features; ``taken``: the model runner takes its pixels from here."""
+        sight = self.sights[key]
+        waiting, sight.pixels = sight.pixels, None
+        if waiting is not None and not taken and self.forget is not None:
+            self.forget([waiting])
+
     def drop_pixels(self) -> None:
-        """Its views are encoded, or not needed any more."""
+        """Drop pixels: the views are encoded, or not needed any more."""
+        waiting = [sight.pixels for sight in self.sights.values() if sight.pixels is not None]
         for sight in self.sights.values():
             sight.pixels = None
+        if waiting and self.forget is not None:
+            self.forget(waiting)
         if self.memory is not None:
             self.memory.free()
 

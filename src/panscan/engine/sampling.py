@@ -11,9 +11,10 @@ import torch
 
 from panscan.core import Sampling, TokenLogprobs
 from panscan.engine.readback import Readback
+from panscan.engine.scheduling.batch import SamplingRow
 from panscan.images.transfer import upload
 
-__all__ = ["DRAWS", "Chosen", "Draws", "Sampler", "SamplingRow", "draw", "filter_scores"]
+__all__ = ["DRAWS", "Chosen", "Draws", "Sampler", "draw", "filter_scores"]
 
 _BITS = 31  # of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
@@ -22,23 +23,6 @@ _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are ex
 _AT_ONCE = 32  # rows filtered at once: a row of Gemma 3's vocabulary takes about 10 MB meanwhile
 _COLDEST = 1e-30  # temperature: scores divided by less overflow, and the likeliest id has all of the mass long before
 _ALL64 = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """How the next token of one request is chosen.
-
-    Args:
-        sampling: as the request says.
-        seed: of the request's random stream; any whole number.
-        position: of the token in the answer, from 0.
-        seen: ids of the prompt and the answer so far; needed with a repetition penalty only.
-    """
-
-    sampling: Sampling
-    seed: int
-    position: int
-    seen: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

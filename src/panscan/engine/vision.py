@@ -1,32 +1,29 @@
-"""Encoded views: kept by what they show, encoded in batches that many requests share."""
+"""Which encoded views the vision cache holds, in which slot, and what identifies a view. Integers only; the features
+are in ``engine.views``."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from panscan.core import SettingError
 from panscan.images.pixels import PixelSpec
 
-__all__ = ["VisionCache", "VisionEncoder", "image_digest", "view_key"]
+__all__ = ["VisionCache", "image_digest", "view_key"]
 
 _PIECE = 1 << 19  # bytes
-_HASHERS = 8  # threads: a page of 2.4 million pixels takes one of them 6 ms, which nobody should wait for
-
-Pixels = Callable[[], torch.Tensor] | torch.Tensor
-"""Of one view, ``[3, size, size]``, or what makes them."""
+_HASHERS = 8  # threads: one alone needs 6 ms for a page of 2.4 million pixels
 
 
 def image_digest(levels: NDArray[np.uint8]) -> bytes:
-    """SHA-256 of an image's shape and of the SHA-256 of every half MiB of its levels, which several threads compute."""
+    """Return SHA-256 of an image's shape and of the SHA-256 of every half MiB of its levels, computed by threads."""
     flat = levels.reshape(-1).data
     parts = _hashers().map(lambda at: hashlib.sha256(flat[at : at + _PIECE]).digest(), range(0, len(flat), _PIECE))
     return hashlib.sha256(repr(levels.shape).encode() + b"".join(parts)).digest()
@@ -42,114 +39,75 @@ if hasattr(os, "register_at_fork"):  # a child has the pool without its threads,
 
 
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:
-    """SHA-256 of all that a view's pixels depend on: its image's digest, its box, and how it is resized and scaled."""
+    """Return SHA-256 of all that a view's pixels depend on: image digest, box, and how it is resized and scaled."""
     return hashlib.sha256(image + repr((box, preprocess, spec)).encode()).digest()
 
 
 class VisionCache:
-    """Encoded views by key, the least recently used dropped first; never more than ``max_bytes`` of them.
+    """Slots for encoded views, the least recently used view dropped first.
+
+    ``encoded``: views that were placed so far. ``reused``: views that were pinned and already there.
 
     Args:
-        max_bytes: of all views together.
+        count: number of slots.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._views: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.encoded = self.reused = 0
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._free: list[int] = []
+        self._fresh = 0  # slots from here on were never used
         self._pinned: set[bytes] = set()
 
-    def holds(self, key: bytes) -> bool:
-        """Whether a view is there. Any thread may ask."""
-        return key in self._views
+    def __len__(self) -> int:
+        return len(self._slots)
 
-    def features(self, key: bytes) -> torch.Tensor:
-        """A view that is held, ``[image tokens, hidden]``.
+    def holds(self, key: bytes) -> bool:
+        """Return whether a view has a slot. Any thread may ask."""
+        return key in self._slots
+
+    def pin(self, key: bytes) -> int | None:
+        """Keep a view until :meth:`release` and mark it as used; return its slot, or None if it has none."""
+        slot = self._slots.get(key)
+        if slot is not None:
+            self._slots.move_to_end(key)
+            self._pinned.add(key)
+        return slot
+
+    def place(self, key: bytes) -> int:
+        """Give a view that has none a slot, pinned; the least recently used unpinned view makes room.
 
         Raises:
-            KeyError: it is not.
+            SettingError: pinned views hold all slots.
         """
-        return self._views[key]
-
-    def pin(self, key: bytes) -> bool:
-        """Keep a view until :meth:`release`, and count it as used; False if it is not there."""
-        if key not in self._views:
-            return False
-        self._views.move_to_end(key)
+        slot = self._take()
+        self._slots[key] = slot
         self._pinned.add(key)
-        return True
+        return slot
 
     def release(self) -> None:
-        """Pinned views may be dropped again."""
+        """Unpin all views."""
         self._pinned.clear()
 
-    def put(self, key: bytes, features: torch.Tensor) -> None:
-        """Hold a view that is not there yet, pinned; others make room.
-
-        Raises:
-            SettingError: the pinned ones leave no room for it.
-        """
-        unpinned = (held for held in list(self._views) if held not in self._pinned)
-        while self.bytes + features.nbytes > self.max_bytes:
-            dropped = next(unpinned, None)
-            if dropped is None:
-                raise SettingError(
-                    f"--vision-cache-gb {self.max_bytes / 1e9:g} holds {len(self._pinned)} encoded views;"
-                    " a pass needs more"
-                )
-            self._drop(dropped)
-        self._views[key] = features
-        self._pinned.add(key)
-        self.bytes += features.nbytes
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop views, because their features were never computed."""
+        for key in keys:
+            if (slot := self._slots.pop(key, None)) is not None:
+                self._free.append(slot)
+                self._pinned.discard(key)
 
     def clear(self) -> None:
-        """Drop all views but pinned ones."""
-        for key in self._views.keys() - self._pinned:
-            self._drop(key)
+        """Drop all views that are not pinned."""
+        self.forget(self._slots.keys() - self._pinned)
 
-    def _drop(self, key: bytes) -> None:
-        self.bytes -= self._views.pop(key).nbytes
-
-
-class VisionEncoder:
-    """Brings views into the cache.
-
-    ``encoded``: views that went through the vision tower so far. ``reused``: that were wanted and did not have to.
-
-    Args:
-        encode: pixels ``[views, 3, size, size]`` to features ``[views, image tokens, hidden]``.
-        cache: where encoded views go.
-        batch_size: views at most that go through the tower at once.
-    """
-
-    def __init__(
-        self, encode: Callable[[torch.Tensor], torch.Tensor], cache: VisionCache, batch_size: int
-    ) -> None:  # fmt: skip
-        self._compute, self._cache, self._batch_size = encode, cache, batch_size
-        self.encoded = self.reused = 0
-
-    def encode(self, wanted: Iterable[tuple[bytes, Pixels]]) -> int:
-        """Have all wanted views in the cache, pinned until :meth:`release`; returns how many had to be encoded.
-
-        Args:
-            wanted: keys and pixels, those of many requests at once; equal keys are encoded once.
-
-        Raises:
-            SettingError: the cache does not hold them all at once.
-        """
-        wanted = list(wanted)
-        missing = [(key, pixels) for key, pixels in dict(wanted).items() if not self._cache.pin(key)]
-        for start in range(0, len(missing), self._batch_size):
-            self._encode(missing[start : start + self._batch_size])
-        self.encoded += len(missing)
-        self.reused += len(wanted) - len(missing)
-        return len(missing)
-
-    def release(self) -> None:
-        """The pass is over: views may be dropped again."""
-        self._cache.release()
-
-    def _encode(self, batch: Sequence[tuple[bytes, Pixels]]) -> None:
-        pixels = torch.stack([part() if callable(part) else part for _, part in batch])
-        for (key, _), features in zip(batch, self._compute(pixels), strict=True):
-            self._cache.put(key, features.clone())  # on its own: a slice would keep the whole batch
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._fresh < self.count:
+            self._fresh += 1
+            return self._fresh - 1
+        dropped = next((key for key in self._slots if key not in self._pinned), None)
+        if dropped is None:
+            raise SettingError(f"--vision-cache-gb holds {self.count} encoded views; a pass needs more: raise it")
+        return self._slots.pop(dropped)

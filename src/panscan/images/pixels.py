@@ -20,7 +20,15 @@ from torch.nn import functional
 from panscan.core import View
 from panscan.images.transfer import upload
 
-__all__ = ["PixelSpec", "levels_of", "levels_to_device", "pixels_pil", "pixels_torch"]
+__all__ = [
+    "PixelSpec",
+    "levels_of",
+    "levels_to_device",
+    "normalised",
+    "pixels_pil",
+    "pixels_torch",
+    "resized_pil",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +49,21 @@ def pixels_pil(
 
     Each view is cut first and resized then: a filter that reads beyond a crop's edge would not equal Transformers'.
     """
+    return normalised(upload(resized_pil(image, views, spec), torch.device(device)), spec)
+
+
+def resized_pil(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> NDArray[np.uint8]:
+    """Return the views of an RGB image, cut and resized by Pillow: uint8 ``[views, size, size, 3]``."""
     square = (spec.size, spec.size)
     cut = (image if view.kind == "whole" else image.crop(view.box) for view in views)
-    levels = np.stack([np.asarray(part.resize(square, Image.Resampling.BILINEAR)) for part in cut])
-    return _normalised(upload(levels, torch.device(device)), spec)
+    return np.stack([np.asarray(part.resize(square, Image.Resampling.BILINEAR)) for part in cut])
 
 
-def _normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
-    """float32 ``[views, 3, size, size]`` of uint8 ``[views, size, size, 3]``, by a table of what each of the 256 levels
-    becomes: scaled in float64 as in Transformers, which not every device has."""
+def normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
+    """Return float32 ``[views, 3, size, size]`` of uint8 levels ``[views, size, size, 3]``.
+
+    A table holds what each of the 256 levels becomes: scaled in float64 as in Transformers, which not every device has.
+    """
     scaled = (np.arange(256) * spec.rescale).astype(np.float32)[:, None]
     mean, std = (np.array(value, dtype=np.float32) for value in (spec.mean, spec.std))
     table = upload((scaled - mean) / std, levels.device)

@@ -1,0 +1,422 @@
+"""A model runner owns everything on one device and computes passes: weights, KV cache, vision, attention, sampler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from panscan.core import SettingError, UnsupportedError, View, now
+from panscan.engine import triton_attention
+from panscan.engine.attention import Backend, SegmentsBackend
+from panscan.engine.graphs import Graphs, padded
+from panscan.engine.kv_memory import KVCache, KVShape, MemoryFacts, choose_blocks, limit_process_memory
+from panscan.engine.options import EngineOptions
+from panscan.engine.readback import mark
+from panscan.engine.sampling import Chosen, Draws, Sampler
+from panscan.engine.scheduling.batch import FlatBatch, flatten
+from panscan.engine.triton_attention import TritonBackend
+from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
+from panscan.images.pixels import PixelSpec
+from panscan.images.transfer import upload
+from panscan.model.checkpoint import Loaded
+from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.sharding import ALONE, Ranks
+from panscan.model.text_layers import LayerFacts, TextLayers
+from panscan.model.vision_layers import VisionLayers
+from panscan.settings import ATTENTION_BACKENDS, nearest
+
+__all__ = ["BackendChoice", "Launched", "ModelRunner", "PassResult", "RunnerFacts", "choose_backend"]
+
+log = logging.getLogger("panscan.engine")
+
+_WARM_UP_ROWS = 211  # of a first prefill pass, which builds kernels and allocates: no multiple of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerFacts:
+    """What the loop must know of its runner, as plain values.
+
+    Args:
+        device: type of the device: cuda, cpu or mps.
+        overlaps: whether the device computes a pass while the host prepares the next one.
+        window: positions that a local layer attends to, the row's own included; None: there is no local layer.
+        max_positions: the model's context length.
+        blocks: KV cache blocks of global and of local layers.
+        image_tokens: tokens of one encoded view; 0 for a text-only model.
+        view_bytes: size of one encoded view; 0 for a text-only model.
+        decisions: what was chosen at startup and why, and how long it took, one line each.
+    """
+
+    device: str
+    overlaps: bool
+    window: int | None
+    max_positions: int
+    blocks: tuple[int, int]
+    image_tokens: int
+    view_bytes: int
+    decisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What one pass computed, on the host.
+
+    Args:
+        chosen: the token of each sampled row.
+        landed: when the host had it, in seconds of :func:`panscan.core.now`.
+        vision: when its views were encoded, from and to, likewise; None if none were.
+        hidden: float32 ``[watched, hidden]``: final hidden states of the watched rows; None without.
+        logits: float32 ``[watched, vocabulary]`` of the same rows.
+        answers: float32 ``[watched samples, vocabulary]``: logits of watched sampled rows; None without.
+    """
+
+    chosen: list[Chosen]
+    landed: float
+    vision: tuple[float, float] | None = None
+    hidden: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    answers: torch.Tensor | None = None
+
+
+class Launched(Protocol):
+    """A pass that was launched."""
+
+    def wait(self) -> PassResult:
+        """Return the result once the device has computed it.
+
+        Raises: whatever failed on the device.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """Tensors of a pass that a verdict asked for, on the device."""
+
+    hidden: torch.Tensor | None
+    logits: torch.Tensor | None
+    answers: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A moment of a device's work: host time, and on CUDA an event."""
+
+    at: float
+    event: Any
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Moment:
+        return cls(now(), mark(device) if device.type == "cuda" else None)
+
+    def time(self, done: Any, landed: float) -> float:
+        """Return host seconds, given that the later CUDA event ``done`` was reached at ``landed``."""
+        if self.event is None or done is None:
+            return self.at
+        return landed - float(self.event.elapsed_time(done)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedHere:
+    """A pass on this process's device."""
+
+    draws: Draws
+    vision: tuple[_Moment, _Moment] | None
+    watched: _Watched
+
+    def wait(self) -> PassResult:
+        """See :class:`Launched`."""
+        chosen = self.draws.wait()
+        landed, done = now(), self.draws.readback.done
+        vision = None
+        if self.vision is not None:
+            vision = self.vision[0].time(done, landed), self.vision[1].time(done, landed)
+        hosts = (_to_host(each) for each in (self.watched.hidden, self.watched.logits, self.watched.answers))
+        return PassResult(chosen, landed, vision, *hosts)
+
+
+class ModelRunner:
+    """Computes passes on one device, or one rank's part of them.
+
+    ``facts``: what a loop must know. ``graphs``: the recorded passes, where there are any. ``pixels``: where views wait.
+
+    Args:
+        loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
+        options: sizes, and what to choose.
+        ranks: the processes that share the model.
+        vocab_size: rows of the whole output matrix; None: as the model's configuration says.
+
+    Raises:
+        SettingError: an unknown backend, or a cache size that holds nothing.
+        UnsupportedError: a backend that cannot run here, layers spread over devices, or too little memory.
+    """
+
+    def __init__(
+        self, loaded: Loaded, options: EngineOptions, ranks: Ranks = ALONE, vocab_size: int | None = None
+    ) -> None:  # fmt: skip
+        self._loaded, self._options, self._ranks = loaded, options, ranks
+        self._decisions: list[str] = []
+        self._undo: list[Callable[[], None]] = []
+        self.graphs: Graphs | None = None
+        self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
+        try:
+            self._start(vocab_size)
+        except BaseException as error:  # also an interruption: limits are lifted in any case
+            self.close()
+            if is_out_of_memory(error):
+                raise UnsupportedError(
+                    "out of memory at engine startup: lower --kv-cache-gb, --max-num-seqs or --vision-batch-size"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Lift the memory limit. The memory goes with the last reference to the runner."""
+        while self._undo:
+            self._undo.pop()()
+
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+        """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
+        return self.pixels.put(levels, views)
+
+    def forget(self, refs: Iterable[PixelRef]) -> None:
+        """Drop pixels that are not needed any more."""
+        self.pixels.forget(ref.handle for ref in refs)
+
+    @torch.no_grad()
+    def execute(self, batch: FlatBatch) -> Launched:
+        """Launch a pass; the host waits for the device only in :meth:`Launched.wait`, or where there is no GPU.
+
+        Passes run in the order of their launches. Pending tokens are those of the pass launched before.
+        """
+        vision = self._encode(batch)
+        hidden = self._text.embed(self._ids(batch))
+        self._features.fill(hidden, batch.images)
+        final = self._layers(batch, hidden)
+        logits = self._text.logits(self._rows(final, batch.sampled))
+        watched = self._watch(batch, final, logits)
+        draws = self._sampler.launch(logits, batch.sampling)
+        self._previous = draws.tokens
+        return _LaunchedHere(draws, vision, watched)
+
+    def _start(self, vocab_size: int | None) -> None:
+        options, model = self._options, self._loaded.model
+        self._text = TextLayers(model, self._ranks, vocab_size=vocab_size)
+        self._device = self._text.device
+        choice = choose_backend(options.attention_backend, self._text.layers[0])
+        self._backend = choice.backend
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # graphs go to this thread's current device
+            self._undo.append(limit_process_memory(self._device, options))
+        self._say(f"attention: {choice.name} ({choice.reason})")
+        if isinstance(choice.backend, TritonBackend):
+            self._text.use_kernels()
+        slow = self._slow_reason()
+        if slow is not None:
+            self._say(f"layers: launched one by one ({slow})")
+        self._start_vision()
+        self._start_cache()
+        self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
+        if slow is None:
+            with self._stage("prefill warm-up"):
+                self._warm_up()
+            self._record_graphs()
+        self.facts = self._facts(overlaps=slow is None)
+
+    def _start_vision(self) -> None:
+        loaded, options = self._loaded, self._options
+        self._vision = VisionLayers(loaded.model) if loaded.reader.reads_images else None
+        spec = loaded.reader.pixels or PixelSpec()
+        self.pixels = PixelStore(self._device, loaded.dtype, spec)
+        encode = self._vision or _no_vision
+        self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
+        if self._vision is None or self._device.type != "cuda":
+            return
+        self._say(f"vision attention: {self._vision.attention} ({self._vision.reason})")
+        with self._stage("vision warm-up"):
+            for power in range(options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
+                blank = torch.zeros(1 << power, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
+                self._vision(blank)
+        release_memory()  # before the cache is sized by what is free
+
+    def _start_cache(self) -> None:
+        options, text = self._options, self._text
+        facts = MemoryFacts(
+            shape=KVShape.of(text.layers), device=self._device, working_bytes=self._working_bytes(),
+            view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
+            max_positions=text.max_positions,
+        )  # fmt: skip
+        first, second = self._ranks.least(choose_blocks(facts, options))
+        self._blocks = first, second
+        self._cache = KVCache(text.layers, self._blocks, options.block_size)
+
+    def _working_bytes(self) -> int:
+        """Bytes that passes need beside weights and caches."""
+        options = self._options
+        tokens = options.prefill_chunk_size + self._image_tokens + options.max_num_seqs
+        needed = self._text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
+        if self._vision is not None:
+            needed += self._vision.working_bytes(options.vision_batch_size)
+        return needed
+
+    def _record_graphs(self) -> None:
+        options, text = self._options, self._text
+        if not isinstance(self._backend, TritonBackend):
+            return
+        self.graphs = Graphs(
+            self._run_layers, self._backend, {layer.local for layer in text.layers},
+            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self._cache.spare,
+            window=text.window, decode_rows=options.max_num_seqs, chunk_rows=options.prefill_chunk_size,
+            longest=min(text.max_positions, options.block_size * max(self._blocks)), block_size=options.block_size,
+            capture=self._device.type == "cuda",
+        )  # fmt: skip
+        decode, short = (max(rows) for rows in zip(*self.graphs.sizes, strict=True))
+        with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
+            for size in self.graphs.prepare():
+                log.debug("CUDA graph: %d decode + %d prefill rows", *size)
+
+    def _warm_up(self) -> None:
+        """Run a prefill pass on the spare block, for what it builds and allocates."""
+        empty = flatten([], block_size=self._options.block_size, window=self._text.window)
+        batch = padded(empty, 0, _WARM_UP_ROWS, self._cache.spare)
+        hidden = self._eager(batch, self._text.embed(upload(batch.ids, self._device)))
+        self._text.logits(hidden[-1:])
+
+    def _facts(self, *, overlaps: bool) -> RunnerFacts:
+        local = any(layer.local for layer in self._text.layers)
+        return RunnerFacts(
+            device=self._device.type, overlaps=overlaps, window=self._text.window if local else None,
+            max_positions=self._text.max_positions, blocks=self._blocks, image_tokens=self._image_tokens,
+            view_bytes=self._view_bytes, decisions=tuple(self._decisions),
+        )  # fmt: skip
+
+    @property
+    def _image_tokens(self) -> int:
+        return 0 if self._vision is None else self._vision.image_tokens
+
+    @property
+    def _view_bytes(self) -> int:
+        return self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
+
+    def _slow_reason(self) -> str | None:
+        """Why passes are neither recorded nor overlapped; None if they are."""
+        model = self._loaded.model
+        reasons = {
+            "not on an NVIDIA GPU": self._device.type != "cuda",
+            "attention is PyTorch's": not isinstance(self._backend, TritonBackend),
+            "hooks on its modules": any(hasattr(module, "_hf_hook") for module in model.modules()),
+            "quantised": getattr(model, "hf_quantizer", None) is not None,
+            "norms or activation are not Gemma 3's own": not self._text.kernels,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _encode(self, batch: FlatBatch) -> tuple[_Moment, _Moment] | None:
+        if not batch.encode:
+            return None
+        start = _Moment.of(self._device)
+        like = torch.empty(
+            0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device
+        )  # fmt: skip
+        self._features.encode(batch.encode, like)
+        if self._device.type != "cuda":
+            synchronize(self._device)
+        return start, _Moment.of(self._device)
+
+    def _ids(self, batch: FlatBatch) -> torch.Tensor:
+        """int64 ``[T]``; pending ones come from the previous pass, on the device."""
+        ids = upload(batch.ids, self._device)
+        if len(batch.pending_rows):
+            assert self._previous is not None  # its pass was launched
+            ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
+        return ids
+
+    def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states ``[T, hidden]``, from a graph if one is large enough."""
+        if self.graphs is not None and (final := self.graphs.run(batch, hidden)) is not None:
+            return final
+        return self._eager(batch, hidden)
+
+    def _eager(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
+        kinds = {layer.local for layer in self._text.layers}
+        plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
+        return self._run_layers(hidden, upload(batch.positions, self._device), plans)
+
+    def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
+        return self._text.run(hidden, positions, self._cache.k, self._cache.v, plans)
+
+    def _watch(self, batch: FlatBatch, final: torch.Tensor, logits: torch.Tensor) -> _Watched:
+        hidden = found = answers = None
+        if len(batch.watched):
+            hidden = self._rows(final, batch.watched)
+            found, hidden = self._text.logits(hidden), hidden.float()
+        if len(batch.watched_samples):
+            answers = self._rows(logits, batch.watched_samples)
+        return _Watched(hidden, found, answers)
+
+    def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        return tensor.index_select(0, upload(rows, tensor.device))
+
+    @contextmanager
+    def _stage(self, what: str) -> Iterator[None]:
+        log.info("%s ...", what)
+        started = now()
+        yield
+        synchronize(self._device)
+        self._say(f"{what}: {now() - started:.1f} s")
+
+    def _say(self, decision: str) -> None:
+        """Keep a decision, and log it on a GPU, where startup takes long enough to be watched."""
+        self._decisions.append(decision)
+        log.log(logging.INFO if self._device.type == "cuda" else logging.DEBUG, "%s", decision)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """An attention backend, its name, and why it was chosen."""
+
+    name: str
+    reason: str
+    backend: Backend
+
+
+def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
+    """Return the attention backend for a model's layers.
+
+    Args:
+        name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on NVIDIA GPUs that take
+            them, PyTorch's elsewhere.
+        layer: any of the layers; all have one head size, type and device.
+
+    Raises:
+        SettingError: an unknown name.
+        UnsupportedError: the kernels that are asked for cannot run here.
+    """
+    if name not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise SettingError(f"--attention-backend takes {known}; got {name!r}{nearest(name, ATTENTION_BACKENDS)}")
+    if name == "sdpa":
+        return BackendChoice("sdpa", "requested", SegmentsBackend())
+    reason = triton_attention.unsupported_reason(layer.head_size, layer.dtype, layer.device)
+    if name == "auto":
+        if layer.device.type != "cuda":
+            reason = "not on an NVIDIA GPU"
+        if reason is not None:
+            return BackendChoice("sdpa", reason, SegmentsBackend())
+    if reason is not None:
+        raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
+    why = "requested" if name == "triton" else "on an NVIDIA GPU"
+    return BackendChoice("triton", why, TritonBackend(layer.head_size, layer.dtype))
+
+
+def _no_vision(pixels: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("a text-only model got views to encode")
+
+
+def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.float().cpu()

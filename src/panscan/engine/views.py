@@ -1,0 +1,154 @@
+"""Views on a device: pixels that wait for the vision tower, and the features of the vision cache's slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from panscan.core import View
+from panscan.engine.readback import mark, side_stream
+from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
+from panscan.images.pixels import PixelSpec, levels_to_device, normalised, pixels_torch
+from panscan.images.transfer import upload
+from panscan.model.sharding import Ranks
+
+__all__ = ["PixelRef", "PixelStore", "ViewFeatures"]
+
+
+@dataclass(frozen=True, slots=True)
+class PixelRef:
+    """Where the pixels of one view wait: a handle, and the rank that encodes the view."""
+
+    handle: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Pixels ``[3, size, size]``, and the CUDA event behind which they are there; None: they are."""
+
+    pixels: torch.Tensor
+    ready: Any
+
+
+class PixelStore:
+    """Normalised pixels that wait for their pass. Several threads may put pixels; one takes them.
+
+    Args:
+        device: where they wait.
+        dtype: what they are cast to, after normalisation in float32.
+        spec: the checkpoint's pixel settings.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, spec: PixelSpec) -> None:
+        self._device, self._dtype, self._spec = device, dtype, spec
+        self._stream = side_stream(device) if device.type == "cuda" else None
+        self._waiting: dict[int, _Waiting] = {}
+        self._handles = count()
+        self._numbering = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+        """Compute the pixels of views and keep them; return a reference for each.
+
+        Args:
+            levels: of views that are resized already, uint8 ``[views, size, size, 3]``; or of a whole image,
+                ``[height, width, 3]``, which the device cuts and resizes.
+            views: of a whole image; None for resized views.
+        """
+        with self._numbering:
+            handles = [next(self._handles) for _ in range(len(levels) if views is None else len(views))]
+        self.put_as(handles, levels, views)
+        return [PixelRef(handle) for handle in handles]
+
+    def put_as(self, handles: Sequence[int], levels: NDArray[np.uint8], views: Sequence[View] | None) -> None:
+        """Compute the pixels of views and keep them under given handles (see :meth:`put`)."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # beside the passes
+            if views is None:
+                pixels = normalised(upload(levels, self._device), self._spec).to(self._dtype)
+            else:
+                pixels = pixels_torch(levels_to_device(levels, self._device), views, self._spec).to(self._dtype)
+            for handle, each in zip(handles, pixels, strict=True):
+                own = each.clone() if len(handles) > 1 else each  # a slice would keep them all
+                self._waiting[handle] = _Waiting(own, None if self._stream is None else mark(self._device))
+
+    def take(self, handle: int) -> torch.Tensor:
+        """Remove and return a view's pixels, ready for the current stream.
+
+        Raises:
+            KeyError: nothing waits under this handle.
+        """
+        waiting = self._waiting.pop(handle)
+        if waiting.ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(waiting.ready)
+            waiting.pixels.record_stream(stream)
+        return waiting.pixels
+
+    def forget(self, handles: Iterable[int]) -> None:
+        """Drop pixels that are not needed any more; unknown handles are ignored."""
+        for handle in handles:
+            self._waiting.pop(handle, None)
+
+
+class ViewFeatures:
+    """Encoded views ``[image tokens, hidden]`` by vision cache slot, the same on every rank.
+
+    Each rank encodes its own views and sends their features to the others.
+
+    Args:
+        encode: pixels ``[views, 3, size, size]`` to features ``[views, image tokens, hidden]``.
+        pixels: where pixels wait.
+        batch_size: views at most that go through the tower at once.
+        ranks: the processes that share the model.
+    """
+
+    def __init__(
+        self, encode: Callable[[torch.Tensor], torch.Tensor], pixels: PixelStore, batch_size: int, ranks: Ranks
+    ) -> None:
+        self._encode, self._pixels, self._batch_size, self._ranks = encode, pixels, batch_size, ranks
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def encode(self, views: Sequence[ViewToEncode], like: torch.Tensor) -> None:
+        """Encode views into their slots.
+
+        Args:
+            views: all that the pass needs, in the same order on every rank.
+            like: an empty tensor ``[0, image tokens, hidden]`` of the features' type and device.
+        """
+        own = [view for view in views if view.rank == self._ranks.rank]
+        parts = [
+            self._encode(torch.stack([self._pixels.take(view.pixels) for view in own[at : at + self._batch_size]]))
+            for at in range(0, len(own), self._batch_size)
+        ]
+        features = torch.cat([part.to(like) for part in parts]) if parts else like
+        if self._ranks.size == 1:
+            self._keep(own, features)
+            return
+        by_rank = [[view for view in views if view.rank == rank] for rank in range(self._ranks.size)]
+        padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
+        padded[: len(features)] = features
+        for held, shared in zip(by_rank, self._ranks.gather(padded), strict=True):
+            self._keep(held, shared[: len(held)])
+
+    def fill(self, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:
+        """Write features over the embeddings of their rows in ``hidden [T, hidden]``."""
+        for image in images:
+            hidden[image.row : image.row + image.tokens] = self._slots[image.slot]
+
+    def _keep(self, views: Sequence[ViewToEncode], features: torch.Tensor) -> None:
+        for view, each in zip(views, features, strict=True):
+            if view.slot in self._slots:
+                self._slots[view.slot].copy_(each)
+            else:
+                self._slots[view.slot] = each.clone()  # a slice would keep the whole batch

@@ -1,0 +1,188 @@
+"""Tensor parallelism: which part of each weight a rank holds, and the sums and joins between ranks.
+
+A shard is a smaller Gemma 3: heads, KV heads, MLP width and vocabulary divided by the number of ranks, everything else
+whole. Query, key, value, gate, up and embedding are split by rows; the attention output and the down projection by
+columns, so that their products are partial sums. The vision tower is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+from torch.nn import functional
+
+from panscan.core import UnsupportedError
+
+__all__ = ["ALONE", "Alone", "ProcessRanks", "Ranks", "check_divides", "fill_shard", "shard_config", "shard_of"]
+
+_BY_ROWS = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$|(embed_tokens|lm_head)\.weight$")
+_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
+_ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")  # added to the sum of all ranks, so one rank alone may have it
+_WHOLE = ("vision_tower.", "multi_modal_projector.")
+
+
+class Ranks(Protocol):
+    """The processes that share one model. All of them make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, summed over the ranks in place."""
+        ...
+
+    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``[n, size * m]``: every rank's ``[n, m]`` next to each other."""
+        ...
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor; they have one shape."""
+        ...
+
+    def least(self, numbers: Iterable[int]) -> list[int]:
+        """Return the least of each number over the ranks."""
+        ...
+
+
+class Alone:
+    """A single rank: nothing to exchange."""
+
+    rank, size = 0, 1
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Ranks`."""
+        return tensor
+
+    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Ranks`."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See :class:`Ranks`."""
+        return [tensor]
+
+    def least(self, numbers: Iterable[int]) -> list[int]:
+        """See :class:`Ranks`."""
+        return list(numbers)
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRanks:
+    """One process per rank, joined by ``torch.distributed``'s default group: NCCL on GPUs, gloo on CPUs."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Ranks`."""
+        distributed.all_reduce(tensor)
+        return tensor
+
+    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Ranks`."""
+        return torch.cat(self.gather(tensor), -1)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See :class:`Ranks`."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        distributed.all_gather(parts, tensor.contiguous())
+        return parts
+
+    def least(self, numbers: Iterable[int]) -> list[int]:
+        """See :class:`Ranks`."""
+        held = torch.tensor(list(numbers), dtype=torch.long, device=self.device)
+        distributed.all_reduce(held, distributed.ReduceOp.MIN)
+        found: list[int] = held.tolist()
+        return found
+
+
+def check_divides(config: Any, size: int) -> None:
+    """Check that a model can be split over ``size`` ranks.
+
+    Raises:
+        UnsupportedError: heads, KV heads or the MLP's width cannot be divided.
+    """
+    text = config.get_text_config()
+    counts = {
+        "attention heads": text.num_attention_heads,
+        "KV heads": text.num_key_value_heads,
+        "MLP columns": text.intermediate_size,
+    }
+    if all(count % size == 0 for count in counts.values()):
+        return
+    fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
+    has = ", ".join(f"{count} {name}" for name, count in counts.items())
+    raise UnsupportedError(
+        f"--tensor-parallel-size {size} does not divide the model's {has}: use {' or '.join(map(str, fitting))}"
+    )
+
+
+def shard_config(config: Any, size: int) -> Any:
+    """Return the configuration of one of ``size`` shards: a Gemma 3 with a part of the heads, MLP and vocabulary."""
+    shard = deepcopy(config)
+    text = shard.get_text_config()
+    text.num_attention_heads //= size
+    text.num_key_value_heads //= size
+    text.intermediate_size //= size
+    text.vocab_size = -(-text.vocab_size // size)
+    return shard
+
+
+def shard_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return a rank's part of a parameter of Transformers' model; a view where it is not padded.
+
+    The vocabulary is padded with rows of zeros where the ranks do not divide it.
+
+    Args:
+        name: the parameter's name in the model.
+        full: the whole parameter.
+        rank: which part, from 0.
+        size: number of ranks.
+    """
+    if any(part in name for part in _WHOLE):
+        return full
+    if _ONCE.search(name):
+        return full if rank == 0 else torch.zeros_like(full)
+    if _BY_COLUMNS.search(name):
+        return full.chunk(size, 1)[rank]
+    if not _BY_ROWS.search(name):
+        return full
+    rows = -(-len(full) // size)
+    part = full[rank * rows : (rank + 1) * rows]
+    missing = rows - len(part)
+    return functional.pad(part, (0, 0, 0, missing)) if missing else part
+
+
+@torch.no_grad()
+def fill_shard(shard: Any, full: Iterable[tuple[str, torch.Tensor]], rank: int, size: int) -> None:
+    """Copy a rank's part of every parameter into a model of :func:`shard_config`.
+
+    Args:
+        shard: the model to fill, on any device.
+        full: name and value of each parameter of the whole model; may be a generator that holds one at a time.
+        rank: which part, from 0.
+        size: number of ranks.
+
+    Raises:
+        ValueError: names differ.
+    """
+    targets = dict(shard.named_parameters(remove_duplicate=False))
+    left = set(targets)
+    for name, value in full:
+        targets[name].copy_(shard_of(name, value, rank, size))
+        left -= {other for other in left if targets[other] is targets[name]}
+    if left:
+        raise ValueError(f"no value for {', '.join(sorted(left))}")

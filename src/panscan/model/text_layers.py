@@ -1,0 +1,328 @@
+"""Gemma 3's decoder, written once for every device: rows of any sequences in, final hidden states and logits out.
+
+The weights are those of a loaded Transformers model; projections of the same input share one product
+(:mod:`panscan.model.linear`). What lies between the products runs in Triton kernels on NVIDIA GPUs
+(:mod:`panscan.model.layer_kernels`) and in PyTorch operators elsewhere. Attention and the KV cache are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import Gemma3ForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
+
+from panscan.core import UnsupportedError
+from panscan.model.linear import Linear, SummedLinear, is_plain, linear_of
+from panscan.model.sharding import ALONE, Ranks
+
+__all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
+
+
+class AttentionPlan(Protocol):
+    """How the rows of one pass attend in layers of one kind.
+
+    ``slots``: int64 ``[T]``, the KV cache slot of each row.
+    """
+
+    @property
+    def slots(self) -> torch.Tensor: ...
+
+    def attend(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``[T, heads, D]`` for queries ``[T, heads, D]`` and one layer's caches ``[slots, kv heads, D]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """Keys and values of one layer on this rank: its kind (``local``: sliding window), heads, type and device."""
+
+    local: bool
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer. ``norms``: before attention, after it, before the MLP, after it."""
+
+    local: bool
+    heads: int
+    kv_heads: int
+    head_size: int
+    scaling: float
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+    norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module]
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+
+class TextLayers:
+    """The decoder of a loaded ``Gemma3ForConditionalGeneration`` or ``Gemma3ForCausalLM``.
+
+    Between passes the model serves ``generate()`` and the truth. ``layers``: facts of each layer, in order.
+    ``window``: positions that a local layer attends to, the row's own included. ``device``, ``dtype``: of embeddings.
+    ``kernels``: whether Triton kernels compute what lies between the products.
+
+    Args:
+        loaded_model: in evaluation mode, on one device. With several ranks, its parameters are this rank's shards.
+        ranks: the processes that share the model.
+        vocab_size: rows of the whole output matrix; None: as the configuration says.
+
+    Raises:
+        UnsupportedError: the layers are spread over devices.
+    """
+
+    def __init__(self, loaded_model: Any, ranks: Ranks = ALONE, *, vocab_size: int | None = None) -> None:
+        _refuse_spread(loaded_model)
+        self._model, self._ranks = loaded_model, ranks
+        self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
+        config = self._text.config
+        # Transformers' conditional class leaves the capping out.
+        capped = isinstance(loaded_model, Gemma3ForCausalLM)
+        self._softcap: float | None = config.final_logit_softcapping if capped else None
+        self._kinds: tuple[str, ...] = tuple(config.layer_types)
+        self._head = linear_of(loaded_model.lm_head)
+        self.window: int = config.sliding_window
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = vocab_size or config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        probe = self.embed(torch.zeros(1, dtype=torch.long, device=_device(loaded_model)))
+        self.device, self.dtype = probe.device, probe.dtype
+        self._layers = [
+            _layer_of(module, kind, config, ranks)
+            for module, kind in zip(self._text.layers, self._kinds, strict=True)
+        ]
+        self._ops: _Ops = _TorchOps()
+        self.kernels = False
+
+    def use_kernels(self) -> None:
+        """Compute what lies between the products with Triton kernels, if norms and activation are Gemma 3's own."""
+        if self._all_plain():
+            self.kernels, self._ops = True, _KernelOps()
+
+    @property
+    def layers(self) -> tuple[LayerFacts, ...]:
+        """Facts of each layer's keys and values, in order."""
+        return tuple(
+            LayerFacts(each.local, each.kv_heads, each.head_size, self.dtype, self.device) for each in self._layers
+        )
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return embeddings ``[T, hidden]``, scaled as Gemma scales them, of int64 ids ``[T]``."""
+        embedding = self._text.embed_tokens
+        if self._ranks.size == 1:
+            hidden: torch.Tensor = embedding(ids)
+            return hidden
+        held = len(embedding.weight)
+        local = ids - self._ranks.rank * held
+        outside = (local < 0) | (local >= held)
+        hidden = embedding(local.masked_fill(outside, 0)).masked_fill(outside[:, None], 0.0)
+        return self._ranks.sum(hidden)
+
+    @torch.no_grad()
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, k_caches: Sequence[torch.Tensor],
+        v_caches: Sequence[torch.Tensor], plans: Mapping[bool, AttentionPlan],
+    ) -> torch.Tensor:  # fmt: skip
+        """Return final hidden states ``[T, hidden]``, normed, of embeddings ``[T, hidden]``.
+
+        Args:
+            hidden: rows of any sequences, one after the other; they meet in attention only.
+            positions: int64 ``[T]``: position of each row in its sequence.
+            k_caches: keys of each layer, ``[slots, kv heads, D]``; the rows' own are written.
+            v_caches: values, likewise.
+            plans: attention by kind of layer (local or not).
+        """
+        ops, layers = self._ops, self._layers
+        rotary = {kind == "sliding_attention": self._rotary(hidden, positions, kind) for kind in set(self._kinds)}
+        following = [*(layer.norms[0] for layer in layers[1:]), self._text.norm]
+        normed = ops.norm(hidden, layers[0].norms[0])
+        for layer, k_cache, v_cache, next_norm in zip(layers, k_caches, v_caches, following, strict=True):
+            plan = plans[layer.local]
+            query = ops.rotate_and_store(layer, layer.qkv(normed), rotary[layer.local], plan.slots, k_cache, v_cache)
+            attended = plan.attend(query, k_cache, v_cache, layer.scaling)
+            part = layer.out(attended.flatten(1))
+            hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2])
+            part = layer.down(ops.activate(layer, layer.gate_up(normed)))
+            hidden, normed = ops.add_norms(hidden, part, layer.norms[3], next_norm)
+        return normed
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return next-token logits, float32 ``[n, vocab_size]``, of final hidden states ``[n, hidden]``.
+
+        As ``generate()`` has them: computed in the model's precision, capped where its class caps them, then upcast.
+        """
+        logits = self._head(hidden)
+        if self._ranks.size > 1:
+            logits = self._ranks.join_columns(logits)[:, : self.vocab_size]
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits.float()
+
+    def working_bytes(self, *, tokens: int, rows: int) -> int:
+        """Return a generous bound on the bytes that passes need beside weights and caches.
+
+        Per token four hidden states and three of the MLP's width in the model's precision; per row the logits as
+        computed and three float32 copies; and half as much again for what the allocator cannot use.
+
+        Args:
+            tokens: rows that go through the layers at once.
+            rows: rows whose logits are computed.
+        """
+        config, size = self._text.config, self.dtype.itemsize
+        needed: int = tokens * (4 * config.hidden_size + 3 * config.intermediate_size) * size
+        needed += rows * self.vocab_size * (size + 3 * 4)
+        return needed + needed // 2
+
+    def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of one kind of layer, each ``[T, D]``."""
+        cos, sin = self._text.rotary_emb(hidden[None], positions[None], kind)
+        return cos[0], sin[0]
+
+    def _all_plain(self) -> bool:
+        """Whether kernels may read the norms' weights, and compute the activation."""
+        norms = [norm for layer in self._layers for norm in (*layer.norms, layer.q_norm, layer.k_norm)]
+        return (
+            all(is_plain(norm, Gemma3RMSNorm) for norm in (*norms, self._text.norm))
+            and self._text.config.hidden_activation == "gelu_pytorch_tanh"
+        )
+
+
+def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
+    attention, mlp = module.self_attn, module.mlp
+    out, down = linear_of(attention.o_proj), linear_of(mlp.down_proj)
+    if ranks.size > 1:
+        out, down = SummedLinear(out, ranks.sum), SummedLinear(down, ranks.sum)
+    return _Layer(
+        local=kind == "sliding_attention",
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        scaling=attention.scaling,
+        qkv=linear_of(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=out,
+        gate_up=linear_of(mlp.gate_proj, mlp.up_proj),
+        down=down,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        norms=(
+            module.input_layernorm, module.post_attention_layernorm,
+            module.pre_feedforward_layernorm, module.post_feedforward_layernorm,
+        ),
+        activation=mlp.act_fn,
+    )  # fmt: skip
+
+
+class _Ops(Protocol):
+    """What lies between the products. All tensors have rows ``[T, ...]``."""
+
+    def norm(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor: ...
+
+    def add_norms(
+        self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Any, next_norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``hidden`` + the norm of ``part``, and the next norm of that sum."""
+        ...
+
+    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return ``activation(gate) * up`` ``[T, M]`` of ``[T, 2 M]``, the gate first."""
+        ...
+
+    def rotate_and_store(
+        self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
+        ...
+
+
+class _TorchOps:
+    """PyTorch operators, through the model's own norms: any device, any precision, any module."""
+
+    def norm(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor:
+        normed: torch.Tensor = norm(hidden)
+        return normed
+
+    def add_norms(
+        self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Any, next_norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = hidden + part_norm(part)
+        return total, next_norm(total)
+
+    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return layer.activation(gate) * up
+
+    def rotate_and_store(
+        self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        heads = qkv.unflatten(-1, (-1, layer.head_size))
+        query, key, value = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)
+        query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
+        k_cache.index_copy_(0, slots, key)
+        v_cache.index_copy_(0, slots, value)
+        rotated: torch.Tensor = query
+        return rotated
+
+
+class _KernelOps:
+    """Triton kernels, on the weights of plain norms."""
+
+    def __init__(self) -> None:
+        from panscan.model import layer_kernels  # needs Triton
+
+        self._kernels = layer_kernels
+
+    def norm(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor:
+        return self._kernels.rms_norm(hidden, norm.weight, norm.eps)
+
+    def add_norms(
+        self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Any, next_norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps)
+
+    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the kernel knows one
+        return self._kernels.gelu_product(gate_up)
+
+    def rotate_and_store(
+        self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        q_norm: Any = layer.q_norm
+        k_norm: Any = layer.k_norm
+        return self._kernels.rotate_and_store(
+            qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotary, slots, k_cache, v_cache, layer.heads
+        )
+
+
+def _refuse_spread(model: Any) -> None:
+    """Refuse layers that compute on several devices: one would work while the others wait."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    computing = {place for place in places if place not in ("cpu", "disk", "meta")} or {"cpu"}
+    if len(computing) > 1:
+        raise UnsupportedError(
+            f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"
+            f" use --tensor-parallel-size {len(computing)}, or --runner generate"
+        )
+
+
+def _device(model: Any) -> torch.device:
+    """Where ids go; hooks of offloaded modules move them along."""
+    weight = model.get_input_embeddings().weight
+    return torch.device("cpu") if weight.is_meta else weight.device
