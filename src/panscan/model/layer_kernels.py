@@ -1,0 +1,248 @@
+"""Triton kernels of our text and vision layers: norms, sums, gated GELU, rotary embedding. Imported only with Triton.
+
+Every kernel computes in float32 and rounds where PyTorch's own operators round, so a layer gives the same result with
+and without them, up to the order of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from panscan.model.jit import kernel
+
+__all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
+
+_GELU_COLUMNS = 1024  # per program
+_MOST_HEADS = 16  # per program of the rotary embedding
+
+
+def add_layer_norm(
+    hidden: torch.Tensor, part: torch.Tensor | None, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return ``hidden + part`` and its layer norm over the last dimension, both in the type of ``hidden``.
+
+    Args:
+        hidden: contiguous ``[..., width]``; returned unchanged without a ``part``.
+        part: contiguous, same shape and type; None adds nothing.
+        norm: over the width, with weight and bias.
+    """
+    width = hidden.shape[-1]
+    padded = triton.next_power_of_2(width)
+    total = hidden if part is None else torch.empty_like(hidden)
+    normed = torch.empty_like(hidden)
+    with torch.cuda.device(hidden.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
+        _add_layer_norm[(hidden.numel() // width,)](
+            hidden, hidden if part is None else part, norm.weight, norm.bias, total, normed, norm.eps,
+            width=width, padded=padded, adds=part is not None, num_warps=_warps(padded),
+        )  # fmt: skip
+    return total, normed
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return Gemma's RMS norm, ``x / sqrt(mean(x²) + eps) * (1 + weight)``, rounded once to the type of ``hidden``.
+
+    Args:
+        hidden: contiguous ``[..., width]``.
+        weight: ``[width]``, of any floating-point type.
+        eps: added to the mean square.
+    """
+    return _rms_norms(hidden, None, weight, weight, eps)[1]
+
+
+def add_rms_norms(
+    hidden: torch.Tensor, part: torch.Tensor, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``total = hidden + rms_norm(part, part_weight)`` and ``rms_norm(total, next_weight)`` as new tensors.
+
+    The norm of the part, the sum and the norm of the sum are each rounded to the type of ``hidden``.
+
+    Args:
+        hidden: contiguous ``[..., width]``: the residual.
+        part: contiguous, same shape and type: the output of attention or of the MLP.
+        part_weight: ``[width]``: weight of the norm behind that part.
+        next_weight: ``[width]``: weight of the norm in front of the next part.
+        eps: of both norms.
+    """
+    return _rms_norms(hidden, part, part_weight, next_weight, eps)
+
+
+def gelu_product(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return ``gelu(gate) * up`` with the tanh approximation of GELU, ``[..., M]``.
+
+    Args:
+        gate_up: contiguous ``[..., 2 * M]``: the gate in the first M columns.
+    """
+    *leading, both = gate_up.shape
+    width = both // 2
+    product = gate_up.new_empty(*leading, width)
+    grid = (gate_up.numel() // both, triton.cdiv(width, _GELU_COLUMNS))
+    with torch.cuda.device(gate_up.get_device()):
+        _gelu_product[grid](gate_up, product, width=width, columns=_GELU_COLUMNS)
+    return product
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos: torch.Tensor,
+    sin: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, heads: int,
+) -> torch.Tensor:  # fmt: skip
+    """Norm and rotate queries and keys, store keys and values, and return the queries ``[T, heads, D]``.
+
+    The norm is rounded to the type of ``qkv``; the rotation is computed in float32 and rounded once.
+
+    Args:
+        qkv: ``[T, (heads + 2 * kv_heads) * D]``, queries, keys, values; rows may have a stride. D is a power of two.
+        q_weight: ``[D]``: weight of the queries' RMS norm (:func:`rms_norm`).
+        k_weight: ``[D]``: weight of the keys' RMS norm.
+        eps: of both norms.
+        cos: contiguous ``[T, D]``.
+        sin: contiguous ``[T, D]``.
+        slots: contiguous int64 ``[T]``, in ``[0, N)``: cache slot of each row.
+        k_cache: contiguous ``[N, kv_heads, D]``, of the type of ``qkv``; modified in place.
+        v_cache: same shape and type; modified in place.
+        heads: number of query heads.
+    """
+    rows = len(qkv)
+    _, kv_heads, size = k_cache.shape
+    every = heads + 2 * kv_heads
+    group = min(_MOST_HEADS, triton.next_power_of_2(every))
+    query = qkv.new_empty(rows, heads, size)
+    with torch.cuda.device(qkv.get_device()):
+        _rotate_and_store[(rows, triton.cdiv(every, group))](
+            qkv, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, qkv.stride(0), eps,
+            heads=heads, kv_heads=kv_heads, size=size, group=group, num_warps=8 if group * size >= 4096 else 4,
+        )  # fmt: skip
+    return query
+
+
+def _rms_norms(
+    hidden: torch.Tensor, part: torch.Tensor | None, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = hidden.shape[-1]
+    padded = triton.next_power_of_2(width)
+    total = hidden if part is None else torch.empty_like(hidden)
+    normed = torch.empty_like(hidden)
+    with torch.cuda.device(hidden.get_device()):
+        _add_rms_norms[(hidden.numel() // width,)](
+            hidden, hidden if part is None else part, part_weight, next_weight, total, normed, eps,
+            width=width, padded=padded, adds=part is not None, num_warps=_warps(padded),
+        )  # fmt: skip
+    return total, normed
+
+
+def _warps(padded: int) -> int:
+    """Return the warps of a program that holds one row of ``padded`` values: at most 16 values per thread."""
+    return min(16, max(4, padded // 512))
+
+
+@kernel()
+def _add_layer_norm(
+    hidden, part, weight, bias, total, normed, epsilon,
+    width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
+    """Process one row. The variance is computed from differences to the mean: a large mean would cancel it."""
+    column = tl.arange(0, padded)
+    valid = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
+    if adds:
+        values += tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=valid)
+        values = rounded.to(tl.float32)
+    centered = tl.where(valid, values - tl.sum(values, 0) / width, 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, 0) / width + epsilon)
+    factor = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
+    tl.store(normed + at, (centered * scale * factor + shift).to(normed.dtype.element_ty), mask=valid)
+
+
+@kernel()
+def _add_rms_norms(
+    hidden, part, part_weight, next_weight, total, normed, epsilon,
+    width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
+    """Process one row."""
+    column = tl.arange(0, padded)
+    valid = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
+    if adds:
+        added = tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
+        weight = tl.load(part_weight + column, mask=valid, other=0.0).to(tl.float32)
+        values += _row_rms_norm(added, weight, epsilon, width).to(total.dtype.element_ty).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=valid)
+        values = rounded.to(tl.float32)
+    weight = tl.load(next_weight + column, mask=valid, other=0.0).to(tl.float32)
+    result = _row_rms_norm(values, weight, epsilon, width)
+    tl.store(normed + at, result.to(normed.dtype.element_ty), mask=valid)
+
+
+@kernel()
+def _row_rms_norm(values, weight, epsilon, width: tl.constexpr):
+    """Norm one row whose values beyond the width are 0."""
+    return values * tl.rsqrt(tl.sum(values * values, 0) / width + epsilon) * (1.0 + weight)
+
+
+@kernel()
+def _gelu_product(gate_up, product, width: tl.constexpr, columns: tl.constexpr):
+    """Process ``columns`` columns of one row.
+
+    With u = sqrt(2 / pi) (x + 0.044715 x³), ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``, which neither overflows nor
+    cancels for any finite x.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    valid = column < width
+    at = gate_up + row * (2 * width) + column
+    gate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
+    doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    activated = (gate * tl.sigmoid(doubled)).to(product.dtype.element_ty).to(tl.float32)
+    tl.store(product + row * width + column, (activated * up).to(product.dtype.element_ty), mask=valid)
+
+
+@kernel()
+def _rotate_and_store(
+    qkv, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, row_stride, epsilon,
+    heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    """Process ``group`` heads of one row, in two halves of each head; query, key and value heads may share a group."""
+    half: tl.constexpr = size // 2
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * group + tl.arange(0, group)[:, None]
+    column = tl.arange(0, half)[None, :]
+    is_query = head < heads
+    is_key = (head >= heads) & (head < heads + kv_heads)
+    is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    at = qkv + row * row_stride + head * size + column
+    first = tl.load(at, mask=head < heads + 2 * kv_heads, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=head < heads + 2 * kv_heads, other=0.0).to(tl.float32)
+
+    slot = tl.load(slots + row)
+    value_at = v_cache + (slot * kv_heads + head - heads - kv_heads) * size + column
+    tl.store(value_at, first.to(v_cache.dtype.element_ty), mask=is_value)
+    tl.store(value_at + half, second.to(v_cache.dtype.element_ty), mask=is_value)
+
+    mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size
+    scale = tl.rsqrt(mean + epsilon)[:, None]
+    first_weight = tl.where(is_query, tl.load(q_weight + column), tl.load(k_weight + column)).to(tl.float32)
+    second_weight = tl.where(is_query, tl.load(q_weight + half + column), tl.load(k_weight + half + column))
+    first = (first * scale * (1.0 + first_weight)).to(query.dtype.element_ty).to(tl.float32)
+    second = (second * scale * (1.0 + second_weight.to(tl.float32))).to(query.dtype.element_ty).to(tl.float32)
+
+    angle = row * size + column
+    turned_first = first * tl.load(cos + angle).to(tl.float32) - second * tl.load(sin + angle).to(tl.float32)
+    turned_second = second * tl.load(cos + half + angle).to(tl.float32)
+    turned_second += first * tl.load(sin + half + angle).to(tl.float32)
+    turned_first, turned_second = turned_first.to(query.dtype.element_ty), turned_second.to(query.dtype.element_ty)
+
+    query_at = query + (row * heads + head) * size + column
+    tl.store(query_at, turned_first, mask=is_query)
+    tl.store(query_at + half, turned_second, mask=is_query)
+    key_at = k_cache + (slot * kv_heads + head - heads) * size + column
+    tl.store(key_at, turned_first, mask=is_key)
+    tl.store(key_at + half, turned_second, mask=is_key)
