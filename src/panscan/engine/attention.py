@@ -1,7 +1,7 @@
 """The interface of paged attention backends, and the reference backend: PyTorch's SDPA, segment by segment.
 
-The reference runs everywhere. It attends decode rows in padded groups and prefill segment by segment. It gathers a
-sequence's keys once per layer, and uses a mask only where an interval of keys is not enough.
+The reference runs everywhere. It computes decode rows in padded groups and prefill segment by segment. It gathers the
+keys of a sequence once per layer, and uses a mask only where the rows of a segment attend to different keys.
 """
 
 from __future__ import annotations
@@ -9,78 +9,83 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from panscan.engine.scheduling.sequence import AttentionRows, ChunkRows, Segment
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.images.transfer import upload
 
-__all__ = ["AttentionPlan", "Backend", "SegmentsBackend"]
+__all__ = ["AttentionPlan", "Backend", "SegmentsBackend", "SegmentsPlan"]
 
 
 class AttentionPlan(Protocol):
-    """What a backend made of one pass, for the layers of one kind on one device."""
+    """The attention of one pass in the layers of one kind, prepared by a backend."""
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float,
-    ) -> torch.Tensor:  # fmt: skip
-        """Write the rows' keys and values to their slots of the cache, then attend to what is there.
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 ``[T]`` on the device: KV cache slot of each row."""
+        ...
+
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Compute attention over the cache, which already holds the keys and values of the pass's own rows.
 
         Args:
-            query: ``[1, heads, T, D]``.
-            key: ``[1, kv heads, T, D]``; so is ``value``.
-            value: of the rows.
-            k_cache: ``[slots, kv heads, D]`` of this layer; so is ``v_cache``. Rows of nobody's blocks are not read.
-            v_cache: values.
-            scaling: of the scores.
+            query: ``[T, heads, D]``, contiguous in D.
+            k_cache: contiguous ``[N, kv_heads, D]``: the layer's keys by slot. Slots outside the rows' key intervals
+                are not read.
+            v_cache: the layer's values, like ``k_cache``.
+            scaling: factor of the attention scores.
 
         Returns:
-            ``[1, T, heads, D]``.
+            Contiguous ``[T, heads, D]``.
         """
         ...
 
 
 class Backend(Protocol):
-    """One way to compute paged attention."""
+    """An implementation of paged attention."""
 
-    def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> AttentionPlan:
-        """Whatever is the same for all layers of a kind, computed once per pass."""
+    def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> AttentionPlan:
+        """Compute what all layers of one kind share in a pass."""
         ...
 
 
-_TEXT_ROWS = 256  # of text at once: a mask of all of a long prompt would be large, and half of its work in vain
-_SHORTEST = 0.75  # of the keys of the longest row in a group of decode rows: more than a quarter of padding is no gain
-_SHORTEST_ON_GPU = 0.25  # where another group's kernel launches cost more than the padding
+_TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted
+_SHORTEST = 0.75  # of the longest row's keys in a group of decode rows: more padding costs more than another group
+_SHORTEST_ON_GPU = 0.25  # where the kernel launches of another group cost more than the padding
 
 
 class SegmentsBackend:
-    """The reference of the other backends: exact, in any precision, on any device."""
+    """The reference for other backends: exact, in any precision, on any device."""
 
-    def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> SegmentsPlan:
-        """Slots and masks of one pass."""
-        starts, at = [], 0
-        for chunk in rows.chunks:
-            starts.append(at)
-            at += chunk.end - chunk.start
-        placed = list(zip(starts, rows.chunks, strict=True))
-        single = [(start, chunk) for start, chunk in placed if chunk.end - chunk.start == 1]
-        several = [(start, chunk) for start, chunk in placed if chunk.end - chunk.start > 1]
+    def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> SegmentsPlan:
+        """See :class:`Backend`."""
+        counts = np.diff(batch.offsets)
+        single, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+        rows = batch.offsets[single]
+        lengths = batch.ends[rows] - batch.first_keys(local=local)[rows]
+        shortest = _SHORTEST if device.type == "cpu" else _SHORTEST_ON_GPU
         return SegmentsPlan(
-            torch.tensor(rows.slots(local=local), device=device),
-            [_decode(rows, group, local, device) for group in _groups(rows, single, local, device)],
-            [_prefill(rows, start, chunk, local, device) for start, chunk in several],
+            upload(batch.slots(local=local), device),
+            [_decode(batch, single[group], local, device) for group in _groups(lengths, shortest)],
+            _prefill(batch, several.tolist(), local, device) if len(several) else [],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Rows of one position each, every one of another sequence.
+    """Single rows of B different sequences.
 
-    ``rows``: int64 ``[B]``. ``slots``: of their keys, int64 ``[B, K]``, a shorter row's last one repeated. ``mask``:
-    bool ``[B, 1, 1, K]``, None if they all have K keys.
+    Args:
+        rows: int64 ``[B]``: their rows in the pass.
+        slots: int64 ``[B, K]``: slots of their keys; a shorter row repeats its last one.
+        mask: bool ``[B, 1, 1, K]``; None if every row has K keys.
     """
 
     rows: torch.Tensor
@@ -88,21 +93,23 @@ class _Decode:
     mask: torch.Tensor | None
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """``[B, heads, D]`` of queries ``[B, heads, D]``. The query heads of a kv head are rows against its keys."""
+        """Return ``[B, heads, D]`` for queries ``[B, heads, D]``."""
         batch, heads, size = query.shape
         key, value = (
             cache.index_select(0, self.slots.flatten()).view(*self.slots.shape, *cache.shape[1:]).transpose(1, 2)
             for cache in (k_cache, v_cache)
         )
+        # The query heads that share a kv head become rows, so that its keys are read once.
         grouped = query.reshape(batch, key.shape[1], -1, size)
         return scaled_dot_product_attention(grouped, key, value, self.mask, scale=scaling).reshape(batch, heads, size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows ``[start, end)`` of a pass against keys ``[first, last)`` of what their chunk gathered.
+    """Rows ``[start, end)`` of a pass and the keys ``[first, last)`` among those that their chunk gathered.
 
-    ``mask``: bool ``[rows, keys]``, None if every row sees them all.
+    Args:
+        mask: bool ``[rows, keys]``; None if every row attends to all of the keys.
     """
 
     start: int
@@ -114,7 +121,12 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A chunk of several rows. ``slots``: of all keys that any of them sees, int64 ``[K]``, in order."""
+    """A chunk of several rows.
+
+    Args:
+        slots: int64 ``[K]``: slots of all keys that any of the rows attends to, in order.
+        pieces: cover the rows once.
+    """
 
     slots: torch.Tensor
     pieces: list[_Piece]
@@ -122,7 +134,7 @@ class _Prefill:
     def attend(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float, output: torch.Tensor
     ) -> None:
-        """Fill this chunk's rows of ``output [T, heads, D]`` from those of ``query``, of the same shape."""
+        """Fill the chunk's rows of ``output [T, heads, D]`` from those of ``query [T, heads, D]``."""
         # The kv heads are the batch, so that their query heads share keys and mask; on a CPU without copies.
         key, value = (cache.index_select(0, self.slots).transpose(0, 1)[:, None] for cache in (k_cache, v_cache))
         kv_heads, (_, heads, size) = key.shape[0], query.shape
@@ -133,128 +145,110 @@ class _Prefill:
                 # With a mask, and rows one more than a multiple of 64, PyTorch's memory-efficient kernel (2.11) reads
                 # beyond keys that heads share by a stride of 0: wrong results, or an illegal access.
                 k, v = k.contiguous(), v.contiguous()
-            found = scaled_dot_product_attention(rows, k, v, piece.mask, scale=scaling)
-            output[piece.start : piece.end] = found.permute(2, 0, 1, 3).reshape(-1, heads, size)
+            attended = scaled_dot_product_attention(rows, k, v, piece.mask, scale=scaling)
+            output[piece.start : piece.end] = attended.permute(2, 0, 1, 3).reshape(-1, heads, size)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentsPlan:
-    """One pass: slots of all rows, int64 ``[T]``, and how they attend."""
+    """The attention of one pass as calls of PyTorch's SDPA. See :class:`AttentionPlan`.
+
+    Args:
+        slots: int64 ``[T]``: KV cache slot of each row.
+        decode: groups of single rows.
+        prefill: the other chunks.
+    """
 
     slots: torch.Tensor
     decode: list[_Decode]
     prefill: list[_Prefill]
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float,
-    ) -> torch.Tensor:  # fmt: skip
-        """See :class:`panscan.engine.attention.AttentionPlan`."""
-        k_cache.index_copy_(0, self.slots, key[0].transpose(0, 1))
-        v_cache.index_copy_(0, self.slots, value[0].transpose(0, 1))
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        """See :class:`AttentionPlan`."""
         with _kernels(query.device):
-            return self._read(query[0].transpose(0, 1), k_cache, v_cache, scaling)[None]
-
-    def _read(self, rows: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """``[T, heads, D]`` of queries ``[T, heads, D]``."""
-        if len(self.decode) == 1 and not self.prefill:
-            return self.decode[0].attend(rows, k_cache, v_cache, scaling)
-        output = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for group in self.decode:
-            output[group.rows] = group.attend(rows[group.rows], k_cache, v_cache, scaling)
-        for chunk in self.prefill:
-            chunk.attend(rows, k_cache, v_cache, scaling, output)
-        return output
+            if len(self.decode) == 1 and not self.prefill:
+                return self.decode[0].attend(query, k_cache, v_cache, scaling).contiguous()
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            for group in self.decode:
+                output[group.rows] = group.attend(query[group.rows], k_cache, v_cache, scaling)
+            for chunk in self.prefill:
+                chunk.attend(query, k_cache, v_cache, scaling, output)
+            return output
 
 
 def _kernels(device: torch.device) -> AbstractContextManager[None]:
-    """On NVIDIA without cuDNN's: it builds a plan for every new number of keys, which is each step's (on an H200 that
-    made the 4B model's decode step 89 ms instead of 36)."""
+    """Exclude cuDNN's attention on NVIDIA GPUs: it builds a plan for every new number of keys, and each decode step has
+    one (on an H200 that made the 4B model's decode step 89 ms instead of 36)."""
     if device.type != "cuda":
         return nullcontext()
-    kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(kinds)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-_Placed = tuple[int, ChunkRows]  # with the number of its first row in the pass
+def _groups(lengths: NDArray[Any], shortest: float) -> Iterator[NDArray[np.int64]]:
+    """Yield groups of indices into ``lengths``, each ascending, in which no length is below ``shortest`` of the
+    longest."""
+    order = np.argsort(-lengths, kind="stable")
+    while len(order):
+        similar = np.count_nonzero(lengths[order] >= shortest * lengths[order[0]])
+        yield np.sort(order[:similar])
+        order = order[similar:]
 
 
-def _groups(
-    rows: AttentionRows, single: Sequence[_Placed], local: bool, device: torch.device
-) -> Iterator[list[_Placed]]:
-    """Rows whose numbers of keys are alike, each group in the order of the pass."""
-    shortest = _SHORTEST if device.type == "cpu" else _SHORTEST_ON_GPU
-    lengths = {start: chunk.end - rows.first_key(chunk.start, local=local) for start, chunk in single}
-    group: list[_Placed] = []
-    for placed in sorted(single, key=lambda placed: -lengths[placed[0]]):
-        if group and lengths[placed[0]] < shortest * lengths[group[0][0]]:
-            yield sorted(group, key=lambda placed: placed[0])
-            group = []
-        group.append(placed)
-    if group:
-        yield sorted(group, key=lambda placed: placed[0])
-
-
-def _decode(rows: AttentionRows, group: Sequence[_Placed], local: bool, device: torch.device) -> _Decode:
-    chunks = [chunk for _, chunk in group]
-    slots, lengths = _key_slots(rows, chunks, local, device)
+def _decode(batch: FlatBatch, chunks: NDArray[np.int64], local: bool, device: torch.device) -> _Decode:
+    slots, lengths = _key_slots(batch, chunks, local)
     mask = None
-    if len(set(lengths)) > 1:
-        counts = torch.tensor(lengths, device=device)
-        mask = (torch.arange(slots.shape[1], device=device) < counts[:, None])[:, None, None]
-    return _Decode(torch.tensor([start for start, _ in group], device=device), slots, mask)
+    if lengths.min() < lengths.max():
+        mask = upload((np.arange(slots.shape[1]) < lengths[:, None])[:, None, None], device)
+    return _Decode(upload(batch.offsets[chunks].astype(np.int64), device), upload(slots, device), mask)
 
 
-def _prefill(rows: AttentionRows, start: int, chunk: ChunkRows, local: bool, device: torch.device) -> _Prefill:
-    slots, _ = _key_slots(rows, [chunk], local, device)
-    pieces = [
-        _piece(rows, part, start - chunk.start, rows.first_key(chunk.start, local=local), local, device)
-        for segment in chunk.segments
-        for part in _parts(segment)
-    ]
-    return _Prefill(slots[0], pieces)
+def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch.device) -> list[_Prefill]:
+    lows = batch.first_keys(local=local)
+    bounds = upload(np.stack([lows, batch.ends]), device)
+    plans = []
+    for chunk in chunks:
+        start, end = batch.offsets[chunk : chunk + 2].tolist()
+        slots, _ = _key_slots(batch, np.array([chunk]), local)
+        parts = _parts(batch.positions[start:end], batch.ends[start:end])
+        pieces = [_piece(lows, batch.ends, bounds, start, start + first, start + last) for first, last in parts]
+        plans.append(_Prefill(upload(slots[0], device), pieces))
+    return plans
 
 
-def _parts(segment: Segment) -> Iterator[Segment]:
-    """An image block whole, long text in parts."""
-    if segment.image:
-        yield segment
-        return
-    for start in range(segment.start, segment.end, _TEXT_ROWS):
-        yield Segment(start, min(start + _TEXT_ROWS, segment.end), image=False)
+def _parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+    """Yield ``(first, last + 1)`` of the rows of a chunk: image blocks whole, text at most ``_TEXT_ROWS`` at once."""
+    image = ends > positions + 1
+    image[1:] |= ends[1:] == ends[:-1]
+    cuts = np.flatnonzero(np.diff(np.where(image, ends, 0))) + 1
+    for start, end in pairwise([0, *cuts.tolist(), len(ends)]):
+        rows = end - start if image[start] else _TEXT_ROWS
+        for first in range(start, end, rows):
+            yield first, min(first + rows, end)
 
 
-def _piece(rows: AttentionRows, part: Segment, shift: int, gathered: int, local: bool, device: torch.device) -> _Piece:
-    """``shift``: from a position to its row in the pass; ``gathered``: position of the chunk's first key."""
-    first, last = rows.first_key(part.start, local=local), part.end
-    causal = not part.image and part.end - part.start > 1
-    windowed = rows.first_key(part.end - 1, local=local) > first
+def _piece(
+    lows: NDArray[np.int64], ends: NDArray[np.int32], bounds: torch.Tensor, chunk: int, start: int, end: int
+) -> _Piece:
+    """Return the piece of rows ``[start, end)`` of a chunk whose first row is ``chunk``. ``bounds``: ``lows`` and
+    ``ends`` on the device."""
+    first, last = int(lows[start]), int(ends[end - 1])
+    keys = torch.arange(first, last, device=bounds.device)
     mask = None
-    if causal or windowed:
-        at = torch.arange(part.start, part.end, device=device)[:, None]
-        keys = torch.arange(first, last, device=device)
-        mask = keys <= at if causal else torch.ones(len(at), len(keys), dtype=torch.bool, device=device)
-        if windowed:
-            mask &= keys > at - rows.window
-    return _Piece(part.start + shift, part.end + shift, first - gathered, last - gathered, mask)
+    if ends[start] < last:
+        mask = keys < bounds[1, start:end, None]
+    if first < lows[end - 1]:
+        inside = keys >= bounds[0, start:end, None]
+        mask = inside if mask is None else mask & inside
+    gathered = int(lows[chunk])
+    return _Piece(start, end, first - gathered, last - gathered, mask)
 
 
-def _key_slots(
-    rows: AttentionRows, chunks: Sequence[ChunkRows], local: bool, device: torch.device
-) -> tuple[torch.Tensor, list[int]]:
-    """Slots of all keys that chunks see, int64 ``[chunks, longest]`` (a shorter one's last repeated), and how many."""
-    size = rows.block_size
-    firsts = [rows.first_key(chunk.start, local=local) for chunk in chunks]
-    held = [
-        chunk.tables[local][first // size : (chunk.end - 1) // size + 1]
-        for first, chunk in zip(firsts, chunks, strict=True)
-    ]
-    width = max(map(len, held))
-    flat = [block for blocks in held for block in (*blocks, *[0] * (width - len(blocks)))]
-    tables = torch.tensor(flat, device=device).view(len(chunks), width)
-    lengths = [chunk.end - first for first, chunk in zip(firsts, chunks, strict=True)]
-    at = torch.arange(max(lengths), device=device).expand(len(chunks), -1)
-    if len(set(lengths)) > 1:
-        at = at.minimum(torch.tensor(lengths, device=device)[:, None] - 1)
-    at = at + torch.tensor([first % size for first in firsts], device=device)[:, None]
-    return tables.gather(1, at // size) * size + at % size, lengths
+def _key_slots(batch: FlatBatch, chunks: NDArray[np.int64], local: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots of all keys that the chunks attend to, int64 ``[chunks, K]`` (a shorter chunk repeats its last
+    one), and how many keys each has, int64 ``[chunks]``."""
+    size = batch.block_size
+    lows = batch.first_keys(local=local)[batch.offsets[chunks]]
+    lengths = batch.ends[batch.offsets[chunks + 1] - 1] - lows
+    positions = lows[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+    blocks = batch.tables[local][chunks[:, None], positions // size].astype(np.int64)
+    return blocks * size + positions % size, lengths

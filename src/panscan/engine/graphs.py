@@ -1,46 +1,52 @@
-"""Passes of few rows as CUDA graphs: one launch instead of thousands, for a few numbers of rows."""
+"""CUDA graphs of short passes: one launch instead of thousands, for a few numbers of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from panscan.engine.kv_memory import KVCache
 from panscan.engine.readback import side_stream
-from panscan.engine.scheduling.sequence import AttentionRows, ChunkRows
-from panscan.engine.triton_attention import DecodeRows, PrefillRows, TritonBackend, TritonPlan, leading_singles
-from panscan.model.decoder import Decoder
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, unpack
+from panscan.images.transfer import upload
 
-__all__ = ["Graphs", "decode_sizes", "graph_sizes"]
+__all__ = ["Graphs", "RunLayers", "decode_sizes", "graph_sizes", "padded"]
 
-_WARM_UPS = 2  # passes before a capture: what is compiled or allocated once must not happen while it is recorded
-_CHUNKS = 16  # of a pass, beside its decoding rows, at most
+_WARM_UPS = 2  # passes before a capture: one-time compilation and allocation must not happen while recording
+_CHUNKS = 16  # per pass at most, in addition to its decode rows
 _one_at_a_time = Lock()
+
 Size = tuple[int, int]
-"""Rows of a recorded pass: single ones, each the last of its sequence, and behind them those of longer chunks."""
+"""Rows of a recorded pass: decode rows, and the rows of longer chunks behind them."""
+
+RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], torch.Tensor]
+"""Computes final hidden states ``[T, hidden]`` from embeddings ``[T, hidden]``, positions (int64 ``[T]``) and the plans
+of local (True) and global (False) layers."""
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Numbers of rows that decode passes are recorded for, ascending; the last is ``most``.
+    """Return the numbers of rows to record decode passes for, ascending; the last is ``most``.
 
-    Padding costs little where a pass waits for weights, so they lie at most 8 rows apart up to 64, and 16 after that.
+    Padding costs little while a pass waits for weights, so they are at most 8 rows apart up to 64, and 16 above.
     """
     sizes = [*(1, 2, 4), *range(8, 64, 8), *range(64, most, 16)]
     return [size for size in sizes if size < most] + [most]
 
 
 def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
-    """What passes are recorded for: decoding alone, short chunks alone (questions about known images, tails of
-    prompts), and both together. Longer ones keep the device busy while they are launched one by one.
+    """Return the sizes to record: decode rows alone, short chunks alone (questions about cached images, last chunks of
+    prompts), and both together. Longer passes keep the device busy while their kernels are launched one by one.
 
     Args:
-        decode_rows: of the largest pass of single rows.
-        chunk_rows: of the largest other pass.
+        decode_rows: maximum decode rows per pass.
+        chunk_rows: maximum other rows per pass.
     """
     short = [rows for rows in (32, 64, 128, 256, 512) if rows <= chunk_rows]
     beside = sorted({min(rows, decode_rows) for rows in (16, 64, decode_rows)})
@@ -48,136 +54,187 @@ def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
     return alone + [(single, rows) for single in beside for rows in short[1:]]
 
 
-class Graphs:
-    """The layers' part of passes of few rows, replayed from CUDA graphs.
+def padded(batch: FlatBatch, singles: int, others: int, spare: tuple[int, int]) -> FlatBatch:
+    """Return the batch with more rows, which read and write nothing but spare blocks.
 
-    A pass is padded with rows of a sequence of its own, whose only block is the cache's spare one.
+    Single rows follow the batch's decode rows; one chunk of text follows its last chunk. The result is for attention
+    plans only: it has no images and nothing to encode, sample or watch.
 
     Args:
-        decoder: the model, all of it on one device.
-        cache: of keys and values.
-        backend: of attention.
-        decode_rows: of the largest pass of single rows.
-        chunk_rows: of the largest other pass.
-        longest: tokens of the longest sequence.
-        block_size: tokens of a block.
-        capture: record graphs. Without, the same passes run launch by launch, on any device.
+        batch: the pass.
+        singles: decode rows of the result; at least ``batch.decode_rows``.
+        others: other rows of the result; at least those of the batch, and more than one if the batch has none.
+        spare: a block of global and one of local layers that no sequence uses.
+    """
+    decode, size = batch.decode_rows, batch.block_size
+    more, tail = np.zeros(singles - decode, np.int64), np.arange(others - (batch.rows - decode))
+    counts = _inserted(np.diff(batch.offsets), decode, more + 1, np.full(int(len(tail) > 0), len(tail)))
+    tables = [
+        _padded_table(table, decode, len(more), len(counts), -(-len(tail) // size), block)
+        for table, block in zip(batch.tables, spare, strict=True)
+    ]
+    return FlatBatch(
+        ids=_inserted(batch.ids, decode, more, np.zeros_like(tail)),
+        positions=_inserted(batch.positions, decode, more, tail),
+        ends=_inserted(batch.ends, decode, more + 1, tail + 1),
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        tables=(tables[0], tables[1]),
+        block_size=size,
+        window=batch.window,
+    )
+
+
+def _inserted(array: NDArray[Any], at: int, middle: NDArray[Any], tail: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([array[:at], middle, array[at:], tail]).astype(array.dtype)
+
+
+def _padded_table(
+    table: NDArray[np.int32], decode: int, more: int, chunks: int, tail_blocks: int, spare: int
+) -> NDArray[np.int32]:
+    """Return a table of so many chunks: ``more`` single rows behind ``decode``, and one of ``tail_blocks`` blocks."""
+    width = table.shape[1]
+    wider = np.full((chunks, max(width, tail_blocks, 1)), -1, np.int32)
+    wider[:decode, :width] = table[:decode]
+    wider[decode : decode + more, 0] = spare
+    wider[decode + more : len(table) + more, :width] = table[decode:]
+    wider[len(table) + more :, :tail_blocks] = spare
+    return wider
+
+
+class Graphs:
+    """The layers' part of short passes, replayed from CUDA graphs.
+
+    Args:
+        run: computes all layers and the final norm; called while recording, never after.
+        backend: attention backend.
+        kinds: the kinds of layers that the model has, as ``local`` flags.
+        hidden_size: size of the hidden states.
+        dtype: dtype of the hidden states.
+        device: device of the model.
+        spare: a block of global and one of local layers that no sequence uses; padding reads and writes them.
+        window: positions that a local layer attends to.
+        decode_rows: maximum decode rows per pass.
+        chunk_rows: maximum other rows per pass.
+        longest: maximum tokens per sequence.
+        block_size: tokens per KV cache block.
+        capture: record graphs. Without, ``run`` computes the same padded passes, on any device.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, backend: TritonBackend, *,
+        self, run: RunLayers, backend: TritonBackend, kinds: Collection[bool], *,
+        hidden_size: int, dtype: torch.dtype, device: torch.device, spare: tuple[int, int], window: int,
         decode_rows: int, chunk_rows: int, longest: int, block_size: int, capture: bool = True,
     ) -> None:  # fmt: skip
-        self._decoder, self._cache, self._backend, self._block_size = decoder, cache, backend, block_size
-        self.capture, self._width, self._decode_rows = capture, -(-longest // block_size), decode_rows
-        self.sizes = graph_sizes(decode_rows, chunk_rows)
+        self._run, self._backend = run, backend
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._spare, self._window, self._block_size = spare, window, block_size
+        self.capture, self.sizes = capture, graph_sizes(decode_rows, chunk_rows)
         self._recorded: dict[Size, _Recorded] = {}
-        self._tables: dict[tuple[str, bool], torch.Tensor] = {}
         self._pool: Any = None
+        # All recorded passes share their block tables, wide enough for any sequence: only one of them runs at a time.
+        width = -(-max(longest, chunk_rows) // block_size)
+        self._tables = {
+            local: tuple(torch.zeros(rows, width, dtype=torch.int32, device=device) for rows in (decode_rows, _CHUNKS))
+            for local in sorted(set(kinds))
+        }
 
     @torch.no_grad()
     def prepare(self) -> Iterator[Size]:
-        """Record all passes, the largest first, as the others share its memory; gives each as it is done."""
+        """Record all passes and yield the size of each when it is done: the largest first, as the others share its
+        memory."""
         for size in sorted(self.sizes, key=sum, reverse=True):
             self._recorded[size] = self._record(size)
             yield size
 
     @torch.no_grad()
-    def run(self, rows: AttentionRows, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Final hidden states ``[1, T, hidden]``, valid until the next pass; None if no graph is large enough.
+    def run(self, batch: FlatBatch, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Return final hidden states ``[T, hidden]``, valid until the next pass; None if no graph is large enough.
 
         Args:
-            rows: of the pass.
-            hidden: embeddings ``[1, T, hidden]``.
-            positions: int64 ``[T]``, on the device.
+            batch: the pass.
+            embedded: ``[T, hidden]``: embeddings of its rows.
         """
-        singles = leading_singles(rows.chunks)
-        others, chunks = hidden.shape[1] - singles, len(rows.chunks) - singles
+        singles = batch.decode_rows
+        others, chunks = batch.rows - singles, len(batch.offsets) - 1 - singles
         size = self._fitting(singles, others)
         if size is None or chunks >= _CHUNKS:
             return None
-        recorded, first = self._recorded[size], size[0]
-        for place, given in ((recorded.hidden, hidden), (recorded.positions[None], positions[None])):
-            place[:, :singles].copy_(given[:, :singles])
-            place[:, first : first + others].copy_(given[:, singles:])
-        padded = self._padded(rows, singles, size)
-        for local, plan in recorded.plans.items():
-            _copy(self._plan(padded, local), plan)
-        found = recorded.replay()
-        if singles == first or not others:
-            return found[:, : singles + others]
-        return torch.cat((found[:, :singles], found[:, first : first + others]), 1)
+        recorded, behind = self._recorded[size], slice(size[0], size[0] + others)
+        self._load(recorded.inputs, padded(batch, *size, self._spare), size)
+        recorded.embedded[:singles].copy_(embedded[:singles])
+        recorded.embedded[behind].copy_(embedded[singles:])
+        hidden = recorded.replay()
+        if singles == size[0] or not others:
+            return hidden[: batch.rows]
+        return torch.cat((hidden[:singles], hidden[behind]))
 
     def _fitting(self, singles: int, others: int) -> Size | None:
-        """The smallest pass with room for so many rows; one without such rows if there are none."""
+        """Return the smallest size with enough rows. A pass without rows of one sort gets a graph without them."""
         fitting = (
             (first, second) for first, second in self.sizes
             if first >= singles and second >= others and bool(first) == bool(singles) and bool(second) == bool(others)
         )  # fmt: skip
         return min(fitting, key=lambda size: (size[1], size[0]), default=None)
 
-    def _padded(self, rows: AttentionRows, singles: int, size: Size) -> AttentionRows:
-        """With single rows behind the single ones, and one chunk behind the others."""
-        others = sum(chunk.end - chunk.start for chunk in rows.chunks[singles:])
-        more = (self._spare(1),) * (size[0] - singles)
-        last = (self._spare(size[1] - others),) if size[1] > others else ()
-        return replace(rows, chunks=rows.chunks[:singles] + more + rows.chunks[singles:] + last)
-
-    def _spare(self, rows: int) -> ChunkRows:
-        return ChunkRows.spare(rows, self._cache.spare, self._block_size)
-
-    def _plan(self, rows: AttentionRows, local: bool) -> TritonPlan:
-        return self._backend.plan(rows, local=local, device=self._decoder.device)
-
     def _record(self, size: Size) -> _Recorded:
-        """A pass of rows that all pad. Its tensors live as long as it does: a graph knows nothing but addresses."""
-        device, count = self._decoder.device, sum(size)
-        spare = self._padded(AttentionRows((), self._block_size, self._decoder.window), 0, size)
-        kinds = {layer.local for layer in self._decoder.layers}
-        plans = {local: self._widened(self._plan(spare, local), local) for local in kinds}
-        hidden = self._decoder.embed(torch.zeros(count, dtype=torch.long, device=device))
-        positions = torch.zeros(count, dtype=torch.long, device=device)
+        """Record a pass that consists of padding."""
+        no_rows, no_blocks = np.empty(0, np.int64), np.empty((0, 0), np.int32)
+        empty = FlatBatch(
+            no_rows, no_rows, no_rows.astype(np.int32), np.zeros(1, np.int32), (no_blocks, no_blocks),
+            self._block_size, self._window,
+        )  # fmt: skip
+        batch = padded(empty, *size, self._spare)
+        arrays, _ = self._arrays(batch, size)
+        inputs = torch.empty(len(pack(arrays)), dtype=torch.uint8, device=self._device)
+        positions, *parts = unpack(inputs, arrays)
+        plans = {}
+        for local, (decode_tables, prefill_tables) in self._tables.items():
+            slots, lengths, ends, tiles, *parts = parts
+            kernel_inputs = KernelInputs(slots, lengths, ends, tiles, decode_tables[: size[0]], prefill_tables)
+            plans[local] = self._backend.bind(kernel_inputs, self._block_size, self._window if local else 0)
+        self._load(inputs, batch, size)
+        embedded = torch.zeros(sum(size), self._hidden_size, dtype=self._dtype, device=self._device)
 
         def body() -> torch.Tensor:
-            def attend(local: bool, *others: Any) -> torch.Tensor:
-                return plans[local].attend(*others)
+            return self._run(embedded, positions, plans)
 
-            return self._decoder.run(hidden, positions, self._cache.k, self._cache.v, attend)
+        return _Recorded(embedded, inputs, self._captured(body) if self.capture else body)
 
-        return _Recorded(hidden, positions, plans, self._captured(body) if self.capture else body)
+    def _arrays(self, batch: FlatBatch, size: Size) -> tuple[list[NDArray[Any]], list[NDArray[np.int32]]]:
+        """Return what a padded pass reads: arrays whose shapes depend on the size alone, and block tables."""
+        fixed: list[NDArray[Any]] = [batch.positions]
+        tables = []
+        for local in self._tables:
+            inputs = self._backend.inputs(batch, local=local)
+            tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + _CHUNKS, 4), np.int32)
+            tiles[: len(inputs.tiles)] = inputs.tiles
+            fixed += [inputs.slots, inputs.lengths, inputs.ends, tiles]
+            tables += [inputs.decode_tables, inputs.prefill_tables]
+        return fixed, tables
 
-    def _widened(self, plan: TritonPlan, local: bool) -> TritonPlan:
-        """The same with tables for sequences of any length, and room for the tiles and tables of more chunks. All
-        passes have the same tables: only one of them runs at a time."""
-        if (decode := plan.decode) is not None:
-            tables = self._room_for("decode", local, decode.tables, self._decode_rows)
-            plan = replace(plan, decode=DecodeRows(tables[: len(decode.tables)], decode.lengths, decode.window))
-        if (prefill := plan.prefill) is not None:
-            tables = self._room_for("prefill", local, prefill.tables, _CHUNKS)
-            tiles = _room(prefill.tiles, len(prefill.tiles) + _CHUNKS, 4)
-            plan = replace(plan, prefill=replace(prefill, tiles=tiles, tables=tables))
-        return plan
-
-    def _room_for(self, kind: str, local: bool, tables: torch.Tensor, rows: int) -> torch.Tensor:
-        held = self._tables.get((kind, local))
-        if held is None:
-            held = self._tables[kind, local] = tables.new_zeros(rows, max(self._width, tables.shape[1]))
-        held[: len(tables), : tables.shape[1]].copy_(tables)
-        return held
+    def _load(self, inputs: torch.Tensor, batch: FlatBatch, size: Size) -> None:
+        """Fill the inputs of a recorded pass, and the block tables, with one copy from the host."""
+        fixed, tables = self._arrays(batch, size)
+        arrays = [*fixed, *tables]
+        packed = upload(pack(arrays), self._device)
+        inputs.copy_(packed[: len(inputs)])
+        held = (table for pair in self._tables.values() for table in pair)
+        for to, table in zip(held, unpack(packed, arrays)[len(fixed) :], strict=True):
+            to[: len(table), : table.shape[1]].copy_(table)
 
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        device = self._decoder.device
+        device = self._device
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         graph: Any = torch.cuda.CUDAGraph
         graph = graph()
-        with _one_at_a_time:  # of all engines: they share the stream
+        with _one_at_a_time:  # engines of one process share the stream
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
                     body()
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.synchronize(device)
-            # What other threads do meanwhile, with pixels, is no mistake.
+            # Other threads may allocate and copy pixels meanwhile; "thread_local" does not treat that as an error.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 hidden = body()
         self._pool = self._pool or graph.pool()
@@ -191,39 +248,20 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """One pass: what it reads, and what computes the final hidden states ``[1, rows, hidden]`` from it."""
+    """One recorded pass. Its tensors live as long as the graph, which refers to them by address only.
 
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    plans: dict[bool, TritonPlan]
+    Args:
+        embedded: ``[rows, hidden]``: the embeddings that it reads.
+        inputs: uint8: positions and kernel inputs, packed.
+        replay: computes the final hidden states ``[rows, hidden]``.
+    """
+
+    embedded: torch.Tensor
+    inputs: torch.Tensor
     replay: Callable[[], torch.Tensor]
 
 
 @cache
 def _capture_stream(device: torch.device) -> Any:
-    """One for all engines of a process: PyTorch keeps 32 MiB for each stream that products ever ran on."""
+    """Return one stream for all engines of a process: PyTorch keeps 32 MiB for each stream that ran a product."""
     return side_stream(device)
-
-
-def _room(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A larger one of zeros that begins with it."""
-    larger = tensor.new_zeros(rows, max(columns, tensor.shape[1]))
-    larger[: len(tensor), : tensor.shape[1]] = tensor
-    return larger
-
-
-def _copy(plan: TritonPlan, to: TritonPlan) -> None:
-    """What a plan of as many rows says, into the tensors of one that was widened."""
-    to.slots.copy_(plan.slots)
-    if plan.decode is not None and to.decode is not None:
-        to.decode.lengths.copy_(plan.decode.lengths)
-        to.decode.tables[:, : plan.decode.tables.shape[1]].copy_(plan.decode.tables)
-    if plan.prefill is not None and to.prefill is not None:
-        _copy_prefill(plan.prefill, to.prefill)
-
-
-def _copy_prefill(prefill: PrefillRows, to: PrefillRows) -> None:
-    to.ends.copy_(prefill.ends)
-    to.tiles.zero_()  # tiles of no rows
-    to.tiles[: len(prefill.tiles)].copy_(prefill.tiles)
-    to.tables[: len(prefill.tables), : prefill.tables.shape[1]].copy_(prefill.tables)

@@ -1,6 +1,6 @@
-"""Paged attention by kernels of our own: decode rows in one launch, prefill rows of all chunks in another.
+"""Paged attention with our own kernels: decode rows in one launch, the prefill rows of all chunks in another.
 
-What a plan holds for them are tensors whose shapes alone decide what is launched, so that a CUDA graph may keep them.
+The kernels' inputs are tensors whose shapes alone decide what is launched, so a CUDA graph can record the launches.
 """
 
 from __future__ import annotations
@@ -8,31 +8,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.engine.scheduling.sequence import AttentionRows, ChunkRows
+from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 
 __all__ = [
     "HEAD_SIZES",
-    "DecodeRows",
-    "PrefillRows",
+    "KernelInputs",
     "TritonBackend",
     "TritonPlan",
-    "leading_singles",
+    "pack",
+    "unpack",
     "unsupported_reason",
 ]
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 0)  # the first with bfloat16
+_ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not multiples of this
 
 
 def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels cannot run there, or None if they can. On a CPU they can where Triton interprets them."""
+    """Return why the kernels cannot run there, or None if they can. On a CPU they need Triton's interpreter."""
     if head_size not in HEAD_SIZES:
         return f"heads of size {head_size}: the Triton kernels take {', '.join(map(str, HEAD_SIZES))}"
     if dtype not in _DTYPES:
@@ -49,178 +52,134 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows ``[0, B)`` of a pass, each the last of its sequence.
+Array = TypeVar("Array")
+
+
+class KernelInputs(NamedTuple, Generic[Array]):
+    """What the kernels read in one pass, on the host or on a device: the first B rows decode, the others prefill.
 
     Args:
-        tables: int32 ``[B, W]``: blocks by position // block size. Those that the row does not see are not read.
-        lengths: int32 ``[B]``: keys of each sequence, the row's own included; at least 1.
-        window: positions that a row sees, its own included; 0: all.
+        slots: int64 ``[T]``: KV cache slot of each row.
+        lengths: int32 ``[B]``: number of keys of each decode row's sequence, the row's own included; at least 1.
+        ends: int32 ``[T - B]``: end of the key interval of each prefill row.
+        tiles: int32 ``[n, 4]``: groups of consecutive prefill rows of one chunk, each by its first row in the pass, its
+            number of rows (0: nothing to do), the position of its first row, and its chunk's index in
+            ``prefill_tables``.
+        decode_tables: int32 ``[B, W]``: blocks of each decode row's sequence by position // block size. Blocks outside
+            the row's key interval are not read.
+        prefill_tables: int32 ``[chunks, W]``: the same for each other chunk.
     """
 
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    window: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRows:
-    """The rows of a pass from ``start`` on, in tiles of consecutive positions of one chunk.
-
-    Args:
-        start: the first of them.
-        tiles: int32 ``[n, 4]``: first row in the pass, rows (0: nothing to do), position of the first, chunk.
-        tile_rows: that a tile has at most; a power of two, at least 16.
-        ends: int32 ``[rows]``: end of the keys that each row sees.
-        tables: int32 ``[chunks, W]``, as for decode.
-        window: as for decode.
-    """
-
-    start: int
-    tiles: torch.Tensor
-    tile_rows: int
-    ends: torch.Tensor
-    tables: torch.Tensor
-    window: int
+    slots: Array
+    lengths: Array
+    ends: Array
+    tiles: Array
+    decode_tables: Array
+    prefill_tables: Array
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """One pass: slots of all rows, int64 ``[T]``, and how they attend."""
+    """The attention of one pass as kernel launches. See :class:`panscan.engine.attention.AttentionPlan`.
 
+    Args:
+        inputs: tensors on the device.
+        tile_rows: maximum rows per tile; a power of two, at least 16.
+        block_size: tokens per KV cache block.
+        window: positions that a row attends to, its own included; 0 for all.
+    """
+
+    inputs: KernelInputs[torch.Tensor]
+    tile_rows: int
     block_size: int
-    slots: torch.Tensor
-    decode: DecodeRows | None
-    prefill: PrefillRows | None
+    window: int
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float,
-    ) -> torch.Tensor:  # fmt: skip
-        """See :class:`panscan.engine.attention.AttentionPlan`. All are contiguous in D, the caches as a whole."""
-        _, heads, rows, size = query.shape
-        output = query.new_empty(1, rows, heads, size)
-        with torch.cuda.device(query.get_device()):  # Triton launches on the present device; nothing on a CPU
-            self._launch(query, key, value, k_cache, v_cache, output, scaling)
-        return output
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 ``[T]``: KV cache slot of each row."""
+        return self.inputs.slots
 
-    def _launch(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, output: torch.Tensor, scaling: float,
-    ) -> None:  # fmt: skip
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        """See :class:`panscan.engine.attention.AttentionPlan`."""
         from panscan.engine import kernels
 
-        kernels.write(key, value, k_cache, v_cache, self.slots)
-        if (decode := self.decode) is not None:
+        output, inputs = query.new_empty(query.shape), self.inputs
+        with torch.cuda.device(query.get_device()):  # Triton launches on the current device; no effect on a CPU
             kernels.decode(
-                query, k_cache, v_cache, output, tables=decode.tables, lengths=decode.lengths,
-                window=decode.window, page_size=self.block_size, scaling=scaling,
+                query, k_cache, v_cache, output, tables=inputs.decode_tables, lengths=inputs.lengths,
+                window=self.window, page_size=self.block_size, scaling=scaling,
             )  # fmt: skip
-        if (prefill := self.prefill) is not None:
             kernels.prefill(
-                query, k_cache, v_cache, output, start=prefill.start, tiles=prefill.tiles,
-                tile_rows=prefill.tile_rows, ends=prefill.ends, tables=prefill.tables,
-                window=prefill.window, page_size=self.block_size, scaling=scaling,
+                query, k_cache, v_cache, output, start=len(inputs.lengths), tiles=inputs.tiles,
+                tile_rows=self.tile_rows, ends=inputs.ends, tables=inputs.prefill_tables,
+                window=self.window, page_size=self.block_size, scaling=scaling,
             )  # fmt: skip
+        return output
 
 
 class TritonBackend:
-    """Plans for layers of one kind of heads.
+    """Paged attention with Triton kernels, for layers that share one head size.
 
     Args:
-        head_size: of their keys; see :func:`unsupported_reason`.
-        dtype: of queries, keys and values.
+        head_size: size of the attention heads; see :func:`unsupported_reason`.
+        dtype: dtype of queries, keys and values.
     """
 
     def __init__(self, head_size: int, dtype: torch.dtype) -> None:
         from panscan.engine.kernels import prefill_sizes
 
-        self._tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes=0).rows  # the same for any
+        self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes=0).rows  # does not depend on the device
 
-    def plan(self, rows: AttentionRows, *, local: bool, device: torch.device) -> TritonPlan:
-        """Slots, tables, ends and tiles of one pass. Its leading single rows decode."""
-        placed, size, window = _Placed.of(rows.chunks), rows.block_size, rows.window if local else 0
-        host_tables, host_ends = _tables(rows, local), _ends(rows.chunks, placed)
-        blocks = host_tables[placed.chunks, placed.positions // size].astype(np.int64)
-        slots = upload(blocks * size + placed.positions % size, device)
-        tables, ends = upload(host_tables, device), upload(host_ends, device)
-        single = leading_singles(rows.chunks)
-        first = prefill = None
-        if single:
-            first = DecodeRows(tables[:single], ends[:single], window)
-        if single < len(rows.chunks):
-            tiles = upload(_tiles(placed, host_ends, single, self._tile_rows, window), device)
-            prefill = PrefillRows(single, tiles, self._tile_rows, ends[single:], tables[single:], window)
-        return TritonPlan(size, slots, first, prefill)
+    def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> TritonPlan:
+        """See :class:`panscan.engine.attention.Backend`."""
+        inputs = self.inputs(batch, local=local)
+        tensors = KernelInputs(*unpack(upload(pack(inputs), device), inputs))
+        return self.bind(tensors, batch.block_size, batch.window if local else 0)
 
+    def bind(self, inputs: KernelInputs[torch.Tensor], block_size: int, window: int) -> TritonPlan:
+        """Return a plan that reads these tensors whenever it attends."""
+        return TritonPlan(inputs, self.tile_rows, block_size, window)
 
-def leading_singles(chunks: Sequence[ChunkRows]) -> int:
-    """How many chunks of one row a pass begins with."""
-    return next((at for at, chunk in enumerate(chunks) if chunk.end - chunk.start > 1), len(chunks))
+    def inputs(self, batch: FlatBatch, *, local: bool) -> KernelInputs[NDArray[Any]]:
+        """Return the kernels' inputs for one pass. Its leading single rows decode."""
+        single, tables = batch.decode_rows, batch.tables[local]
+        return KernelInputs(
+            batch.slots(local=local), batch.ends[:single], batch.ends[single:], self._tiles(batch, local),
+            tables[:single], tables[single:],
+        )  # fmt: skip
 
-
-_Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Where the rows of a pass stand.
-
-    Args:
-        starts: position of each chunk's first row.
-        counts: rows of each chunk.
-        firsts: number of each chunk's first row in the pass.
-        chunks: of each row.
-        positions: of each row.
-    """
-
-    starts: _Ints
-    counts: _Ints
-    firsts: _Ints
-    chunks: _Ints
-    positions: _Ints
-
-    @classmethod
-    def of(cls, chunks: Sequence[ChunkRows]) -> _Placed:
-        starts = np.array([chunk.start for chunk in chunks], np.int32)
-        counts = np.array([chunk.end for chunk in chunks], np.int32) - starts
-        firsts = np.cumsum(counts, dtype=np.int32) - counts
-        of_rows = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
-        positions = np.arange(len(of_rows), dtype=np.int32) + (starts - firsts)[of_rows]
-        return cls(starts, counts, firsts, of_rows, positions)
+    def _tiles(self, batch: FlatBatch, local: bool) -> NDArray[np.int32]:
+        """Return the tiles, those with most keys first: programs start in this order, and the last should be short."""
+        offsets = batch.offsets[batch.decode_rows :]
+        counts = np.diff(offsets)
+        tiles = -(-counts // self.tile_rows)
+        chunks = np.repeat(np.arange(len(counts)), tiles)
+        earlier = (np.arange(len(chunks)) - (np.cumsum(tiles) - tiles)[chunks]) * self.tile_rows
+        rows = np.minimum(counts[chunks] - earlier, self.tile_rows)
+        first_rows = offsets[chunks] + earlier
+        keys = batch.ends[first_rows + rows - 1] - batch.first_keys(local=local)[first_rows]
+        order = np.argsort(-keys, kind="stable")
+        return np.stack([first_rows, rows, batch.positions[first_rows], chunks], axis=1)[order].astype(np.int32)
 
 
-def _tables(rows: AttentionRows, local: bool) -> _Ints:
-    """``[chunks, W]``: blocks by position // block size; -1 where no row of the chunk sees one."""
-    size = rows.block_size
-    tables = np.full((len(rows.chunks), max(-(-chunk.end // size) for chunk in rows.chunks)), -1, np.int32)
-    for table, chunk in zip(tables, rows.chunks, strict=True):
-        first, last = rows.first_key(chunk.start, local=local) // size, -(-chunk.end // size)
-        table[first:last] = chunk.tables[local][first:last]
-    return tables
+def pack(arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+    """Return the bytes of all arrays in one buffer, so that one copy takes them to a device."""
+    *places, total = _places(arrays)
+    packed = np.zeros(total, np.uint8)
+    for array, place in zip(arrays, places, strict=True):
+        packed[place : place + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    return packed
 
 
-def _ends(chunks: Sequence[ChunkRows], placed: _Placed) -> _Ints:
-    """End of the keys that each row sees."""
-    ends = placed.positions + np.int32(1)
-    for first, chunk in zip(placed.firsts - placed.starts, chunks, strict=True):
-        for segment in chunk.segments:
-            if segment.image:
-                ends[first + segment.start : first + segment.end] = segment.end
-    return ends
+def unpack(packed: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """Return tensors of the shapes and dtypes of the arrays, which share the memory of their :func:`pack`."""
+    return [
+        packed[place : place + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for array, place in zip(arrays, _places(arrays)[:-1], strict=True)
+    ]
 
 
-def _tiles(placed: _Placed, ends: _Ints, skipped: int, tile_rows: int, window: int) -> _Ints:
-    """As :class:`PrefillRows` has them, of all chunks but the ``skipped`` first ones. Tiles with most keys come first:
-    programs begin in this order, and those that run last should be short."""
-    counts, firsts = placed.counts[skipped:], placed.firsts[skipped:]
-    tiles = -(-counts // tile_rows)
-    chunks = np.repeat(np.arange(len(counts), dtype=np.int32), tiles)
-    offsets = (np.arange(len(chunks), dtype=np.int32) - (np.cumsum(tiles, dtype=np.int32) - tiles)[chunks]) * tile_rows
-    rows = np.minimum(counts[chunks] - offsets, tile_rows)
-    first_rows = firsts[chunks] + offsets
-    positions = placed.positions[first_rows]
-    first_keys = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
-    longest = np.argsort(first_keys - ends[first_rows + rows - 1], kind="stable")
-    return np.stack([first_rows, rows, positions, chunks], axis=1)[longest]
+def _places(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Return the first byte of each array in their buffer, and the size of the buffer."""
+    sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
+    return list(accumulate(sizes, initial=0))

@@ -50,24 +50,6 @@ def test_a_chunk_ends_before_an_image_block_it_cannot_hold_unless_it_would_be_em
             assert layout.cut(start, end) == expected
 
 
-@given(layouts())
-def test_segments_cover_a_chunk_once_in_order_and_keep_image_blocks_whole(
-    drawn: tuple[PromptLayout, list[int | None]],
-) -> None:
-    layout, owners = drawn
-    boundaries = [at for at in range(len(owners) + 1) if not cuts(owners, at)]
-    for start in boundaries:
-        for end in (at for at in boundaries if at >= start):
-            at = start
-            for segment in layout.segments(start, end):
-                assert segment.start == at < segment.end
-                kinds = {owners[position] for position in range(segment.start, segment.end)}
-                assert len(kinds) == 1 and segment.image == (kinds != {None})
-                assert not cuts(owners, segment.start) and not cuts(owners, segment.end)
-                at = segment.end
-            assert at == end
-
-
 @given(layouts(), st.integers(0, 40), st.integers(0, 40))
 def test_spans_within_a_range_begin_in_it(drawn: tuple[PromptLayout, list[int | None]], start: int, end: int) -> None:
     layout, _ = drawn
