@@ -1,0 +1,132 @@
+"""The seam that every matrix product of our layers goes through: one product for projections of the same input.
+
+Weights stay where Transformers' modules find them: a module's parameter becomes a block of rows of the fused weight, so
+``generate()``, the float32 truth and the engine share one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["Linear", "ModuleLinear", "PlainLinear", "SummedLinear", "is_plain", "linear_of"]
+
+
+class Linear(Protocol):
+    """One matrix product, or several of the same input next to each other."""
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
+        ...
+
+
+class PlainLinear:
+    """A product with a dense weight.
+
+    Args:
+        weight: ``[outputs, inputs]``.
+        bias: ``[outputs]`` or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        return functional.linear(input, self.weight, self.bias)
+
+
+class ModuleLinear:
+    """Modules that are not ours (quantised, offloaded, hooked), called one by one.
+
+    Args:
+        modules: each takes the input and returns its outputs.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        if len(self._modules) == 1:
+            output: torch.Tensor = self._modules[0](input)
+            return output
+        return torch.cat([module(input) for module in self._modules], -1)
+
+
+class SummedLinear:
+    """A product whose inputs are split over ranks: each computes its part, and ``reduce`` sums the parts in place."""
+
+    def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._part, self._reduce = part, reduce
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        return self._reduce(self._part(input))
+
+
+def linear_of(*modules: nn.Module) -> Linear:
+    """Return one product for modules that read the same input, their outputs next to each other in this order.
+
+    The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one tensor, group
+    by group, so memory grows by one group for a moment. Names, shapes and values stay. Called again, for another
+    engine, it finds the tensor that is there. A replacement of a parameter's ``data`` is not seen afterwards; changes
+    in place are.
+    """
+    if not _fit_together(modules):
+        return ModuleLinear(modules)
+    weight = _fused([module.weight for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    return PlainLinear(weight, _fused(biases) if biases else None)
+
+
+def is_plain(module: Any, kind: type[nn.Module]) -> bool:
+    """Return whether a module is exactly a ``kind`` that computes what its class says, on values that are there.
+
+    Not so with a subclass, hooks, a ``forward`` of its own (accelerate's hooks are that), or parameters that are
+    quantised, split over processes (DTensor) or not loaded (meta).
+    """
+    return (
+        type(module) is kind
+        and "forward" not in vars(module)
+        and not hasattr(module, "_hf_hook")
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and all(type(parameter) is nn.Parameter and not parameter.is_meta for parameter in module.parameters())
+    )
+
+
+def _fit_together(modules: Sequence[Any]) -> bool:
+    if not all(is_plain(module, nn.Linear) for module in modules):
+        return False
+    kinds = {(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in modules}
+    return len(kinds) == 1 and modules[0].weight.dtype.is_floating_point
+
+
+def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return the parameters one below the other in one tensor, of which each becomes a block of rows."""
+    first = parameters[0]
+    if len(parameters) == 1:
+        return first.data
+    if _adjacent(parameters):
+        shape = (sum(len(part) for part in parameters), *first.shape[1:])
+        return first.data.as_strided(shape, first.stride(), first.storage_offset())
+    fused = torch.cat([part.detach() for part in parameters])
+    at = 0
+    for part in parameters:
+        part.data = fused[at : at + len(part)]
+        at += len(part)
+    return fused
+
+
+def _adjacent(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the parameters are blocks of one tensor already, in this order and without a gap."""
+    addresses = [part.data_ptr() for part in parameters]
+    sizes = [part.numel() * part.element_size() for part in parameters]
+    storage = {part.untyped_storage().data_ptr() for part in parameters}
+    ends = [address + size for address, size in zip(addresses, sizes, strict=True)]
+    return len(storage) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]
