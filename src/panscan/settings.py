@@ -33,6 +33,7 @@ __all__ = [
     "foreign_settings",
     "nearest",
     "parse_value",
+    "recorded_settings",
     "settings_from",
 ]
 
@@ -62,6 +63,9 @@ RANGES = {
     **dict.fromkeys(("batch_size", "max_num_seqs", "vision_batch_size"), _REQUESTS),
     "max_concurrency": Range(whole=True, least=1, most=2**31 - 1),
     **dict.fromkeys(("prefill_chunk_size", "pad_to_multiple_of"), SAMPLING_RANGES["max_new_tokens"]),
+    "tensor_parallel_size": Range(whole=True, least=1, most=64),
+    "gpu_memory_utilization": Range(above=0, most=1, note="a share: 0.92 is 92% of the memory"),
+    "gpu_memory_gb": Range(above=0, most=_GIGABYTES, note="leave it out to set no limit in GB"),
     "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
     "image_memory_gb": Range(above=0, most=_GIGABYTES, note="an image that is larger is read alone"),
     "vision_cache_gb": Range(above=0, most=_GIGABYTES, note="it holds the encoded views of a pass"),
@@ -104,6 +108,7 @@ class Settings:
     )  # fmt: skip
     max_memory: str | None = _axis(None, "with --device-map, e.g. '0=30GiB;cpu=60GiB'", level="load")
     tp_plan: str | None = _axis(None, "tensor parallel, under torchrun", choices=("auto",), level="load")
+    tensor_parallel_size: int = _axis(1, "GPUs that share one model (tensor parallelism)", level="load", only="engine")
     attention: str = _axis(
         "sdpa", "eager, sdpa, flex_attention, flash_attention_2/3/4 or a kernels-hub name", aliases=("attn_impl",)
     )
@@ -119,9 +124,9 @@ class Settings:
     batch_size: int = _axis(1, "requests per generate() call")
     max_concurrency: int | None = _axis(None, "requests in flight at once; none: all of them", only="engine")
     max_num_seqs: int = _axis(128, "requests that compute at once", only="engine")
-    kv_cache_gb: float | None = _axis(
-        None, "size of the KV cache in GB (10^9 bytes); none: from free memory", only="engine"
-    )
+    gpu_memory_utilization: float = _axis(0.92, "share of each GPU's memory to use at most", only="engine")
+    gpu_memory_gb: float | None = _axis(None, "memory to use per GPU at most, in GB (10^9 bytes)", only="engine")
+    kv_cache_gb: float | None = _axis(None, "KV cache per GPU in GB (10^9 bytes); none: free memory", only="engine")
     prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
     vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
     image_memory_gb: float = _axis(2.0, "decoded images in memory, in GB (10^9 bytes)", only="engine")
@@ -132,7 +137,6 @@ class Settings:
         choices=ATTENTION_BACKENDS,
         only="engine",
     )
-    fast_start: bool = _axis(False, "compile nothing; ready sooner, slower then", only="engine")
     equal_views: bool = _axis(False, "batch requests with equal view counts together")
     prefill_chunk_size: int | None = _axis(
         None,
@@ -197,11 +201,28 @@ class Settings:
             raise SettingError("--device-map and --tp-plan exclude each other")
         if self.device_map is not None and self.device != "auto":
             raise SettingError("--device-map and --device exclude each other: the map places the layers")
+        self._check_tensor_parallel()
         if self.max_memory is not None and self.device_map is None:
             raise SettingError("--max-memory needs --device-map")
         for part in self.max_memory.split(";") if self.max_memory is not None else ():
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
                 raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
+
+    def _check_tensor_parallel(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        for name in ("device_map", "tp_plan"):
+            if getattr(self, name) is not None:
+                raise SettingError(f"--tensor-parallel-size and --{axes()[name].flag} exclude each other")
+        if self.device.startswith("cuda:"):
+            raise SettingError(
+                f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
+                " and CUDA_VISIBLE_DEVICES to choose them"
+            )
+        if self.quantization is not None:
+            raise SettingError(
+                "--tensor-parallel-size: quantised weights cannot be split; use --replicas, or leave out --quantization"
+            )
 
     @cached_property
     def pan_and_scan(self) -> PanAndScan:
@@ -300,6 +321,7 @@ RUNNER_LIMITS: dict[str, dict[str, Any]] = {
 """What each runner does not offer: the only value that a setting may have with it."""
 ALL_AT_ONCE = ("engine", "vllm")
 """Runners that take all requests of a cell at once, and mix prefill and decode in one step."""
+_REMOVED = frozenset({"fast_start"})
 
 
 @cache
@@ -350,6 +372,16 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
             raise SettingError(f"{spelling}: {name} is set twice")
         found[name] = parse_value(name, value)
     return Settings(**found)
+
+
+def recorded_settings(values: Mapping[str, Any]) -> Settings:
+    """Return the settings of a record. Settings that later versions removed, and that changed no answer, are ignored.
+
+    Raises:
+        SettingError: a value that this version does not accept.
+        TypeError: an unknown setting.
+    """
+    return Settings(**{name: value for name, value in values.items() if name not in _REMOVED})
 
 
 def axis_name(spelling: str) -> str:

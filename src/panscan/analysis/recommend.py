@@ -16,7 +16,7 @@ from panscan.core import RecordsError, SettingError
 from panscan.records.quality import metric_title
 from panscan.records.store import Run, write_atomically
 from panscan.records.verdict import verdict_of
-from panscan.settings import Settings, nearest
+from panscan.settings import nearest, recorded_settings
 
 __all__ = ["Recommendation", "preset_text", "recommend", "write_preset"]
 
@@ -216,7 +216,7 @@ def _mean(candidate: Candidate) -> str:
 
 
 _MARK = "# Written by panscan recommend, which may replace it."
-_OF_THE_MACHINE = ("device", "device_map", "max_memory", "tp_plan")
+_OF_THE_MACHINE = ("device", "device_map", "max_memory", "tp_plan", "tensor_parallel_size", "gpu_memory_gb")
 _OF_THE_MEASUREMENT = ("ignore_eos",)
 
 
@@ -230,7 +230,7 @@ def preset_text(run: Run, chosen: Recommendation) -> str:
         RecordsError: the cell's settings are another version's.
     """
     try:
-        settings = Settings(**run.cells[chosen.cell]).changed()
+        settings = recorded_settings(run.cells[chosen.cell]).changed()
     except (TypeError, SettingError) as error:
         raise RecordsError(f"{run.path}: cell {chosen.cell} has another version's settings ({error})") from error
     left_out = {name: settings.pop(name) for name in (*_OF_THE_MACHINE, *_OF_THE_MEASUREMENT) if name in settings}

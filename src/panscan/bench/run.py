@@ -25,7 +25,7 @@ from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment
 from panscan.records.store import SCHEMA, RecordWriter, Run, read_run
 from panscan.records.summary import write_summary
-from panscan.settings import Settings
+from panscan.settings import recorded_settings
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
@@ -196,7 +196,9 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
     try:
         source = Source(**{**(later or {}), **kept["source"], "images": tuple(kept["source"]["images"])})
         cells = [
-            Cell(cell, Settings(**settings), run.presets.get(cell), tuple(map(_alias, run.aliases.get(cell, ()))))
+            Cell(
+                cell, recorded_settings(settings), run.presets.get(cell), tuple(map(_alias, run.aliases.get(cell, ())))
+            )
             for cell, settings in run.cells.items()
         ]
         names = ("workload_sha256", "repeats", "warmup", "seed", "include_content", "verify", "reference")
@@ -300,7 +302,7 @@ def _cell_fields(cell: Cell) -> dict[str, Any]:
 
 def _alias(fields: Mapping[str, Any]) -> Cell:
     """The cell of :func:`_cell_fields`."""
-    return Cell(fields["cell"], Settings(**fields["settings"]), fields["preset"])
+    return Cell(fields["cell"], recorded_settings(fields["settings"]), fields["preset"])
 
 
 def _bundled(plan: SweepPlan) -> dict[str, str]:

@@ -1,111 +1,207 @@
-"""The memory of keys and values: how many blocks fit, and the tensors that they are rows of."""
+"""KV cache memory: how many blocks fit on a device, and the tensors that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 import psutil
 import torch
 
 from panscan.core import UnsupportedError
 from panscan.engine.options import EngineOptions
-from panscan.model.decoder import Decoder, LayerFacts
 
-__all__ = ["KVCache", "KVShape", "choose_blocks", "free_bytes", "split_blocks"]
+if TYPE_CHECKING:
+    from panscan.model.text_layers import LayerFacts
 
-_SHARE = 0.9  # of what is free; passes need the rest
-_CPU_BYTES = 4_000_000_000  # unless more is asked for: a laptop has other work
+__all__ = [
+    "DeviceMemory",
+    "KVCache",
+    "KVShape",
+    "MemoryBudget",
+    "MemoryFacts",
+    "choose_blocks",
+    "limit_process_memory",
+    "split_blocks",
+]
+
+_CPU_SHARE = 0.9  # of available memory; passes need the rest
+_CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
+_GPU_MARGIN = 0.01  # of a GPU's memory: libraries allocate some outside PyTorch's allocator
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Bytes of one token's keys and values, in all global layers together and in all local ones."""
+    """Bytes of one token's keys and values, summed over all global layers and over all local layers."""
 
     global_bytes: int
     local_bytes: int
 
     @classmethod
-    def of(cls, layers: Sequence[LayerFacts]) -> KVShape:
-        """2 x kv heads x head size x bytes per value, summed over the layers of each kind."""
+    def of(cls, layers: Sequence[LayerFacts]) -> Self:
+        """Return the sums of 2 x kv heads x head size x bytes per value."""
         sums = [0, 0]
         for layer in layers:
             sums[layer.local] += 2 * layer.kv_heads * layer.head_size * layer.dtype.itemsize
         return cls(*sums)
 
 
-def choose_blocks(decoder: Decoder, options: EngineOptions) -> tuple[int, int]:
-    """How many blocks global and local layers get: ``options.kv_cache_gb``, or most of the memory that is free.
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """What a model needs besides its weights, on the device that holds it.
 
-    Of a model whose layers are spread over devices, every device must hold its layers' share.
+    Args:
+        shape: bytes of one token's keys and values on this device; with tensor parallelism, of this rank's heads.
+        device: the device.
+        working_bytes: most bytes that a pass, with its vision batch and CUDA graphs, needs at once.
+        view_bytes: bytes of one encoded view; 0 for a text-only model, which has no vision cache.
+        window: positions that a local layer attends to.
+        image_tokens: tokens of one image block.
+        max_positions: most tokens of one sequence.
+        processes: processes that share the memory of the device: the tensor parallel size on a CPU, else 1.
+    """
+
+    shape: KVShape
+    device: torch.device
+    working_bytes: int
+    view_bytes: int
+    window: int
+    image_tokens: int
+    max_positions: int
+    processes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device in bytes: in total, free, and reserved by this process's allocator (0 on CPU and MPS)."""
+
+    total: int
+    free: int
+    reserved: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """Measure a device. MPS shares the computer's memory."""
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return cls(total, free, torch.cuda.memory_reserved(device))
+        memory = psutil.virtual_memory()
+        return cls(memory.total, memory.available)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes of a GPU's memory that PyTorch may reserve in this process, and the option that sets the limit."""
+
+    bytes: int
+    option: str
+
+    @classmethod
+    def of(cls, options: EngineOptions, total: int) -> Self:
+        """Return the lower limit of ``gpu_memory_utilization`` x ``total`` bytes and ``gpu_memory_gb``."""
+        share = int(options.gpu_memory_utilization * total)
+        if options.gpu_memory_gb is None or options.gpu_memory_gb * 1e9 >= share:
+            return cls(share, f"--gpu-memory-utilization {options.gpu_memory_utilization:g}")
+        return cls(int(options.gpu_memory_gb * 1e9), f"--gpu-memory-gb {options.gpu_memory_gb:g}")
+
+
+def limit_process_memory(device: torch.device, bound: int) -> Callable[[], None]:
+    """Limit the memory that PyTorch may reserve on an NVIDIA GPU; return a function that removes the limit.
+
+    Beyond the limit, allocations raise ``torch.OutOfMemoryError``. The CUDA context is not counted. Other devices have
+    no limit.
+
+    Args:
+        device: the device.
+        bound: bytes.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.mem_get_info(index)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, bound / total), index)
+    return partial(torch.cuda.set_per_process_memory_fraction, 1.0, index)
+
+
+def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory | None = None) -> tuple[int, int]:
+    """Return the numbers of blocks for global and for local layers.
+
+    The KV cache gets ``options.kv_cache_gb``. Without it, on a GPU it gets the :class:`MemoryBudget`, or what is free
+    if that is less, except for the working space of passes and the vision cache; elsewhere at most 4 GB.
+
+    Args:
+        facts: what the model needs. Its weights are loaded; the KV cache and the vision cache are not yet allocated.
+        options: sizes.
+        memory: the device's memory, measured after :func:`panscan.model.machine.release_memory`; None: measure it.
 
     Raises:
-        UnsupportedError: more was asked for than is free, or what there is holds not one block.
+        UnsupportedError: ``kv_cache_gb`` does not fit, or the memory holds not one block.
     """
-    whole = KVShape.of(decoder.layers)
-    counts = []
-    for device in {layer.device: None for layer in decoder.layers}:
-        shape = KVShape.of([layer for layer in decoder.layers if layer.device == device])
-        part = (shape.global_bytes + shape.local_bytes) / (whole.global_bytes + whole.local_bytes)
-        wanted = _wanted(decoder, options, device, part)
-        try:
-            blocks = split_blocks(
-                shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-                window=decoder.window, chunk=options.prefill_chunk_size + decoder.image_tokens,
-                max_tokens=decoder.max_positions,
-            )  # fmt: skip
-        except UnsupportedError as error:
-            advice = f"{device} has too little free memory: make some free, or lower {_raised(options)}"
-            if options.kv_cache_gb is not None:
-                least = options.block_size * (shape.global_bytes + shape.local_bytes) / part / 1e9
-                advice = f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
-            raise UnsupportedError(f"{error}; {advice}") from None
-        counts.append((shape, blocks))
-    return _least(counts, 0), _least(counts, 1)
+    room, limit = _room(facts, options, DeviceMemory.of(facts.device) if memory is None else memory)
+    wanted = room if options.kv_cache_gb is None else round(options.kv_cache_gb * 1e9)
+    if wanted > room:
+        raise UnsupportedError(_too_large(facts, options, room, limit))
+    try:
+        return split_blocks(
+            facts.shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+            window=facts.window, chunk=options.prefill_chunk_size + facts.image_tokens,
+            max_tokens=facts.max_positions,
+        )  # fmt: skip
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}; {_advice(facts, options, limit)}") from None
 
 
-def _raised(options: EngineOptions) -> str:
-    """The sizes that leave no memory: those above their defaults, or the one that is easiest to do without."""
+def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, str | None]:
+    """Return the bytes for the KV cache, perhaps negative, and the option that limits them; None: what is free does."""
+    vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
+    if facts.device.type == "cuda":
+        budget = MemoryBudget.of(options, memory.total)
+        within, free = budget.bytes - memory.reserved, memory.free - int(_GPU_MARGIN * memory.total)
+        return min(within, free) - facts.working_bytes - vision_cache, budget.option if within <= free else None
+    free = memory.free // facts.processes
+    room = int(_CPU_SHARE * free)
+    if options.kv_cache_gb is None:  # an explicit size may leave less to passes: the CPU can swap
+        room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.processes)
+    return room, None
+
+
+def _too_large(facts: MemoryFacts, options: EngineOptions, room: int, limit: str | None) -> str:
+    """Return why ``kv_cache_gb`` does not fit."""
+    size, left = f"--kv-cache-gb {options.kv_cache_gb:g}", f"{max(room, 0) / 1e9:.3g} GB"
+    if limit is None:
+        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to take most of what is free"
+    flag = limit.split()[0]
+    return f"{limit}: {facts.device} has room for {left}, less than {size}; raise {flag}, or lower --kv-cache-gb"
+
+
+def _advice(facts: MemoryFacts, options: EngineOptions, limit: str | None) -> str:
+    """Return what to change so that the KV cache holds a block."""
+    if options.kv_cache_gb is not None:
+        least = options.block_size * (facts.shape.global_bytes + facts.shape.local_bytes) / 1e9
+        return f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
     plain = EngineOptions()
     sizes = ("vision_cache_gb", "vision_batch_size", "max_num_seqs", "prefill_chunk_size")
     names = [name for name in sizes if getattr(options, name) > getattr(plain, name)] or ["vision_cache_gb"]
-    return " or ".join(f"--{name.replace('_', '-')}" for name in names)
-
-
-def _wanted(decoder: Decoder, options: EngineOptions, device: torch.device, part: float) -> int:
-    """Bytes of a device that its share of the cache is to take."""
-    room = free_bytes(device)
-    if options.kv_cache_gb is None:
-        room = min(room, free_bytes(device, share=1.0) - _passes(decoder, options))
-        room -= round(options.vision_cache_gb * 1e9) if decoder.view_bytes and device == decoder.device else 0
-        return room if device.type == "cuda" else min(room, round(_CPU_BYTES * part))
-    wanted = round(options.kv_cache_gb * 1e9 * part)
-    if wanted > room:
-        raise UnsupportedError(
-            f"--kv-cache-gb {options.kv_cache_gb:g}: {device} has room for {room / part / 1e9:.3g} GB; lower it,"
-            " or leave it out to take most of what is free"
-        )
-    return wanted
-
-
-def _least(counts: Sequence[tuple[KVShape, tuple[int, int]]], kind: int) -> int:
-    """The least number of blocks of a kind on the devices that have such layers; 0 if none has."""
-    sizes = ((shape.global_bytes, shape.local_bytes)[kind] for shape, _ in counts)
-    return min((blocks[kind] for size, (_, blocks) in zip(sizes, counts, strict=True) if size), default=0)
+    lower = " or ".join(f"--{name.replace('_', '-')}" for name in names)
+    if limit is None:
+        return f"{facts.device} has too little free memory: free some, or lower {lower}"
+    return f"{limit} leaves too little of {facts.device}: raise {limit.split()[0]}, or lower {lower}"
 
 
 def split_blocks(
     shape: KVShape, *, bytes: int, block_size: int, max_num_seqs: int, window: int, chunk: int, max_tokens: int
 ) -> tuple[int, int]:
-    """Blocks of global and of local layers that ``bytes`` hold.
+    """Return the numbers of blocks for global and for local layers that ``bytes`` hold.
 
     Local layers need every sequence's window, which begins and ends inside blocks, and the chunks of one pass:
-    max_num_seqs x (window + 2 x block size) + chunk tokens. What they get beyond that, up to half of the memory, keeps
-    windows of requests that are gone, without which a prefix cannot be taken over. They never get more tokens than
-    global layers. Those get the rest, at most what ``max_num_seqs`` sequences of ``max_tokens`` fill.
+    max_num_seqs x (window + 2 x block size) + chunk tokens. Beyond that, up to half of the memory keeps windows of
+    finished requests, without which their prefixes cannot be reused. Local layers never get more tokens than global
+    layers. Those get the rest, at most what ``max_num_seqs`` sequences of ``max_tokens`` fill.
 
     Raises:
-        UnsupportedError: not one block of each.
+        UnsupportedError: less than one block of each.
     """
     global_block, local_block = shape.global_bytes * block_size, shape.local_bytes * block_size
     most = max_num_seqs * -(-max_tokens // block_size)
@@ -123,36 +219,25 @@ def split_blocks(
     return min(most, (bytes - needed * local_block) // global_block) if global_block else most, needed
 
 
-def _passes(decoder: Decoder, options: EngineOptions) -> int:
-    """Bytes that passes of these sizes need."""
-    tokens = options.prefill_chunk_size + decoder.image_tokens + options.max_num_seqs
-    return decoder.working_bytes(tokens=tokens, rows=options.max_num_seqs, views=options.vision_batch_size)
-
-
-def free_bytes(device: torch.device, share: float = _SHARE) -> int:
-    """A share of the bytes that are free on a device. MPS shares the computer's memory."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(share * free)
-
-
 class KVCache:
     """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``.
 
-    Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind. There is one block
-    more than was asked for, ``spare`` (its numbers): nobody's, for rows that only pad a pass.
+    Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind. Each kind has one
+    block more than requested; ``spare`` holds its number for global and for local layers. Rows that only pad a pass
+    use it.
 
     Args:
-        decoder: whose layers say shapes, types and devices.
-        blocks: of global and of local layers.
-        block_size: tokens of a block.
+        layers: shape, dtype and device of each layer's keys and values.
+        blocks: for global and for local layers.
+        block_size: tokens per block.
     """
 
-    def __init__(self, decoder: Decoder, blocks: tuple[int, int], block_size: int) -> None:
+    def __init__(self, layers: Sequence[LayerFacts], blocks: tuple[int, int], block_size: int) -> None:
         self.spare = blocks
 
         def rows(layer: LayerFacts) -> torch.Tensor:
             shape = (blocks[layer.local] + 1) * block_size, layer.kv_heads, layer.head_size
-            return torch.empty(shape, dtype=layer.dtype, device=layer.device)  # a CPU gives pages as they are written
+            return torch.empty(shape, dtype=layer.dtype, device=layer.device)  # CPU pages are committed on first write
 
-        self.k = [rows(layer) for layer in decoder.layers]
-        self.v = [rows(layer) for layer in decoder.layers]
+        self.k = [rows(layer) for layer in layers]
+        self.v = [rows(layer) for layer in layers]

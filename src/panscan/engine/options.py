@@ -39,13 +39,14 @@ class EngineOptions:
     attention_backend: str = _default("attention_backend")
     prefill_chunk_size: int = _CHUNK
     max_num_seqs: int = _default("max_num_seqs")
+    gpu_memory_utilization: float = _default("gpu_memory_utilization")
+    gpu_memory_gb: float | None = _default("gpu_memory_gb")
     kv_cache_gb: float | None = _default("kv_cache_gb")
     vision_cache_gb: float = _default("vision_cache_gb")
     image_memory_gb: float = _default("image_memory_gb")
     vision_batch_size: int = _default("vision_batch_size")
     prefix_caching: bool = _default("prefix_caching")
     preprocess: str = _default("preprocess")
-    fast_start: bool = _default("fast_start")
     block_size: int = _BLOCK
     overlap: bool | None = None
 
