@@ -29,6 +29,17 @@ def now() -> float:
     return from_perf_counter(time.perf_counter())
 
 
+def time_line() -> float:
+    """Return the origin of this process's time line, for :func:`join_time_line` in a child process."""
+    return _EPOCH
+
+
+def join_time_line(origin: float) -> None:
+    """Use the time line of another process of this host: ``perf_counter`` is the same clock in both."""
+    global _EPOCH
+    _EPOCH = origin
+
+
 def from_perf_counter(seconds: float) -> float:
     """A reading of ``time.perf_counter()`` of this process on the time line of :func:`now`."""
     return _EPOCH + seconds

@@ -20,32 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
+from panscan.model.text_layers import AttentionPlan
 
-__all__ = ["AttentionPlan", "Backend", "SegmentsBackend", "SegmentsPlan"]
-
-
-class AttentionPlan(Protocol):
-    """The attention of one pass in the layers of one kind, prepared by a backend."""
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """int64 ``[T]`` on the device: KV cache slot of each row."""
-        ...
-
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Compute attention over the cache, which already holds the keys and values of the pass's own rows.
-
-        Args:
-            query: ``[T, heads, D]``, contiguous in D.
-            k_cache: contiguous ``[N, kv_heads, D]``: the layer's keys by slot. Slots outside the rows' key intervals
-                are not read.
-            v_cache: the layer's values, like ``k_cache``.
-            scaling: factor of the attention scores.
-
-        Returns:
-            Contiguous ``[T, heads, D]``.
-        """
-        ...
+__all__ = ["Backend", "SegmentsBackend", "SegmentsPlan"]
 
 
 class Backend(Protocol):
@@ -151,7 +128,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsPlan:
-    """The attention of one pass as calls of PyTorch's SDPA. See :class:`AttentionPlan`.
+    """The attention of one pass as calls of PyTorch's SDPA. See :class:`panscan.model.text_layers.AttentionPlan`.
 
     Args:
         slots: int64 ``[T]``: KV cache slot of each row.
@@ -164,7 +141,7 @@ class SegmentsPlan:
     prefill: list[_Prefill]
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """See :class:`AttentionPlan`."""
+        """See :class:`panscan.model.text_layers.AttentionPlan`."""
         with _kernels(query.device):
             if len(self.decode) == 1 and not self.prefill:
                 return self.decode[0].attend(query, k_cache, v_cache, scaling).contiguous()

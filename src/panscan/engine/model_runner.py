@@ -16,7 +16,14 @@ from panscan.core import SettingError, UnsupportedError, View, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
-from panscan.engine.kv_memory import KVCache, KVShape, MemoryFacts, choose_blocks, limit_process_memory
+from panscan.engine.kv_memory import (
+    KVCache,
+    KVShape,
+    MemoryBudget,
+    MemoryFacts,
+    choose_blocks,
+    limit_process_memory,
+)
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark
 from panscan.engine.sampling import Chosen, Draws, Sampler
@@ -213,7 +220,8 @@ class ModelRunner:
         self._backend = choice.backend
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
-            self._undo.append(limit_process_memory(self._device, options))
+            budget = MemoryBudget.of(options, torch.cuda.mem_get_info(self._device)[1])
+            self._undo.append(limit_process_memory(self._device, budget.bytes))
         self._say(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()
@@ -243,15 +251,15 @@ class ModelRunner:
             for power in range(options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
                 blank = torch.zeros(1 << power, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
-        release_memory()  # before the cache is sized by what is free
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
         facts = MemoryFacts(
             shape=KVShape.of(text.layers), device=self._device, working_bytes=self._working_bytes(),
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
-            max_positions=text.max_positions,
+            max_positions=text.max_positions, processes=1 if self._device.type == "cuda" else self._ranks.size,
         )  # fmt: skip
+        release_memory()  # the cache is sized by what is free
         first, second = self._ranks.least(choose_blocks(facts, options))
         self._blocks = first, second
         self._cache = KVCache(text.layers, self._blocks, options.block_size)

@@ -80,7 +80,7 @@ class KernelInputs(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The attention of one pass as kernel launches. See :class:`panscan.engine.attention.AttentionPlan`.
+    """The attention of one pass as kernel launches. See :class:`panscan.model.text_layers.AttentionPlan`.
 
     Args:
         inputs: tensors on the device.
@@ -100,7 +100,7 @@ class TritonPlan:
         return self.inputs.slots
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """See :class:`panscan.engine.attention.AttentionPlan`."""
+        """See :class:`panscan.model.text_layers.AttentionPlan`."""
         from panscan.engine import kernels
 
         output, inputs = query.new_empty(query.shape), self.inputs

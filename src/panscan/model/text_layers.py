@@ -24,18 +24,26 @@ __all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
 
 
 class AttentionPlan(Protocol):
-    """How the rows of one pass attend in layers of one kind.
-
-    ``slots``: int64 ``[T]``, the KV cache slot of each row.
-    """
+    """The attention of one pass in the layers of one kind, prepared by the engine."""
 
     @property
-    def slots(self) -> torch.Tensor: ...
+    def slots(self) -> torch.Tensor:
+        """int64 ``[T]`` on the device: KV cache slot of each row."""
+        ...
 
-    def attend(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float
-    ) -> torch.Tensor:  # fmt: skip
-        """Return ``[T, heads, D]`` for queries ``[T, heads, D]`` and one layer's caches ``[slots, kv heads, D]``."""
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Compute attention over the cache, which already holds the keys and values of the pass's own rows.
+
+        Args:
+            query: ``[T, heads, D]``, contiguous in D.
+            k_cache: contiguous ``[N, kv_heads, D]``: the layer's keys by slot. Slots outside the rows' key intervals
+                are not read.
+            v_cache: the layer's values, like ``k_cache``.
+            scaling: factor of the attention scores.
+
+        Returns:
+            Contiguous ``[T, heads, D]``.
+        """
         ...
 
 

@@ -1,0 +1,217 @@
+"""Tensor parallelism, one rank's side: loads a shard and computes the batches that its parent sends.
+
+    python -m panscan.engine.rank_worker CONTROL_FD PIXELS_FD
+
+It exits when either connection closes, so that nothing keeps running when the parent is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed
+
+from panscan.core import PanscanError
+from panscan.core.process import join_time_line
+from panscan.engine.model_runner import Launched, ModelRunner
+from panscan.engine.ranks import (
+    BEAT_SECONDS,
+    Beat,
+    Broken,
+    Failed,
+    Forget,
+    Landed,
+    Load,
+    Put,
+    Ready,
+    Start,
+    Stop,
+)
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.model.checkpoint import Loaded
+from panscan.model.load import load_shard
+from panscan.model.machine import release_memory
+from panscan.model.runtime import apply_tf32, quiet_libraries
+from panscan.model.sharding import ProcessRanks
+
+__all__ = ["main"]
+
+_PIXEL_SECONDS = 25.0  # that a pass waits for its pixels; the parent gives a pass 30 s
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+class _Worker:
+    """One rank: commands on the main thread; pixels, results and heartbeats on threads of their own."""
+
+    def __init__(self, control: Connection, pixels: Connection) -> None:
+        self._control, self._pixels = control, pixels
+        self._sending = threading.Lock()
+        self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._arrived = threading.Condition()
+        self._held: set[int] = set()
+        self._runner: ModelRunner | None = None
+        self._loaded: Loaded | None = None
+        self._vocab_size = 0
+        self._ranks: ProcessRanks | None = None
+
+    def run(self) -> None:
+        """Serve commands until the parent closes the connection."""
+        for target in (self._beat, self._receive_pixels, self._report):
+            threading.Thread(target=target, daemon=True).start()
+        while True:
+            message = pickle.loads(self._control.recv_bytes())
+            if isinstance(message, FlatBatch):
+                self._execute(message)
+            else:
+                self._obey(message)
+
+    def _obey(self, message: Any) -> None:
+        """Carry out a command and answer it."""
+        try:
+            match message:
+                case Load():
+                    self._load(message)
+                    self._send(Ready())
+                case Start():
+                    assert self._loaded is not None and self._ranks is not None  # Load comes first
+                    self._runner = ModelRunner(self._loaded, message.options, self._ranks, self._vocab_size)
+                    self._send(Ready(self._runner.facts))
+                case Stop():
+                    self._drop_runner()
+                    self._send(Ready())
+        except PanscanError as error:
+            self._send(Failed(error))
+        except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
+            traceback.print_exc()
+            text = " ".join(str(error).split())[:300]
+            self._send(Failed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
+
+    def _load(self, load: Load) -> None:
+        join_time_line(load.time_line)
+        quiet_libraries()
+        torch.set_num_threads(load.threads)
+        self._loaded, self._vocab_size, device = load_shard(load.settings, load.rank, load.size)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{load.store}",
+            rank=load.rank, world_size=load.size, timeout=timedelta(minutes=10),
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+        apply_tf32(load.settings.tf32)
+        self._ranks = ProcessRanks(load.rank, load.size, device)
+        self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
+
+    def _execute(self, batch: FlatBatch) -> None:
+        try:
+            runner, ranks = self._runner, self._ranks
+            assert runner is not None and ranks is not None  # Start comes first
+            self._await_pixels({view.pixels for view in batch.encode if view.rank == ranks.rank})
+            self._launched.put(runner.execute(batch))
+        except Exception as error:  # whatever it is, the other ranks may wait for this one in a collective
+            self._break(error)
+
+    def _await_pixels(self, handles: set[int]) -> None:
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: handles <= self._held, _PIXEL_SECONDS):
+                raise TimeoutError(f"the pixels of a view did not arrive in {_PIXEL_SECONDS:.0f} s")
+            self._held -= handles
+
+    def _report(self) -> None:
+        """Wait for each pass in turn; rank 0 sends its result."""
+        with torch.no_grad():
+            while True:
+                launched = self._launched.get()
+                if launched is None:
+                    self._idle.set()
+                    continue
+                try:
+                    result = launched.wait()
+                except Exception as error:  # a device reports what went wrong when it is waited for
+                    self._break(error)
+                    continue
+                if self._ranks is not None and self._ranks.rank == 0:
+                    self._send(Landed(result))
+                del launched, result  # their tensors, until the next pass
+
+    def _receive_pixels(self) -> None:
+        try:
+            while True:
+                message = pickle.loads(self._pixels.recv_bytes())
+                runner = self._runner
+                if runner is None:
+                    continue
+                if isinstance(message, Put):
+                    runner.pixels.put_as(message.handles, message.levels, message.views)
+                    with self._arrived:
+                        self._held |= {*message.handles}
+                        self._arrived.notify_all()
+                elif isinstance(message, Forget):
+                    runner.pixels.forget(message.handles)
+                    with self._arrived:
+                        self._held -= {*message.handles}
+        except EOFError:
+            os._exit(0)  # the parent is gone; the main thread may be inside a collective
+        except Exception as error:  # out of memory, for one
+            self._break(error)
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(BEAT_SECONDS):
+            self._send(self._memory())
+
+    def _memory(self) -> Beat:
+        if self._ranks is None or self._ranks.device.type != "cuda":
+            return Beat()
+        device = self._ranks.device
+        return Beat(torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device))
+
+    def _drop_runner(self) -> None:
+        self._launched.put(None)
+        self._idle.wait()  # for the results of passes in flight, whose tensors must live until then
+        self._idle.clear()
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+        with self._arrived:
+            self._held.clear()
+        release_memory()
+        self._send(self._memory())
+
+    def _break(self, error: Exception) -> None:
+        traceback.print_exc()
+        self._send(Broken(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+
+    def _send(self, message: Any) -> None:
+        with self._sending, suppress(OSError):  # the parent is gone, and this process is about to end
+            self._control.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def main() -> None:
+    """Serve the parent on the two connections named on the command line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent decides
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, _LOOPBACK)  # the ranks are on one host, whose name may not resolve
+    control, pixels = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
+    serve: Callable[[], None] = _Worker(control, pixels).run
+    with suppress(EOFError, OSError):
+        serve()
+    sys.stdout.flush()
+    os._exit(0)  # threads may be inside a collective that never ends
+
+
+if __name__ == "__main__":
+    main()
