@@ -23,6 +23,7 @@ from panscan.engine.kv_memory import (
     split_blocks,
 )
 from panscan.engine.options import EngineOptions
+from panscan.model.machine import release_memory
 from panscan.model.text_layers import LayerFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)  # no test but those marked gpu touches one
@@ -186,6 +187,7 @@ def test_a_cpu_has_its_memory_measured_and_no_limit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_gpu_refuses_more_than_the_limit(device: str) -> None:
+    release_memory()  # cached blocks could serve the allocation
     before = torch.cuda.memory_reserved(0)
     undo = limit_process_memory(torch.device(device), before + 10**8)
     try:
