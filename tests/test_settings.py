@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.settings import Settings, axes, parse_value, settings_from
+from panscan.settings import Settings, axes, parse_value, recorded_settings, settings_from
 
 
 def test_the_table_covers_every_field_once() -> None:
@@ -28,7 +28,7 @@ def test_defaults_are_transformers_pan_and_scan_and_greedy() -> None:
 
 VALUES = {
     bool: st.booleans(),
-    int: st.integers(1, 1024),
+    int: st.integers(1, 64),
     float: st.floats(0.01, 0.99),
     str: st.text("abc", min_size=1),
 }
@@ -97,6 +97,13 @@ def test_the_launchers_names_work(launcher: str, name: str, value: Any) -> None:
         ({"device_map": "auto", "tp_plan": "auto"}, "exclude each other"),
         ({"device_map": "auto", "device": "cpu"}, "exclude each other"),
         ({"max_memory": "0=1GiB"}, "needs --device-map"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size is out of range: .* from 1 to 64, got 0"),
+        ({"tensor_parallel_size": 2, "device_map": "auto"}, "--tensor-parallel-size and --device-map exclude each"),
+        ({"tensor_parallel_size": 2, "tp_plan": "auto"}, "--tensor-parallel-size and --tp-plan exclude each other"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "^--device cuda:1: .*; use --device cuda,"),
+        ({"tensor_parallel_size": 2, "quantization": "bnb-8bit"}, "quantised weights cannot be split; use --replicas"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is out of range: .* above 0 and at most 1, got"),
+        ({"gpu_memory_gb": 0}, "--gpu-memory-gb is out of range"),
     ],
 )
 def test_bad_settings_name_the_knob(given_: dict[str, Any], message: str) -> None:
@@ -132,8 +139,22 @@ def test_a_record_of_settings_makes_them_again() -> None:
     assert Settings(**asdict(chosen)) == chosen
 
 
+def test_a_record_may_hold_settings_that_were_removed() -> None:
+    chosen = Settings(runner="engine", max_num_seqs=4)
+    assert recorded_settings({**asdict(chosen), "fast_start": True}) == chosen
+    with pytest.raises(TypeError, match="unheard_of"):
+        recorded_settings({"unheard_of": 1})
+
+
+def test_one_model_on_several_gpus_goes_with_each_way_to_name_all_of_them() -> None:
+    for device in ("auto", "cpu", "cuda"):
+        assert Settings(tensor_parallel_size=2, device=device).tensor_parallel_size == 2
+
+
 def test_only_what_needs_a_reload_is_in_the_load_key() -> None:
     plain = Settings()
     assert Settings(batch_size=8, attention="eager", cache="static").load_key == plain.load_key
     assert Settings(dtype="fp32").load_key != plain.load_key
     assert Settings(model="other").load_key != plain.load_key
+    assert Settings(tensor_parallel_size=2).load_key != plain.load_key
+    assert Settings(gpu_memory_utilization=0.5, gpu_memory_gb=8).load_key == plain.load_key

@@ -59,7 +59,8 @@ _PATHS = (
     "s/questions.jsonl", "preset.yaml",
 )  # fmt: skip
 _POOLS = {"numbers": _NUMBERS, "texts": _TEXTS, "paths": _PATHS}
-_LEFT_OUT = ("--compile", "--replicas", "--debug")  # minutes of compiling, many processes, tracebacks on purpose
+_LEFT_OUT = ("--compile", "--replicas", "--tensor-parallel-size", "--debug")
+"""Options that compile for minutes, start many processes, or show tracebacks on purpose."""
 
 
 def furnish(folder: Path) -> None:

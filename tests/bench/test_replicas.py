@@ -250,7 +250,7 @@ def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> 
         (["--replicas", "2", "--tp-plan", "auto"], 2, "--tp-plan does not go with --replicas"),
         (["--replicas", "2", "--device", "cuda:0"], 2, "--device cuda:0: --replicas chooses the GPUs"),
         (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cpu"], 2, "--gpus-per-replica 2: this runs on"),
-        (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"], 2, "needs --device-map"),
+        (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"], 2, "needs --device-map or --tensor-p"),
         (["--replicas", "99", "--device", "cuda"], 4, "--replicas 99 with --gpus-per-replica 1 need 99 GPUs"),
         (["--replicas", "0"], 2, "--replicas"),
     ],
@@ -263,6 +263,25 @@ def test_what_cannot_be_is_said_before_anything_is_made(
     assert cli(["bench", "doc0.png", *arguments]) == code
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "each", "code", "said"),
+    [
+        ("99", "1,2,4", "1", 4, "--replicas 99 with --tensor-parallel-size 4 need 396 GPUs"),
+        ("99", "2", "2", 4, "--replicas 99 with --tensor-parallel-size 2 need 198 GPUs"),
+        ("2", "4", "2", 2, "--gpus-per-replica 2 is less than --tensor-parallel-size 4"),
+        ("2", "2", "4", 2, "--gpus-per-replica 4 needs --device-map or --tensor-parallel-size 4"),
+    ],
+)
+def test_each_replica_needs_the_gpus_of_the_largest_tensor_parallel_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    replicas: str, size: str, each: str, code: int, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(folder)
+    words = ["--replicas", replicas, "--tensor-parallel-size", size, "--gpus-per-replica", each]
+    assert cli(["bench", "doc0.png", "--runner", "engine", "--device", "cuda", *words]) == code
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_replicas_do_not_go_with_torchrun(
@@ -292,10 +311,12 @@ def test_slices_of_gpus_are_disjoint_and_called_by_both_names(count: int, each: 
 
 def test_more_replicas_than_cores_are_warned_of() -> None:
     with pytest.warns(PanscanWarning, match="--replicas 1000 share"):
-        assert replicas._threads_each(1000, on_cpu=True) == 1
+        assert replicas._threads_each(1000, 1, on_cpu=True) == 1
+    with pytest.warns(PanscanWarning, match="--replicas 1 of 1000 processes each share"):
+        assert replicas._threads_each(1, 1000, on_cpu=True) == 1
     with warnings.catch_warnings(action="error"):
-        assert replicas._threads_each(1, on_cpu=True) == len(os.sched_getaffinity(0))
-        assert replicas._threads_each(1000, on_cpu=False) == 1
+        assert replicas._threads_each(1, 1, on_cpu=True) == len(os.sched_getaffinity(0))
+        assert replicas._threads_each(1000, 1, on_cpu=False) == 1
 
 
 @pytest.mark.gpu

@@ -145,6 +145,8 @@ def test_the_reference_tells_which_of_two_answers_is_wrong(own_is_wrong: bool) -
 def test_cells_that_differ_in_one_axis_only_are_compared() -> None:
     base = Settings()
     assert shared_axis(base, replace(base, batch_size=4, equal_views=True)) == "batch"
+    assert shared_axis(base, replace(base, tensor_parallel_size=2)) == "gpus"
+    assert shared_axis(base, replace(base, gpu_memory_gb=8.0, kv_cache_gb=1.0)) == "cache"
     assert shared_axis(base, replace(base, batch_size=4, prefill_chunk_size=64)) is None
     assert shared_axis(base, replace(base, temperature=1.0)) is None
     assert shared_axis(base, base) is None

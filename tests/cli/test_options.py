@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+from tests.conftest import noise
 
 from panscan.cli.main import run
 
@@ -16,3 +18,16 @@ def test_what_the_engine_says_at_its_start_goes_to_standard_error_once(capsys: p
     logging.getLogger("panscan.engine").info("layers compiled for prefill: 3.2 s")
     logging.getLogger("panscan.engine").debug("a graph of 8 rows")
     assert capsys.readouterr() == ("", "layers compiled for prefill: 3.2 s\n")
+
+
+@pytest.mark.parametrize(
+    "verb", [["ask"], ["batch", "-o", "answers.jsonl"], ["bench", "--runner", "engine", "--no-verify", "--warmup", "0"]]
+)
+def test_limits_of_gpus_change_nothing_on_a_cpu(
+    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    noise(60, 60).save("doc.png")
+    limits = ["--gpu-memory-utilization", "0.1", "--gpu-memory-gb", "0.001", "--tensor-parallel-size", "1"]
+    words = ["-p", "What?", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "1"]
+    assert run([*verb, "doc.png", *words, *limits]) == 0

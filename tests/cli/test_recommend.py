@@ -73,6 +73,17 @@ def test_the_preset_holds_what_is_not_default_and_says_where_it_is_from(
         assert f"\n# {comment}" in text
 
 
+def test_runs_with_settings_that_were_removed_lead_to_a_preset_and_their_machine_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {"runner": "engine", "fast_start": True, "tensor_parallel_size": 2, "gpu_memory_gb": 40.0}
+    write_run(folder / "run", [header({"c0": engine}), *batches_of("c0", [1.0] * 12), verdict("c0", "exact", 1.0)])
+    recommended(capsys)
+    text = (folder / "preset.yaml").read_text("ascii")
+    assert yaml.safe_load(text) == {"runner": "engine"}
+    assert "# left out: tensor_parallel_size=2, gpu_memory_gb=40" in text
+
+
 def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(recommended(capsys, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
     assert (found["cell"], found["runner_up"], found["preset"]) == ("c2", "c1", "fast.yaml")

@@ -1,25 +1,43 @@
-"""How blocks are counted: what is promised of every split, and what a machine's memory allows."""
+"""KV cache sizing: properties of every split, and what the memory of a device allows."""
 
 from __future__ import annotations
 
 import re
-from copy import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.pages import decoder_of
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.engine.kv_memory import KVCache, KVShape, choose_blocks, free_bytes, split_blocks
+from panscan.engine.kv_memory import (
+    DeviceMemory,
+    KVCache,
+    KVShape,
+    MemoryBudget,
+    MemoryFacts,
+    choose_blocks,
+    limit_process_memory,
+    split_blocks,
+)
 from panscan.engine.options import EngineOptions
+from panscan.model.machine import release_memory
+from panscan.model.text_layers import LayerFacts
 
-NAME = "a head of its own"  # 4 layers, one of them global; 2 kv heads of size 16 in float32
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)  # no test but those marked gpu touches one
+LAYERS = [LayerFacts(local, 2, 16, torch.float32, CPU) for local in (True, True, False, True)]
+FACTS = MemoryFacts(
+    KVShape.of(LAYERS), CPU, working_bytes=10**8, view_bytes=1024, window=30, image_tokens=4, max_positions=131_072
+)
+ON_GPU = replace(FACTS, device=GPU)
+H100 = DeviceMemory(total=80 * 10**9, free=50 * 10**9, reserved=28 * 10**9)
+
+
+def cache_bytes(blocks: tuple[int, int], block_size: int) -> int:
+    """Bytes of that many global and local blocks of :data:`FACTS`."""
+    return block_size * (blocks[0] * FACTS.shape.global_bytes + blocks[1] * FACTS.shape.local_bytes)
 
 
 @given(
@@ -51,7 +69,7 @@ def test_a_split_fits_and_leaves_no_room_that_could_be_used(
     assert local == blocks or enough
     assert full or not global_bytes or cost(blocks + 1, local if enough else local + 1) > room
     assert (local - 1) * block_size < seqs * (window + 2 * block_size) + chunk or cost(0, local) <= for_windows
-    if needed:  # windows of all sequences, as they lie worst in blocks, and the chunks of a pass
+    if needed:  # the windows of all sequences at their worst alignment to blocks, and the chunks of a pass
         assert local >= seqs * (-(-(window - 1) // block_size) + 1) + chunk // block_size
 
 
@@ -60,91 +78,121 @@ def full_count(seqs: int, longest: int, block_size: int) -> int:
     return seqs * -(-longest // block_size)
 
 
-def test_memory_is_that_of_the_tensors() -> None:
-    decoder = decoder_of(NAME)
-    cache = KVCache(decoder, (5, 3), 16)
-    shape = KVShape.of(decoder.layers)
+def test_the_cache_takes_the_bytes_of_its_shape() -> None:
+    cache = KVCache(LAYERS, (5, 3), 16)
+    shape = KVShape.of(LAYERS)
     assert shape == KVShape(2 * 2 * 16 * 4, 3 * 2 * 2 * 16 * 4)
-    assert sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) == 16 * (
-        6 * shape.global_bytes + 4 * shape.local_bytes
-    ), "the blocks, and a spare one"
+    expected = 16 * (6 * shape.global_bytes + 4 * shape.local_bytes)  # with one spare block of each kind
+    assert sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) == expected
     assert [len(tensor) // 16 for tensor in cache.k] == [4, 4, 6, 4] == [len(tensor) // 16 for tensor in cache.v]
     assert cache.spare == (5, 3)
 
 
-def test_asked_for_gigabytes_are_kept_to() -> None:
-    decoder = decoder_of(NAME)
-    shape = KVShape.of(decoder.layers)
-    blocks, local = choose_blocks(
-        decoder, EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64, block_size=16)
+@pytest.mark.parametrize(("facts", "memory"), [(FACTS, DeviceMemory(10**11, 10**11)), (ON_GPU, H100)])
+def test_an_explicit_size_is_used_up(facts: MemoryFacts, memory: DeviceMemory) -> None:
+    options = EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64, block_size=16)
+    blocks, local = choose_blocks(facts, options, memory)
+    assert 10_000_000 - 16 * FACTS.shape.global_bytes < cache_bytes((blocks, local), 16) <= 10_000_000
+    assert 16 * local * FACTS.shape.local_bytes <= 5_000_000 < 16 * (local + 1) * FACTS.shape.local_bytes
+
+
+def test_without_a_size_a_cpu_takes_little() -> None:
+    def taken(available: int, processes: int = 1, **options: Any) -> int:
+        memory, facts = DeviceMemory(10**13, available), replace(FACTS, processes=processes)
+        blocks = choose_blocks(facts, EngineOptions(block_size=16, **options), memory)
+        assert blocks[0] <= options.get("max_num_seqs", 128) * FACTS.max_positions // 16
+        return cache_bytes(blocks, 16)
+
+    assert 0.44e9 < taken(2 * 10**9, vision_cache_gb=1.35) <= 0.45e9  # 90%, less the vision cache
+    assert 3.9e9 < taken(10**12, max_num_seqs=10_000) <= 4e9
+    assert 0.9e9 < taken(10**12, processes=4, max_num_seqs=10_000) <= 1e9
+    assert taken(10**12, max_num_seqs=1) == FACTS.max_positions * (FACTS.shape.global_bytes + FACTS.shape.local_bytes)
+
+
+@given(
+    total=st.integers(10**10, 10**11), used=st.floats(0, 0.3), reserved=st.floats(0, 0.3), share=st.floats(0.5, 1),
+    gigabytes=st.none() | st.floats(5, 200), working=st.integers(0, 10**9), views=st.booleans(),
+)  # fmt: skip
+def test_on_a_gpu_the_cache_takes_what_the_budget_and_others_leave(
+    total: int, used: float, reserved: float, share: float, gigabytes: float | None, working: int, views: bool
+) -> None:
+    memory = DeviceMemory(total, total - int(total * used) - int(total * reserved), int(total * reserved))
+    facts = replace(ON_GPU, working_bytes=working, view_bytes=1024 * views)
+    options = EngineOptions(gpu_memory_utilization=share, gpu_memory_gb=gigabytes, max_num_seqs=10_000, block_size=16)
+    bound = MemoryBudget.of(options, total).bytes
+    assert bound == int(min(share * total, 1e9 * (gigabytes or 1e9)))
+    others = working + 10**9 * views
+    room = min(bound - memory.reserved, memory.free - int(0.01 * total)) - others
+    taken = cache_bytes(choose_blocks(facts, options, memory), 16) if room > 10**6 else 0
+    assert taken <= max(room, 0)
+    assert room <= 10**6 or taken > room - 16 * (FACTS.shape.global_bytes + FACTS.shape.local_bytes)
+
+
+def test_a_refusal_names_the_available_memory_and_the_limiting_option() -> None:
+    def refusal(facts: MemoryFacts, memory: DeviceMemory, **options: Any) -> str:
+        with pytest.raises(UnsupportedError) as caught:
+            choose_blocks(facts, EngineOptions(**options), memory)
+        return str(caught.value)
+
+    laptop = DeviceMemory(4 * 10**9, 2 * 10**9)
+    free = "has room for 1.8 GB; lower it, or leave it out to take most of what is free"
+    assert refusal(FACTS, laptop, kv_cache_gb=3) == f"--kv-cache-gb 3: cpu {free}"
+    assert re.match("--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes", refusal(
+        FACTS, laptop, kv_cache_gb=1e-6
+    ))  # fmt: skip
+    assert refusal(FACTS, DeviceMemory(10**9, 10**9), vision_cache_gb=1.0).endswith(
+        "cpu has too little free memory: free some, or lower --vision-cache-gb"
     )
-    used = 16 * (blocks * shape.global_bytes + local * shape.local_bytes)
-    assert 10_000_000 - 16 * shape.global_bytes < used <= 10_000_000
-    assert 16 * local * shape.local_bytes <= 5_000_000 < 16 * (local + 1) * shape.local_bytes
-
-
-def test_layers_of_two_devices_take_no_more_than_those_of_one() -> None:
-    decoder, options = (
-        decoder_of(NAME),
-        EngineOptions(kv_cache_gb=0.01, max_num_seqs=2, prefill_chunk_size=64, block_size=16),
+    assert refusal(ON_GPU, H100, kv_cache_gb=20, gpu_memory_gb=40) == (
+        "--gpu-memory-gb 40: cuda:0 has room for 10.9 GB, less than --kv-cache-gb 20;"
+        " raise --gpu-memory-gb, or lower --kv-cache-gb"
     )
-    spread = copy(decoder)
-    spread.layers = tuple(
-        replace(facts, device=torch.device("meta" if facts.local else "cpu")) for facts in decoder.layers
+    assert refusal(ON_GPU, H100, kv_cache_gb=45).startswith("--gpu-memory-utilization 0.92: cuda:0 has room for 44.5")
+    crowded = replace(H100, free=10**10)
+    assert refusal(ON_GPU, crowded, kv_cache_gb=45).startswith("--kv-cache-gb 45: cuda:0 has room for 8.1 GB; lower")
+    assert refusal(ON_GPU, H100, gpu_memory_gb=28).endswith(
+        "--gpu-memory-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or lower --vision-cache-gb"
     )
-    shape = KVShape.of(decoder.layers)
-    blocks, local = choose_blocks(spread, options)
-    # The device of the global layer alone has room for a quarter of all bytes.
-    assert blocks == 2_500_000 // (16 * shape.global_bytes)
-    assert local == 7_500_000 // (16 * shape.local_bytes)
-    assert [tensor.device.type for tensor in KVCache(spread, (blocks, local), 16).k] == ["meta", "meta", "cpu", "meta"]
-
-
-def test_without_a_size_a_cpu_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(NAME)
-    shape = KVShape.of(decoder.layers)
-
-    def taken(available: int, **options: Any) -> int:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-        blocks, local = choose_blocks(decoder, EngineOptions(block_size=16, **options))
-        assert blocks <= options.get("max_num_seqs", 128) * decoder.max_positions // 16
-        return 16 * (blocks * shape.global_bytes + local * shape.local_bytes)
-
-    assert 0.44e9 < taken(2 * 10**9, vision_cache_gb=1.35) <= 0.45e9  # 90%, less the views
-    assert taken(10**12, max_num_seqs=10_000) <= 4e9
-    assert taken(10**12, max_num_seqs=1) == decoder.max_positions * (shape.global_bytes + shape.local_bytes)
-
-
-def test_more_than_there_is_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 10**9))
-    assert free_bytes(torch.device("cpu")) == 1_800_000_000
-    with pytest.raises(UnsupportedError, match=r"--kv-cache-gb 3: cpu has room for 1\.8 GB; lower it, or leave it out"):
-        choose_blocks(decoder_of(NAME), EngineOptions(kv_cache_gb=3))
-    with pytest.raises(UnsupportedError, match="--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes"):
-        choose_blocks(decoder_of(NAME), EngineOptions(kv_cache_gb=1e-6))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
-    with pytest.raises(UnsupportedError, match=r"hold no block .* or lower --vision-cache-gb"):
-        choose_blocks(decoder_of(NAME), EngineOptions(vision_cache_gb=1.0))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 37])
-@pytest.mark.parametrize("spread", [False, True])
-def test_what_a_refusal_says_to_raise_it_to_is_enough(spread: bool, block_size: int) -> None:
-    decoder = copy(decoder_of(NAME))
-    if spread:
-        places = [torch.device("meta" if facts.local else "cpu") for facts in decoder.layers]
-        decoder.layers = tuple(replace(facts, device=at) for facts, at in zip(decoder.layers, places, strict=True))
+def test_the_size_that_a_refusal_recommends_is_enough(block_size: int) -> None:
+    memory = DeviceMemory(10**10, 10**10)
     with pytest.raises(UnsupportedError, match=r"raise it to at least .* GB, or leave it out") as caught:
-        choose_blocks(decoder, EngineOptions(kv_cache_gb=1e-9, block_size=block_size))
+        choose_blocks(FACTS, EngineOptions(kv_cache_gb=1e-9, block_size=block_size), memory)
     [least] = re.findall("raise it to at least (.*) GB", str(caught.value))
-    assert choose_blocks(decoder, EngineOptions(kv_cache_gb=float(least), block_size=block_size)) == (1, 1)
+    assert choose_blocks(FACTS, EngineOptions(kv_cache_gb=float(least), block_size=block_size), memory) == (1, 1)
 
 
 @pytest.mark.parametrize(
     "given_",
-    [{"kv_cache_gb": 0}, {"vision_cache_gb": 0.0}, {"max_num_seqs": 2.5}, {"block_size": 0}, {"kv_cache_gb": "1"}],
-)
+    [
+        {"kv_cache_gb": 0}, {"vision_cache_gb": 0.0}, {"max_num_seqs": 2.5}, {"block_size": 0}, {"kv_cache_gb": "1"},
+        {"gpu_memory_utilization": 1.01}, {"gpu_memory_utilization": 0}, {"gpu_memory_gb": 0},
+    ],
+)  # fmt: skip
 def test_sizes_out_of_range_are_refused_at_once(given_: dict[str, Any]) -> None:
     [name] = given_
     with pytest.raises(SettingError, match=f"^{name} is out of range: it must be a .*number"):
         EngineOptions(**given_)
+
+
+def test_a_cpu_has_its_memory_measured_and_no_limit() -> None:
+    memory = DeviceMemory.of(CPU)
+    assert memory.total >= memory.free > 0 == memory.reserved
+    limit_process_memory(CPU, 1)()
+    torch.empty(1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_gpu_refuses_more_than_the_limit(device: str) -> None:
+    release_memory()  # cached blocks could serve the allocation
+    before = torch.cuda.memory_reserved(0)
+    undo = limit_process_memory(torch.device(device), before + 10**8)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * 10**8, dtype=torch.uint8, device=device)
+    finally:
+        undo()
+    assert torch.empty(2 * 10**8, dtype=torch.uint8, device=device).nbytes == 2 * 10**8

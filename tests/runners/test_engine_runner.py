@@ -190,8 +190,8 @@ def test_what_only_one_of_them_has_is_refused() -> None:
         reason = unsupported_reason(replace(settings_from(SMALL), **{name: value}))
         assert reason is not None and f"--{name.replace('_', '-')} must stay at" in reason
     changed = {"max_concurrency": 3, "max_num_seqs": 3, "kv_cache_gb": 0.5, "prefix_caching": False}
-    changed |= {"vision_cache_gb": 0.5, "vision_batch_size": 3, "attention_backend": "sdpa", "fast_start": True}
-    changed |= {"image_memory_gb": 0.5}
+    changed |= {"vision_cache_gb": 0.5, "vision_batch_size": 3, "attention_backend": "sdpa", "image_memory_gb": 0.5}
+    changed |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "gpu_memory_gb": 8.0}
     assert changed.keys() == set(ENGINE_AXES) and changed.keys() <= axes().keys()
     for name, value in changed.items():
         reason = unsupported_reason(replace(Settings(device="cpu"), **{name: value}))

@@ -31,8 +31,8 @@ _SETTINGS = {
         "vision_batch_size",
     ),
     "chunk": ("prefill_chunk_size",),
-    "cache": ("prefix_caching", "vision_cache_gb", "kv_cache_gb"),
-    "gpus": ("device_map", "max_memory", "tp_plan"),
+    "cache": ("prefix_caching", "vision_cache_gb", "kv_cache_gb", "gpu_memory_utilization", "gpu_memory_gb"),
+    "gpus": ("device_map", "max_memory", "tp_plan", "tensor_parallel_size"),
 }
 """The settings of each axis, which may not change any answer."""
 

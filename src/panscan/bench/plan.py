@@ -59,7 +59,7 @@ class SweepPlan:
         check_invariance: answer each cell's requests again under other conditions (order, company, chunks, caches).
         reference: where a truth may be found, instead of computing it.
         replicas: copies of all of this that run at the same time, each a process with devices of its own.
-        gpus_per_replica: GPUs of each copy.
+        gpus_per_replica: GPUs of each copy; with a larger tensor parallel size, each has as many as that.
         dataset: what became of the questions of a dataset.
         quality_metric: the metric that is the run's quality; None without answers.
 

@@ -101,8 +101,9 @@ def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], token
     ceilings = measure_ceilings(device, resolve_dtype(settings.dtype, device))
     padded = max(tokens)
     lengths = tokens if settings.runner in ALL_AT_ONCE else [padded] * len(tokens)
+    gpus = settings.tensor_parallel_size if device.type == "cuda" else 1  # processes of a CPU share its rates
     prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + sum(map(shape.prefill_flops, lengths))
     width = 4 if settings.dtype == "fp32" else 2
-    read = shape.decode_bytes(padded, len(tokens), width) / ceilings.bytes_per_s
+    read = shape.decode_bytes(padded, len(tokens), width) / (gpus * ceilings.bytes_per_s)
     step = max(read, shape.text.layers * _STEP_SECONDS_PER_LAYER)
-    return prefill / (ceilings.flops_per_s * _EFFICIENCY) + settings.max_new_tokens * step
+    return prefill / (gpus * ceilings.flops_per_s * _EFFICIENCY) + settings.max_new_tokens * step

@@ -48,19 +48,26 @@ def slots(plan: SweepPlan) -> list[Slot]:
     """
     from panscan.model.machine import gpu_count
 
-    count, each = plan.replicas, plan.gpus_per_replica
+    count, each, size = plan.replicas, plan.gpus_per_replica, _tensor_parallel_size(plan)
     if not _on_gpus(plan):
         if each > 1:
-            raise SettingError(
-                f"--gpus-per-replica {each}: this runs on the CPU, which --replicas shares out by itself"
-            )
+            raise SettingError(f"--gpus-per-replica {each}: this runs on the CPU; --replicas divides its cores")
         return [Slot()] * count
-    if each > 1 and any(cell.settings.device_map is None for cell in plan.cells):
-        raise SettingError(f"--gpus-per-replica {each} needs --device-map: without it a copy uses one GPU")
-    return gpu_slots(count, each, gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if 1 < each < size:
+        raise SettingError(
+            f"--gpus-per-replica {each} is less than --tensor-parallel-size {size}; leave --gpus-per-replica out"
+        )
+    if each > size and any(cell.settings.device_map is None for cell in plan.cells):
+        raise SettingError(f"--gpus-per-replica {each} needs --device-map or --tensor-parallel-size {each}")
+    return gpu_slots(count, max(each, size), gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"), size)
 
 
-def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot]:
+def _tensor_parallel_size(plan: SweepPlan) -> int:
+    """Return the largest tensor parallel size in a plan."""
+    return max((cell.settings.tensor_parallel_size for cell in plan.cells), default=1)
+
+
+def gpu_slots(count: int, each: int, there: int, outer: str | None, size: int = 1) -> list[Slot]:
     """Return ``count`` slices of ``each`` GPUs from ``there`` visible ones.
 
     Args:
@@ -68,13 +75,15 @@ def gpu_slots(count: int, each: int, there: int, outer: str | None) -> list[Slot
         each: GPUs in a slice.
         there: visible GPUs.
         outer: this process's CUDA_VISIBLE_DEVICES, of numbers or UUIDs; None if it is not set.
+        size: the tensor parallel size, which the error names instead of the GPUs per replica if both are equal.
 
     Raises:
         UnsupportedError: the slices need more GPUs than are visible.
     """
     if count * each > there:
+        option = "tensor-parallel-size" if each == size > 1 else "gpus-per-replica"
         raise UnsupportedError(
-            f"--replicas {count} with --gpus-per-replica {each} need {count * each} GPUs; this machine shows {there}"
+            f"--replicas {count} with --{option} {each} need {count * each} GPUs; this machine shows {there}"
         )
     names = [str(index) for index in range(there)] if outer is None else [name.strip() for name in outer.split(",")]
     slices = [range(first, first + each) for first in range(0, count * each, each)]
@@ -127,7 +136,7 @@ def run_replicas(
     devices = [slot.device for slot in chosen]
     inbox: _Inbox = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        threads = _threads_each(len(chosen), on_cpu=not any(devices))
+        threads = _threads_each(len(chosen), _tensor_parallel_size(plan), on_cpu=not any(devices))
         replicas = [stack.enter_context(_Replica(i, slot, threads, inbox)) for i, slot in enumerate(chosen)]
         for number, replica in enumerate(replicas):
             replica.send(Start(number, plan, done, directory))
@@ -145,13 +154,20 @@ def run_replicas(
                 raise replicas[number].death()
 
 
-def _threads_each(replicas: int, *, on_cpu: bool) -> int:
-    """Return the threads of each process, so that together they use the cores available to this one."""
+def _threads_each(replicas: int, size: int, *, on_cpu: bool) -> int:
+    """Return the threads of each process, so that together they use the cores available to this one.
+
+    Args:
+        replicas: number of replicas.
+        size: processes of each replica, the tensor parallel size.
+        on_cpu: whether they compute on the CPU, so that a lack of cores deserves a warning.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if on_cpu and replicas > cores:
-        message = f"--replicas {replicas} share {cores} CPU core(s): they wait for each other"
+    if on_cpu and replicas * size > cores:
+        processes = f"--replicas {replicas}" + (f" of {size} processes each" if size > 1 else "")
+        message = f"{processes} share {cores} CPU core(s): they wait for each other"
         warnings.warn(message, PanscanWarning, stacklevel=2)
-    return max(1, cores // replicas)
+    return max(1, cores // (replicas * size))
 
 
 _Inbox = queue.SimpleQueue[tuple[int, Message | None]]

@@ -30,10 +30,7 @@ from panscan.settings import Settings, axes, choose_runner, foreign_settings
 __all__ = ["command"]
 
 _NOT_HERE = ("batch_size", "equal_views", "max_concurrency", "max_num_seqs")
-_DEFAULTS = {
-    "runner": "engine; generate where the engine lacks a setting",
-    "fast_start": "true: compiling takes longer than one answer",
-}
+_DEFAULTS = {"runner": "engine; generate where the engine lacks a setting"}
 
 EPILOG = """\b
 Examples
@@ -121,7 +118,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         say_left_out(options["preset"], f"runner {runner}", idle)
     chosen = {name: value for name, value in preset.items() if name not in idle} | given
     if runner == "engine":
-        chosen = {"fast_start": True, **chosen, "max_num_seqs": 1}
+        chosen["max_num_seqs"] = 1
     return Settings(**{**chosen, "runner": runner})
 
 

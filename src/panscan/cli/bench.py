@@ -52,6 +52,7 @@ Examples
   panscan bench --dataset DocVQA/ --num-samples 500 --grid-max-crops 4,10
   panscan bench --images scans/ -p "What is the total?" --grid-max-crops 2,4,8 --dry-run
   panscan bench --model google/gemma-3-27b-it --device-map auto --replicas 4 --gpus-per-replica 2
+  panscan bench --model google/gemma-3-27b-it --runner engine --tensor-parallel-size 1,2,4
   panscan bench --resume runs/20260101-120000-mini
 
 Values of one option may be a comma list: every combination becomes a cell. Presets: baseline, balanced, document,
@@ -87,7 +88,13 @@ throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores w
 @click.option("--check-invariance", is_flag=True, help="Repeat requests alone, reordered, chunked and cached.")
 @click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")
 @click.option("--replicas", type=_PROCESSES, default=1, show_default=True, help="Model replicas that run in parallel.")
-@click.option("--gpus-per-replica", type=_PROCESSES, default=1, show_default=True, help="GPUs per replica.")
+@click.option(
+    "--gpus-per-replica",
+    type=_PROCESSES,
+    default=1,
+    show_default=True,
+    help="GPUs per replica, at least --tensor-parallel-size.",
+)
 @click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
 @click.option("--resume", help="Go on with this run directory; takes no other options.")
 @click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")

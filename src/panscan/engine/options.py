@@ -24,7 +24,7 @@ class EngineOptions:
     """Sizes of an engine's passes and caches.
 
     Most are settings under the same name, with the same defaults and ranges (:class:`panscan.settings.Settings` has
-    their help). Two are the engine's own:
+    their help). These differ, or are the engine's own:
 
     Args:
         prefill_chunk_size: prompt tokens of one pass, all requests together; a longer image block is taken whole.

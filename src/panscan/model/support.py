@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from panscan.core import UnsupportedError
-from panscan.model.machine import resolve_device, resolve_dtype
+from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
 
 __all__ = ["attention_reason", "quantization_reason", "require_supported", "unsupported_reason"]
@@ -66,7 +66,20 @@ def _machine_reason(settings: Settings) -> str | None:
     if settings.tp_plan is not None and not torch.distributed.is_torchelastic_launched():
         return "--tp-plan needs torchrun: torchrun --nproc-per-node N -m panscan bench ..."
     dtype = resolve_dtype(settings.dtype, device)
+    if (reason := _tensor_parallel_reason(settings.tensor_parallel_size, device)) is not None:
+        return reason
     return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
+
+
+def _tensor_parallel_reason(size: int, device: torch.device) -> str | None:
+    """Return why this machine cannot split a model ``size`` ways; None if it can. CPUs run any number of processes."""
+    if size == 1 or device.type == "cpu":
+        return None
+    if device.type == "mps":
+        return f"--tensor-parallel-size {size}: this machine has one Apple GPU; use --device cpu"
+    if size > (count := gpu_count()):
+        return f"--tensor-parallel-size {size} needs {size} GPUs; this machine shows {count}"
+    return None
 
 
 def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -104,7 +117,7 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
 
 
 def _vllm_reason(settings: Settings) -> str | None:
-    """Why vLLM cannot run here; None if nothing speaks against."""
+    """Return why vLLM cannot run here; None if it can."""
     needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in an environment of its own: it pins PyTorch)"
     installed = _vllm_version()
     if installed is None:
