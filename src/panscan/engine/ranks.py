@@ -453,6 +453,7 @@ def _pair() -> tuple[Connection, int]:
 
 
 def _threads_each(size: int) -> int:
-    """Return the threads of each rank, so that together they use the cores available to this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, torch.get_num_threads()) // size)
+    """Return the threads of each rank: OMP_NUM_THREADS if it is set, else an equal part of the available cores."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, torch.get_num_threads() // size)

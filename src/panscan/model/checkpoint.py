@@ -38,8 +38,21 @@ from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.bundled import bundled_directory
 from panscan.model.prompt import PromptWriter
+from panscan.model.sharding import check_divides, fill_shard, shard_config
 
-__all__ = ["Loaded", "Placement", "Reader", "load_model", "load_outline", "load_random", "load_reader"]
+__all__ = [
+    "Loaded",
+    "Placement",
+    "Reader",
+    "drop_weights",
+    "load_model",
+    "load_outline",
+    "load_random",
+    "load_random_outline",
+    "load_random_shard",
+    "load_reader",
+    "load_shard_of",
+]
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING = "embed_tokens.weight"
@@ -140,9 +153,68 @@ def load_random(name: str, shape: str, dtype: torch.dtype, device: torch.device)
     from panscan.model.random_weights import random_model
 
     model, tools = random_model(shape, dtype=dtype, device=device)
+    return _prepared(model, _reader_of(name, tools, model.config))
+
+
+def load_random_shard(
+    name: str, shape: str, rank: int, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Loaded, int]:  # fmt: skip
+    """One rank's part of :func:`load_random`, and the rows of the whole vocabulary.
+
+    Raises:
+        UnsupportedError: ``size`` does not divide the shape.
+    """
+    from panscan.model.random_weights import random_shard
+
+    model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device)
+    return _prepared(model, _reader_of(name, tools, model.config)), vocabulary
+
+
+def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """The model of :func:`load_random` without weights (see :func:`load_outline`)."""
+    from panscan.model.random_weights import random_outline
+
+    model, tools = random_outline(shape, dtype)
+    model.hf_device_map = {"": str(device)}
+    return _prepared(model, _reader_of(name, tools, model.config))
+
+
+def load_shard_of(
+    name: str, rank: int, size: int, dtype: torch.dtype, device: torch.device, *, revision: str | None = None
+) -> tuple[Loaded, int]:  # fmt: skip
+    """One rank's part of a checkpoint, and the rows of the whole vocabulary.
+
+    The whole model is read into the host's memory (its files are mapped, where the precision stays) and only the
+    rank's part goes to the device.
+
+    Raises:
+        ModelError: as :func:`load_model`.
+        UnsupportedError: ``size`` does not divide the model.
+    """
+    whole = load_model(name, Placement(torch.device("cpu"), dtype), revision=revision)
+    config = whole.model.config
+    check_divides(config, size)
+    kind = AutoModelForImageTextToText if whole.reader.reads_images else AutoModelForCausalLM
+    with device:
+        shard = kind.from_config(shard_config(config, size), dtype=dtype)
+    fill_shard(shard, whole.model.named_parameters(), rank, size)
+    shard.generation_config = whole.model.generation_config
+    return _prepared(shard, whole.reader), int(config.get_text_config().vocab_size)
+
+
+def drop_weights(loaded: Loaded) -> None:
+    """Drop all weights but the embedding, which turns a truth's hidden states into logits; that moves to the host."""
+    model = loaded.model
+    device, weight = loaded.device, model.get_input_embeddings().weight.detach().cpu()
+    loaded.model = model.to("meta")
+    kept = torch.nn.Parameter(weight, requires_grad=False)
+    model.get_input_embeddings().weight = model.get_output_embeddings().weight = kept  # Gemma 3 ties them
+    model.hf_device_map = {"": str(device)}
+
+
+def _reader_of(name: str, tools: Any, config: Any) -> Reader:
     make = _image_reader if hasattr(tools, "image_processor") else _text_reader
-    reader = make(name, tools, model.config)
-    return _prepared(model, reader)
+    return make(name, tools, config)
 
 
 def _text_reader(name: str, tokenizer: Any, config: Any) -> Reader:

@@ -3,22 +3,85 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from panscan.core import ModelError, PanscanWarning
-from panscan.model.checkpoint import Loaded, Placement, load_model, load_random
-from panscan.model.machine import resolve_device, resolve_dtype
+from panscan.model.checkpoint import (
+    Loaded,
+    Placement,
+    load_model,
+    load_outline,
+    load_random,
+    load_random_outline,
+    load_random_shard,
+    load_shard_of,
+)
+from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.sharding import check_divides
 from panscan.settings import Settings
 
-__all__ = ["load_for", "quantization_config"]
+__all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config"]
 
 
 def load_for(settings: Settings) -> Loaded:
-    """Load the model that settings name, placed and quantised as they say."""
+    """Load the model that settings name, placed and quantised as they say.
+
+    With a tensor parallel size, the whole model: on the first GPU, or on the host if that GPU has no room for it.
+    """
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
+    if settings.tensor_parallel_size > 1 and device.type == "cuda":
+        with suppress(torch.OutOfMemoryError):
+            return _load(settings, device, dtype)
+        release_memory()
+        device = torch.device("cpu")
+    return _load(settings, device, dtype)
+
+
+def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, torch.device]:
+    """Load one rank's part of the model that settings name.
+
+    Returns:
+        The shard, the rows of the whole vocabulary, and the rank's device.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+        UnsupportedError: ``size`` does not divide the model.
+    """
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+    if settings.random_weights:
+        assert settings.model_shape is not None  # Settings holds this
+        found = load_random_shard(settings.model_name, settings.model_shape, rank, size, dtype, device)
+    else:
+        found = load_shard_of(settings.model, rank, size, dtype, device, revision=settings.revision)
+    return *found, device
+
+
+def load_outline_for(settings: Settings) -> Loaded:
+    """Load all but the weights of the model that settings name, for an engine whose ranks have them.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+        UnsupportedError: the tensor parallel size does not divide the model.
+    """
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if settings.random_weights:
+        assert settings.model_shape is not None  # Settings holds this
+        loaded = load_random_outline(settings.model_name, settings.model_shape, dtype, device)
+    else:
+        loaded = load_outline(settings.model, dtype, device, revision=settings.revision, embedding=False)
+    check_divides(loaded.model.config, settings.tensor_parallel_size)
+    return loaded
+
+
+def _load(settings: Settings, device: torch.device, dtype: torch.dtype) -> Loaded:
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
         warnings.warn(message, PanscanWarning, stacklevel=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,17 +12,19 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import SettingError
 from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.tokenizer import tokenizer_for
 
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
 
-__all__ = ["random_model", "write_shape"]
+__all__ = ["random_model", "random_outline", "random_shard", "write_shape"]
 
 _DEVIATION = 0.02
 
 
+@torch.no_grad()
 def random_model(
     shape: str | Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
@@ -37,10 +40,57 @@ def random_model(
     """
     shape, device = _named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
+    model = _undrawn(shape, gemma3_config(shape, tokenizer), dtype, device)
+    for name, values in _drawn(model, torch.Generator(device).manual_seed(seed), dtype, device):
+        model.get_parameter(name).copy_(values)
+    return _with_reader(model, shape, tokenizer)
+
+
+def random_shard(
+    shape: str | Shape, rank: int, size: int, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:
+    """Build one rank's shard of :func:`random_model` without ever holding more than one whole parameter.
+
+    Returns:
+        The shard, what feeds it, and the rows of the whole vocabulary.
+
+    Raises:
+        SettingError: an unknown name.
+        UnsupportedError: ``size`` does not divide the shape.
+    """
+    shape, device = _named(shape), torch.device(device)
+    tokenizer = tokenizer_for(shape.text.vocabulary)
+    config = gemma3_config(shape, tokenizer)
+    check_divides(config, size)
+    whole = _undrawn(shape, config, dtype, torch.device("meta"))
+    shard = _undrawn(shape, shard_config(config, size), dtype, device)
+    fill_shard(shard, _drawn(whole, torch.Generator(device).manual_seed(seed), dtype, device), rank, size)
+    return *_with_reader(shard, shape, tokenizer), shape.text.vocabulary
+
+
+def random_outline(
+    shape: str | Shape, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
+    """Build ``shape`` without weights, on the meta device, with what feeds it.
+
+    Raises:
+        SettingError: an unknown name.
+    """
+    shape = _named(shape)
+    tokenizer = tokenizer_for(shape.text.vocabulary)
+    model = _undrawn(shape, gemma3_config(shape, tokenizer), dtype, torch.device("meta"))
+    return _with_reader(model, shape, tokenizer)
+
+
+def _undrawn(shape: Shape, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        model = auto.from_config(gemma3_config(shape, tokenizer), dtype=dtype).eval()
-    _draw(model, torch.Generator(device).manual_seed(seed))
+        return auto.from_config(config, dtype=dtype).eval()
+
+
+def _with_reader(
+    model: PreTrainedModel, shape: Shape, tokenizer: GemmaTokenizer
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
     model.generation_config = generation_config(tokenizer)
     if shape.vision is None:
         return model, tokenizer
@@ -73,9 +123,14 @@ def _named(shape: str | Shape) -> Shape:
     return SHAPES[shape]
 
 
-@torch.no_grad()
-def _draw(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Gemma's norms multiply by 1 + weight, so only layer norms need a mean."""
+def _drawn(
+    model: PreTrainedModel, generator: torch.Generator, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """Yield name and drawn values of each parameter, in the order of the model, which may have no values itself.
+
+    Gemma's norms multiply by 1 + weight, so only layer norms need a mean.
+    """
     gains = {module.weight for module in model.modules() if isinstance(module, nn.LayerNorm)}
-    for parameter in model.parameters():
-        parameter.normal_(float(parameter in gains), _DEVIATION, generator=generator)
+    for name, parameter in model.named_parameters():
+        values = torch.empty(parameter.shape, dtype=dtype, device=device)
+        yield name, values.normal_(float(parameter in gains), _DEVIATION, generator=generator)
