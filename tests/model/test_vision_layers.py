@@ -246,7 +246,7 @@ def test_hooked_offloaded_and_quantised_towers(change: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "expected"), [(hooked, True), (doubled, True), (packed, False), (quantised, False)])
-def test_the_own_forward_runs_only_if_a_larger_module_is_hooked(change: Any, expected: bool) -> None:
+def test_transformers_forward_runs_only_if_a_larger_module_is_hooked(change: Any, expected: bool) -> None:
     assert ("own forward" in VisionLayers(change(model_of(SMALL))).reason) == expected
 
 

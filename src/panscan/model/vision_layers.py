@@ -56,10 +56,10 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.LayerNorm], tuple[torc
 class VisionLayers:
     """The vision tower and the projector of a loaded ``Gemma3ForConditionalGeneration``.
 
-    The model stays as it is, but for query, key and value weights that become blocks of one tensor: it still serves
+    The model is unchanged, except that query, key and value weights become blocks of one tensor: it still serves
     ``generate()`` and the float32 truth. Products, norms and embeddings that are quantised, offloaded or hooked are
-    called as modules. If a larger module (a layer, its attention or MLP) is hooked or replaced at construction,
-    Transformers' own ``forward`` encodes the views.
+    called as modules. If a larger module (a layer, its attention or MLP) is hooked or replaced, Transformers' own
+    ``forward`` encodes the views. Hooks must be there at construction.
 
     Attributes:
         attention: name of the attention kernel (:func:`choose_vision_attention`).
@@ -68,7 +68,7 @@ class VisionLayers:
 
     Args:
         model: in evaluation mode.
-        attention: name of the attention kernel; None chooses one.
+        attention: name of the attention kernel; None chooses one. Ignored if Transformers' own ``forward`` runs.
 
     Raises:
         UnsupportedError: the model reads text only.
@@ -180,9 +180,7 @@ def fastest(times: Mapping[str, float | None]) -> tuple[str, str]:
         times: milliseconds by kernel; None if it refused. If all did, the result is ``math``.
     """
     measured = {name: time for name, time in times.items() if time is not None}
-    listed = ", ".join(
-        f"{name} refused" if time is None else f"{name} {time:.2f} ms" for name, time in times.items()
-    )  # fmt: skip
+    listed = ", ".join(f"{name} refused" if time is None else f"{name} {time:.2f} ms" for name, time in times.items())
     name = min(measured, key=measured.__getitem__) if measured else "math"
     return name, f"one view of {_PATCHES} patches: {listed}"
 
@@ -244,14 +242,17 @@ class _Embedding:
         self._embeddings = embeddings
         self._ours = _runs_own_forward(embeddings, SiglipVisionEmbeddings)
         convolution = embeddings.patch_embedding
-        tiles = convolution.kernel_size == convolution.stride and embeddings.image_size % embeddings.patch_size == 0
-        self._is_product = tiles and is_plain(convolution, nn.Conv2d)
+        self._is_product = (
+            is_plain(convolution, nn.Conv2d)
+            and convolution.kernel_size == convolution.stride
+            and embeddings.image_size % embeddings.patch_size == 0
+        )
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         embeddings = self._embeddings
         if not self._ours:
             hidden: torch.Tensor = embeddings(pixels)
-            return hidden.contiguous()  # the convolution leaves the values of a token apart from each other
+            return hidden.contiguous()  # the transposed output of the convolution
         convolution = embeddings.patch_embedding
         pixels = pixels.to(convolution.weight.dtype)
         if self._is_product:
@@ -264,7 +265,7 @@ class _Embedding:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One encoder layer: two parts, each behind the norm of the residual that their outputs are added to."""
+    """One encoder layer: attention and MLP, each with the norm of its input."""
 
     attention_norm: _SumNorm
     attention: _Attention
