@@ -17,10 +17,9 @@ from statistics import median
 import torch
 
 from benchmarks.workloads.device import Power
-from panscan.model.fused import fuse_projections
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES
-from panscan.model.tower import VisionTower
+from panscan.model.vision_layers import VisionLayers
 from panscan.records.environment import environment
 
 VIEWS = (1, 4, 32)
@@ -34,30 +33,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--kernels", default="cudnn,hopper")
     given = parser.parse_args(argv)
-    kernels = given.kernels.split(",")
+    kernels: list[str] = given.kernels.split(",")
     # The text model is not used: one layer of it is enough.
     shape = SHAPES["4b"]
     text = replace(shape.text, layers=1, vocabulary=1024)
     model, _ = random_model(replace(shape, name="vision", text=text), dtype=torch.bfloat16, device="cuda")
-    fuse_projections(model)
-    tower = VisionTower(model)
-    chosen = f"{tower.attention} ({tower.reason})"
+    default = VisionLayers(model)
+    chosen = f"{default.attention} ({default.reason})"
     print(f"chosen: {chosen}")
+    layers = {kernel: VisionLayers(model, kernel) for kernel in kernels}
     found: dict[str, dict[str, list[float]]] = {kernel: {str(views): [] for views in VIEWS} for kernel in kernels}
     pixels = {views: torch.randn(views, 3, 896, 896, device="cuda", dtype=torch.bfloat16) for views in VIEWS}
     with Power(torch.device("cuda")) as power:
         for turn in range(ROUNDS + 1):
             for views in VIEWS:
                 for kernel in kernels:
-                    tower.attention = kernel
-                    spent = _milliseconds(tower, pixels[views])
+                    spent = _milliseconds(layers[kernel], pixels[views])
                     if turn:
                         found[kernel][str(views)].append(spent / views)
     record = {
         "command": ["python", "-m", "benchmarks.vision_tower", *(sys.argv[1:] if argv is None else argv)],
         "chosen": chosen,
         "ms_per_view": found,
-        "relative_difference": _difference(tower, pixels[4], kernels),
+        "relative_difference": _difference([each(pixels[4]) for each in layers.values()]),
         "power": power.summary(),
         "environment": environment(),
     }
@@ -67,26 +65,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{views} views at once, ms per view: {times}")
 
 
-def _milliseconds(tower: VisionTower, pixels: torch.Tensor) -> float:
-    """Of one call, among as many as take long enough."""
+def _milliseconds(layers: VisionLayers, pixels: torch.Tensor) -> float:
+    """Return the milliseconds of one call, averaged over enough calls to take ``LEAST_S``."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
     count = max(1, round(LEAST_S * 1e3 / (11.5 * len(pixels))))
-    tower(pixels)
+    layers(pixels)
     start.record()
     for _ in range(count):
-        tower(pixels)
+        layers(pixels)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / count
 
 
-def _difference(tower: VisionTower, pixels: torch.Tensor, kernels: Sequence[str]) -> float:
-    """The largest relative difference of the encoded views from the first kernel's."""
-    encoded = []
-    for kernel in kernels:
-        tower.attention = kernel
-        encoded.append(tower(pixels).float())
-    return max(float((each - encoded[0]).norm() / encoded[0].norm()) for each in encoded)
+def _difference(encoded: Sequence[torch.Tensor]) -> float:
+    """Return the largest relative difference of encoded views from the first kernel's."""
+    first = encoded[0].float()
+    return max(float((each.float() - first).norm() / first.norm()) for each in encoded)
 
 
 if __name__ == "__main__":
