@@ -32,9 +32,10 @@ from panscan.core.request import checked_request, request_list
 from panscan.engine.admission import Admission
 from panscan.engine.loop import FORKED, Loop, Stats, Worker
 from panscan.engine.options import EngineOptions
+from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import RequestState, Watched
 from panscan.model.checkpoint import Loaded
-from panscan.model.load import load_for
+from panscan.model.load import load_for, load_outline_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.support import require_supported
@@ -53,6 +54,13 @@ _AHEAD = 8  # requests that are decoded while others compute
 class Engine:
     """Gemma 3 with continuous batching: requests join and leave at any step, and share what they have in common.
 
+    Args:
+        loaded: the model, or its outline if ``ranks`` hold the weights.
+        options: sizes; None: those that ``settings`` name.
+        settings: what :meth:`request` and the options default to.
+        max_queued_requests: requests that :meth:`submit` takes besides those that compute.
+        ranks: processes that share the model; they stay when the engine is closed.
+
     Example:
         >>> with Engine.from_pretrained("mini") as engine:
         ...     results = engine.generate([engine.request("What is the total?", ["receipt.png"])])
@@ -66,6 +74,7 @@ class Engine:
         settings: Settings | None = None,
         *,
         max_queued_requests: int = MAX_QUEUED_REQUESTS,
+        ranks: RankGroup | None = None,
     ) -> None:
         _QUEUED.check("max_queued_requests", max_queued_requests)
         self.loaded = loaded
@@ -73,7 +82,7 @@ class Engine:
         self.options = EngineOptions.of(self.settings) if options is None else options
         full = f"the engine's queue is full: {max_queued_requests} submitted requests wait: raise max_queued_requests"
         self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}, or await submit_wait()")
-        self._worker = Worker(partial(Loop, loaded, self.options), _AHEAD)
+        self._worker = Worker(partial(_loop, loaded, self.options, ranks), _AHEAD)
         self._loop = self._worker.loop
         self._numbers = count()
         self._streams: dict[str, RequestState] = {}
@@ -122,10 +131,26 @@ class Engine:
         _QUEUED.check("max_queued_requests", max_queued_requests)  # before a model is loaded
         settings = replace(settings, runner="engine")
         require_supported(settings)
+        if settings.tensor_parallel_size > 1:
+            return cls._over_ranks(settings, max_queued_requests)
         loaded = load_for(settings)
         apply_attention(loaded.model, settings.attention)
         apply_tf32(settings.tf32)
         return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
+
+    @classmethod
+    def _over_ranks(cls, settings: Settings, max_queued_requests: int) -> Engine:
+        """Start processes of its own, which end with the engine."""
+        loaded = load_outline_for(settings)
+        ranks = RankGroup(settings)
+        try:
+            engine = cls(loaded, settings=settings, max_queued_requests=max_queued_requests, ranks=ranks)
+        except BaseException:
+            ranks.close()
+            raise
+        engine._finalizer.detach()
+        engine._finalizer = weakref.finalize(engine, _close_both, engine._worker, ranks)
+        return engine
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
         """A request with this engine's pan-and-scan and sampling settings."""
@@ -315,6 +340,15 @@ class Engine:
         seed = checked_request(request).sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+
+
+def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:
+    return Loop(loaded, options, None if ranks is None else ranks.start(options))
+
+
+def _close_both(worker: Worker, ranks: RankGroup) -> None:
+    worker.close()
+    ranks.close()
 
 
 class _OneReader(Iterator[tuple[int, Result]]):

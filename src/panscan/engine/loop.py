@@ -559,7 +559,9 @@ class Worker:
 
     def _break(self, error: BaseException) -> None:
         """End all requests and accept no others: after a bug the bookkeeping cannot be trusted."""
-        self._broken = EngineError(f"the engine stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        text = " ".join(str(error).split())[:300]
+        known = isinstance(error, EngineError)
+        self._broken = EngineError(text if known else f"the engine stopped: {type(error).__name__}: {text}")
         for state in self._left():
             if not state.ended:
                 state.end("error", self._broken)

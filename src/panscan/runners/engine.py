@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from panscan.core import Request, Result
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.model.checkpoint import Loaded
-from panscan.model.machine import release_memory
+from panscan.engine.ranks import RankGroup
+from panscan.model.checkpoint import Loaded, drop_weights
+from panscan.model.load import load_for
+from panscan.model.machine import peak_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.model.sharding import check_divides
 from panscan.runners.base import check_change
 from panscan.settings import Settings
 
@@ -20,13 +23,18 @@ __all__ = ["EngineRunner"]
 class EngineRunner:
     """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other sizes.
 
-    Truths are computed on the bare model before that, while the engine's caches do not take memory yet.
+    Truths are computed on the bare model before that, while the engine's caches do not take memory yet. With a tensor
+    parallel size, the bare model makes room for the ranks when the engine opens, and is loaded again by :meth:`drop`.
     """
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         self.loaded = loaded
         self.settings = settings
         self._engine: Engine | None = None
+        self._ranks: RankGroup | None = None
+        self._ranks_tf32 = settings.tf32
+        if settings.tensor_parallel_size > 1:
+            check_divides(loaded.model.config, settings.tensor_parallel_size)
 
     def configure(self, settings: Settings) -> None:
         """Take other settings of the same load."""
@@ -73,19 +81,51 @@ class EngineRunner:
         # Whether products use TF32 is part of what an engine compiled and recorded.
         kept = self._engine is not None and self._engine.settings.tf32 == self.settings.tf32
         if self._engine is None or not kept or self._engine.options != options:
-            self.drop()
-            self._engine = Engine(self.loaded, options, self.settings)
+            self._close_engine()
+            self._engine = Engine(self.loaded, options, self.settings, ranks=self._ranks_of(self.settings))
         return self._engine
 
+    def peak_memory(self) -> dict[str, int | None]:
+        """Peak bytes since :func:`panscan.model.machine.reset_peak_memory`; on ranks, since they were started."""
+        found = peak_memory()
+        if self._ranks is not None and sum(self._ranks.peak_memory().reserved):
+            peaks = self._ranks.peak_memory()
+            found |= {"peak_reserved_bytes": sum(peaks.reserved), "peak_allocated_bytes": sum(peaks.allocated)}
+        return found
+
     def drop(self) -> None:
-        """Drop the engine and give its memory back; the model stays, and is as it was loaded."""
+        """Drop the engine and give its memory back; the model is as it was loaded."""
+        self._close_engine()
+        if self._ranks is not None:
+            self._close_ranks()
+            self.loaded.model = load_for(self.settings).model
+            apply_attention(self.loaded.model, self.settings.attention)
+
+    def close(self) -> None:
+        """Drop the engine and the model."""
+        self._close_engine()
+        self._close_ranks()
+        del self.loaded
+        release_memory()
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
             release_memory()  # before another cache is sized by what is free
 
-    def close(self) -> None:
-        """Drop the engine and the model."""
-        self.drop()
-        del self.loaded
-        release_memory()
+    def _ranks_of(self, settings: Settings) -> RankGroup | None:
+        """The processes of a tensor parallel engine, which outlive engines of other sizes; new ones after a failure."""
+        if settings.tensor_parallel_size == 1:
+            return None
+        if self._ranks is None or self._ranks.failed or self._ranks_tf32 != settings.tf32:
+            self._close_ranks()
+            drop_weights(self.loaded)
+            release_memory()
+            self._ranks, self._ranks_tf32 = RankGroup(settings), settings.tf32
+        return self._ranks
+
+    def _close_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
