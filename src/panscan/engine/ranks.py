@@ -1,8 +1,8 @@
 """Tensor parallelism, the parent's side: one process per rank, joined by messages of plain data.
 
-Every rank gets the same batches in the same order; rank 0 sends the results back. Pixels have a connection of their own,
-so that a page does not hold up a pass. A watchdog ends the group when a rank dies or stops answering: then nothing that
-waits for the group waits on, and no process is left.
+Every rank gets the same batches in the same order; rank 0 sends the results back. Pixels have a connection of their
+own, so that a page does not hold up a pass. A watchdog kills all ranks when one of them dies or stops answering, and
+everything that waits for the group raises the reason.
 """
 
 from __future__ import annotations
