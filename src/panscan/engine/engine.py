@@ -149,7 +149,7 @@ class Engine:
             ranks.close()
             raise
         engine._finalizer.detach()
-        engine._finalizer = weakref.finalize(engine, _close_both, engine._worker, ranks)
+        engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
         return engine
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:

@@ -183,9 +183,7 @@ class RankGroup:
                 self._ranks.append(_Rank(rank, self._took_result))
             threading.Thread(target=self._watch, name="panscan-ranks", daemon=True).start()
             store, threads = str(Path(self._folder.name) / "store"), _threads_each(self._size)
-            self._command(
-                [Load(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)]
-            )
+            self._command([Load(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)])
         except BaseException:
             self.close()
             raise

@@ -110,8 +110,7 @@ class TextLayers:
         probe = self.embed(torch.zeros(1, dtype=torch.long, device=_device(loaded_model)))
         self.device, self.dtype = probe.device, probe.dtype
         self._layers = [
-            _layer_of(module, kind, config, ranks)
-            for module, kind in zip(self._text.layers, self._kinds, strict=True)
+            _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
         ]
         self._ops: _Ops = _TorchOps()
         self.kernels = False
@@ -280,7 +279,7 @@ class _TorchOps:
         self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        heads = qkv.unflatten(-1, (-1, layer.head_size))
+        heads = qkv.view(len(qkv), -1, layer.head_size)
         query, key, value = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
         k_cache.index_copy_(0, slots, key)
