@@ -280,7 +280,8 @@ class _TorchOps:
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         heads = qkv.view(len(qkv), -1, layer.head_size)
-        query, key, value = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)
+        query, key = heads[:, : layer.heads], heads[:, layer.heads : layer.heads + layer.kv_heads]
+        value = heads[:, layer.heads + layer.kv_heads :]
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
         k_cache.index_copy_(0, slots, key)
         v_cache.index_copy_(0, slots, value)
