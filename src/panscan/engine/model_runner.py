@@ -152,7 +152,8 @@ class _LaunchedHere:
 class ModelRunner:
     """Computes passes on one device, or one rank's part of them.
 
-    ``facts``: what a loop must know. ``graphs``: the recorded passes, where there are any. ``pixels``: where views wait.
+    ``facts``: what a loop must know. ``cache``: keys and values. ``graphs``: the recorded passes, where there are any.
+    ``pixels``: where views wait.
 
     Args:
         loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
@@ -262,7 +263,7 @@ class ModelRunner:
         release_memory()  # the cache is sized by what is free
         first, second = self._ranks.least(choose_blocks(facts, options))
         self._blocks = first, second
-        self._cache = KVCache(text.layers, self._blocks, options.block_size)
+        self.cache = KVCache(text.layers, self._blocks, options.block_size)
 
     def _working_bytes(self) -> int:
         """Bytes that passes need beside weights and caches."""
@@ -279,7 +280,7 @@ class ModelRunner:
             return
         self.graphs = Graphs(
             self._run_layers, self._backend, {layer.local for layer in text.layers},
-            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self._cache.spare,
+            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self.cache.spare,
             window=text.window, decode_rows=options.max_num_seqs, chunk_rows=options.prefill_chunk_size,
             longest=min(text.max_positions, options.block_size * max(self._blocks)), block_size=options.block_size,
             capture=self._device.type == "cuda",
@@ -292,7 +293,7 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Run a prefill pass on the spare block, for what it builds and allocates."""
         empty = flatten([], block_size=self._options.block_size, window=self._text.window)
-        batch = padded(empty, 0, _WARM_UP_ROWS, self._cache.spare)
+        batch = padded(empty, 0, _WARM_UP_ROWS, self.cache.spare)
         hidden = self._eager(batch, self._text.embed(upload(batch.ids, self._device)))
         self._text.logits(hidden[-1:])
 
@@ -356,7 +357,7 @@ class ModelRunner:
         return self._run_layers(hidden, upload(batch.positions, self._device), plans)
 
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
-        return self._text.run(hidden, positions, self._cache.k, self._cache.v, plans)
+        return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
 
     def _watch(self, batch: FlatBatch, final: torch.Tensor, logits: torch.Tensor) -> _Watched:
         hidden = found = answers = None
