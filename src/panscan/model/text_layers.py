@@ -305,7 +305,7 @@ class _KernelOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps)
 
-    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the kernel knows one
+    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
         return self._kernels.gelu_product(gate_up)
 
     def rotate_and_store(
