@@ -69,7 +69,7 @@ class SummedLinear:
         return self._reduce(self._part(input))
 
 
-def linear_of(*modules: nn.Module) -> Linear:
+def linear_of(*modules: Any) -> Linear:
     """Return one product for modules that read the same input, their outputs next to each other in this order.
 
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one tensor, group

@@ -88,8 +88,7 @@ class EngineRunner:
     def peak_memory(self) -> dict[str, int | None]:
         """Peak bytes since :func:`panscan.model.machine.reset_peak_memory`; on ranks, since they were started."""
         found = peak_memory()
-        if self._ranks is not None and sum(self._ranks.peak_memory().reserved):
-            peaks = self._ranks.peak_memory()
+        if self._ranks is not None and any((peaks := self._ranks.peak_memory()).reserved):
             found |= {"peak_reserved_bytes": sum(peaks.reserved), "peak_allocated_bytes": sum(peaks.allocated)}
         return found
 
