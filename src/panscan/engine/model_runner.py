@@ -154,7 +154,8 @@ class _LaunchedHere:
 class ModelRunner:
     """Computes passes on one device, or one rank's part of them.
 
-    ``facts``: what a loop must know. ``graphs``: recorded passes, where there are any. ``pixels``: where views wait.
+    ``facts``: what a loop must know. ``cache``: keys and values. ``graphs``: the recorded passes, where there are any.
+    ``pixels``: where views wait.
 
     Args:
         loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
@@ -263,7 +264,7 @@ class ModelRunner:
         )  # fmt: skip
         first, second = self._ranks.least(choose_blocks(facts, options))
         self._blocks = first, second
-        self._cache = KVCache(text.layers, self._blocks, options.block_size)
+        self.cache = KVCache(text.layers, self._blocks, options.block_size)
 
     def _working_bytes(self) -> int:
         """Bytes that passes need beside weights and caches: measured on a GPU, estimated elsewhere."""
@@ -309,7 +310,7 @@ class ModelRunner:
             return
         self.graphs = Graphs(
             self._run_layers, self._backend, {layer.local for layer in text.layers},
-            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self._cache.spare,
+            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self.cache.spare,
             window=text.window, decode_rows=options.max_num_seqs, chunk_rows=options.prefill_chunk_size,
             longest=min(text.max_positions, options.block_size * max(self._blocks)), block_size=options.block_size,
             capture=self._device.type == "cuda",
@@ -371,7 +372,7 @@ class ModelRunner:
         """Final hidden states ``[T, hidden]``, from a graph if one is large enough."""
         if self.graphs is not None and (final := self.graphs.run(batch, hidden)) is not None:
             return final
-        return self._eager(batch, hidden, self._cache)
+        return self._eager(batch, hidden, self.cache)
 
     def _eager(self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
         kinds = {layer.local for layer in self._text.layers}
@@ -379,7 +380,7 @@ class ModelRunner:
         return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans)
 
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
-        return self._text.run(hidden, positions, self._cache.k, self._cache.v, plans)
+        return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
 
     def _watch(self, batch: FlatBatch, final: torch.Tensor, logits: torch.Tensor) -> _Watched:
         hidden = found = answers = None
