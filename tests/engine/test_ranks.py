@@ -30,7 +30,7 @@ from panscan.bench.grid import Cell
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
-from panscan.engine.ranks import RankGroup, Start, Stop
+from panscan.engine.ranks import RankGroup, StartRunner, StopRunner
 from panscan.model.load import load_outline_for
 from panscan.model.observation import ForcedTokens
 from panscan.model.tiny import tiny_directory
@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "aborted": (lambda group: os.kill(group.processes[0], signal.SIGABRT), "rank 0 was killed by SIGABRT"),
     "raised": (
-        lambda group: group._ranks[1].send(pickle.dumps(Stop()), group._gone),
+        lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._gone),
         "rank 1: RuntimeError: a batch came before its model runner was built",
     ),
 }
@@ -284,7 +284,7 @@ def test_a_command_that_one_rank_cannot_obey_ends_the_group() -> None:
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)
     with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
-        group._command([Start(OPTIONS, 0), Start(refused, 0)])
+        group._command([StartRunner(OPTIONS, 0), StartRunner(refused, 0)])
     assert group.failed
     with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
         group.start(OPTIONS)

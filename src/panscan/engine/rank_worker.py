@@ -32,15 +32,15 @@ from panscan.engine.ranks import (
     BEAT_SECONDS,
     Beat,
     Broken,
-    Failed,
+    CommandFailed,
+    Done,
     Forget,
     Landed,
-    Load,
+    LoadShard,
     Peaks,
     Put,
-    Ready,
-    Start,
-    Stop,
+    StartRunner,
+    StopRunner,
     pass_seconds,
 )
 from panscan.engine.scheduling.batch import FlatBatch
@@ -88,28 +88,28 @@ class _Worker:
         """Carry out a command and answer it."""
         try:
             match message:
-                case Load():
+                case LoadShard():
                     self._load(message)
-                    self._send(Ready())
-                case Start():
-                    self._send(Ready(self._start(message)))
-                case Stop():
+                    self._send(Done())
+                case StartRunner():
+                    self._send(Done(self._start(message)))
+                case StopRunner():
                     self._drop_runner()
-                    self._send(Ready())
+                    self._send(Done())
                 case Peaks():
-                    self._send(Ready(peaks=peak_memory()))
+                    self._send(Done(peaks=peak_memory()))
                     if message.reset:
                         reset_peak_memory()
                 case _:
                     raise TypeError(f"unknown command {type(message).__name__}")
         except PanscanError as error:
-            self._send(Failed(error))
+            self._send(CommandFailed(error))
         except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
             traceback.print_exc()
             text = " ".join(str(error).split())[:300]
-            self._send(Failed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
+            self._send(CommandFailed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadShard) -> None:
         join_time_line(load.time_line)
         quiet_libraries()
         torch.set_num_threads(load.threads)
@@ -125,8 +125,8 @@ class _Worker:
         self._ranks = ProcessRanks(load.rank, load.size, device)
         self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
 
-    def _start(self, start: Start) -> RunnerFacts:
-        assert self._loaded is not None and self._ranks is not None  # Load comes first
+    def _start(self, start: StartRunner) -> RunnerFacts:
+        assert self._loaded is not None and self._ranks is not None  # LoadShard comes first
         self._session = start.session
         self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
         return self._runner.facts
