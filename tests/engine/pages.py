@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import Any
 
