@@ -118,14 +118,16 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
         assert 0 < max(seen) <= 8
 
 
-def test_pixels_go_when_they_are_not_needed_any_more(tiny: GenerateRunner) -> None:
-    """Also those of views that a shared prefix brought along."""
+def test_pixels_are_dropped_when_no_pass_needs_them(tiny: GenerateRunner) -> None:
+    """Also those of views whose blocks came from the prefix cache."""
     driver = Driver(tiny, replace(OPTIONS, max_num_seqs=1))
     first, second = driver.add(requests()[3]), driver.add(requests()[4])
     assert all(sight.pixels is not None for sight in second.job.sights.values())
+    assert driver.pixels == len(first.job.sights) + len(second.job.sights)
     driver.run(lambda: len(second.tokens) == 1)
     assert second.job.sequence is not None and second.job.sequence.cached
     assert all(sight.pixels is None for sight in second.job.sights.values())
+    assert driver.pixels == 0
     driver.run()
     assert first.job.sights == second.job.sights == {}
 
