@@ -19,6 +19,7 @@ from tests.engine.driving import Driver, Reference, requests
 from panscan import GenerateRunner, Request, Sampling
 from panscan.core import EngineError, ImageError, SettingError, TokenEvent
 from panscan.engine.engine import Engine
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 
 OPTIONS = EngineOptions(kv_cache_gb=0.02)
@@ -105,6 +106,7 @@ def test_cancelled_while_it_is_prepared_and_before(engine: Engine, server: SlowS
     assert fine.error is None
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.output_tokens) == (0, 0, fine.output_tokens)
+    assert isinstance(engine._loop.runner, ModelRunner) and len(engine._loop.runner.pixels) == 0
     assert len(server.asked) <= 8
 
 
