@@ -17,7 +17,7 @@ BLOCKS = 900
 
 
 def sequences(draw: random.Random, block_size: int, window: int) -> list[Chunk]:
-    """Return chunks of sequences with image blocks, long and short, in scattered blocks; released local ones are -1."""
+    """Return chunks of sequences with image blocks, in scattered blocks. Local blocks behind the window may be -1."""
     free = [draw.sample(range(BLOCKS), BLOCKS) for _ in range(2)]
     chunks = []
     for number in range(draw.randint(1, 6)):
@@ -29,7 +29,7 @@ def sequences(draw: random.Random, block_size: int, window: int) -> list[Chunk]:
         start = layout.cut_back(draw.randrange(length))
         end = layout.cut(start, draw.choice([start + 1, draw.randint(start + 1, length)]))
         held = -(-end // block_size)
-        gone = max(0, start - window + 1) // block_size
+        gone = draw.choice([0, max(0, start - window + 1) // block_size])
         tables = [free[0].pop() for _ in range(held)], [-1] * gone + [free[1].pop() for _ in range(held - gone)]
         ids = [draw.randrange(1000) for _ in range(length)]
         chunks.append(Chunk(Sequence(number, ids, length, layout, length, tables=tables), start, end))

@@ -163,16 +163,18 @@ def measure(
         observer: told of progress.
         verifier: compares the measured tokens, after the measurement.
     """
-    from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
+    from panscan.model import machine
+    from panscan.runners.base import MeasuresMemory
 
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
     if runner.loaded.device.type != "cpu":
-        release_memory()  # the peak is this cell's, not that of a larger one before it
+        machine.release_memory()  # the peak is this cell's, not that of a larger one before it
+    memory = runner if isinstance(runner, MeasuresMemory) else machine
     warm_started = now()
     for batch in _warmup(plan, cell.settings, todo):
         runner.run([requests[index] for index in batch])
-    reset_peak_memory()
+    memory.reset_peak_memory()
     observer.ready(cell, repeat)
     started = now()
     answered = []
@@ -186,7 +188,7 @@ def measure(
         _request_record(plan, cell, plan.items[at], result, repeat=repeat, batch=number)
         for number, at, result in answered
     ]
-    line |= {"warmup_s": started - warm_started, **peak_memory()}
+    line |= {"warmup_s": started - warm_started, **memory.peak_memory()}
     line |= {"device": str(runner.loaded.device), "dtype": str(runner.loaded.dtype).removeprefix("torch.")}
     if not cell.settings.sampling.greedy:
         line["sampling_seed"] = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed

@@ -34,20 +34,20 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
 from panscan.engine.request_state import RequestState, Watched
 from panscan.engine.sampling import Chosen
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode, flatten
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Sequence as Tokens
-from panscan.engine.scheduling.sequence import Step
+from panscan.engine.scheduling.sequence import Step, flatten
 from panscan.engine.views import PixelRef
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 
-__all__ = ["FORKED", "Loop", "Runner", "Stats", "Worker"]
+__all__ = ["FORKED", "Loop", "PassExecutor", "Stats", "Worker"]
 
 
-class Runner(PixelIntake, Protocol):
+class PassExecutor(PixelIntake, Protocol):
     """What computes passes: a :class:`panscan.engine.model_runner.ModelRunner`, or several in processes of their own.
 
     ``facts``: what the loop must know of it.
@@ -98,9 +98,9 @@ class Loop:
         SettingError: an unknown attention backend, or a cache size that holds nothing.
     """
 
-    def __init__(self, loaded: Loaded, options: EngineOptions, runner: Runner | None = None) -> None:
+    def __init__(self, loaded: Loaded, options: EngineOptions, runner: PassExecutor | None = None) -> None:
         self.loaded, self.options = loaded, options
-        self.runner: Runner = ModelRunner(loaded, options) if runner is None else runner
+        self.runner: PassExecutor = ModelRunner(loaded, options) if runner is None else runner
         self.facts = facts = self.runner.facts
         self.blocks = KVBlocks(
             block_size=options.block_size,

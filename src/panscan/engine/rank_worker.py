@@ -2,7 +2,8 @@
 
     python -m panscan.engine.rank_worker CONTROL_FD PIXELS_FD
 
-It exits when either connection closes, so that nothing keeps running when the parent is killed.
+It exits when either connection closes or its parent process changes, so that nothing keeps running when the parent is
+killed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,30 +27,32 @@ from torch import distributed
 
 from panscan.core import PanscanError
 from panscan.core.process import join_time_line
-from panscan.engine.model_runner import Launched, ModelRunner
+from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
 from panscan.engine.ranks import (
     BEAT_SECONDS,
     Beat,
     Broken,
-    Failed,
+    CommandFailed,
+    Done,
     Forget,
     Landed,
-    Load,
+    LoadShard,
+    Peaks,
     Put,
-    Ready,
-    Start,
-    Stop,
+    StartRunner,
+    StopRunner,
+    pass_seconds,
 )
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
-from panscan.model.machine import release_memory
+from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import apply_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 
 __all__ = ["main"]
 
-_PIXEL_SECONDS = 25.0  # that a pass waits for its pixels; the parent gives a pass 30 s
+_EARLIER = 0.8  # part of a pass's deadline after which it stops waiting for pixels, and can say so
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -58,10 +62,12 @@ class _Worker:
     def __init__(self, control: Connection, pixels: Connection) -> None:
         self._control, self._pixels = control, pixels
         self._sending = threading.Lock()
-        self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._arrived = threading.Condition()
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # handles of pixels that have arrived
+        self._passes = count()
+        self._session = 0
         self._runner: ModelRunner | None = None
         self._loaded: Loaded | None = None
         self._vocab_size = 0
@@ -82,24 +88,28 @@ class _Worker:
         """Carry out a command and answer it."""
         try:
             match message:
-                case Load():
+                case LoadShard():
                     self._load(message)
-                    self._send(Ready())
-                case Start():
-                    assert self._loaded is not None and self._ranks is not None  # Load comes first
-                    self._runner = ModelRunner(self._loaded, message.options, self._ranks, self._vocab_size)
-                    self._send(Ready(self._runner.facts))
-                case Stop():
+                    self._send(Done())
+                case StartRunner():
+                    self._send(Done(self._start(message)))
+                case StopRunner():
                     self._drop_runner()
-                    self._send(Ready())
+                    self._send(Done())
+                case Peaks():
+                    self._send(Done(peaks=peak_memory()))
+                    if message.reset:
+                        reset_peak_memory()
+                case _:
+                    raise TypeError(f"unknown command {type(message).__name__}")
         except PanscanError as error:
-            self._send(Failed(error))
+            self._send(CommandFailed(error))
         except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
             traceback.print_exc()
             text = " ".join(str(error).split())[:300]
-            self._send(Failed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
+            self._send(CommandFailed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadShard) -> None:
         join_time_line(load.time_line)
         quiet_libraries()
         torch.set_num_threads(load.threads)
@@ -115,19 +125,28 @@ class _Worker:
         self._ranks = ProcessRanks(load.rank, load.size, device)
         self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
 
+    def _start(self, start: StartRunner) -> RunnerFacts:
+        assert self._loaded is not None and self._ranks is not None  # LoadShard comes first
+        self._session = start.session
+        self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
+        return self._runner.facts
+
     def _execute(self, batch: FlatBatch) -> None:
+        number = next(self._passes)
         try:
             runner, ranks = self._runner, self._ranks
-            assert runner is not None and ranks is not None  # Start comes first
-            self._await_pixels({view.pixels for view in batch.encode if view.rank == ranks.rank})
-            self._launched.put(runner.execute(batch))
+            if runner is None or ranks is None:
+                raise RuntimeError("a batch came before its model runner was built")
+            own = {view.pixels for view in batch.encode if view.rank == ranks.rank}
+            self._await_pixels(own, _EARLIER * pass_seconds(runner.facts.device))
+            self._launched.put((number, runner.execute(batch)))
         except Exception as error:  # whatever it is, the other ranks may wait for this one in a collective
             self._break(error)
 
-    def _await_pixels(self, handles: set[int]) -> None:
+    def _await_pixels(self, handles: set[int], seconds: float) -> None:
         with self._arrived:
-            if not self._arrived.wait_for(lambda: handles <= self._held, _PIXEL_SECONDS):
-                raise TimeoutError(f"the pixels of a view did not arrive in {_PIXEL_SECONDS:.0f} s")
+            if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
+                raise TimeoutError(f"the pixels of a view did not arrive in {seconds:.0f} s")
             self._held -= handles
 
     def _report(self) -> None:
@@ -138,46 +157,48 @@ class _Worker:
                 if launched is None:
                     self._idle.set()
                     continue
+                number, handle = launched
                 try:
-                    result = launched.wait()
+                    result = handle.wait()
                 except Exception as error:  # a device reports what went wrong when it is waited for
                     self._break(error)
                     continue
                 if self._ranks is not None and self._ranks.rank == 0:
-                    self._send(Landed(result))
-                del launched, result  # their tensors, until the next pass
+                    self._send(Landed(number, result))
+                del launched, handle, result  # their tensors, until the next pass
 
     def _receive_pixels(self) -> None:
         try:
             while True:
-                message = pickle.loads(self._pixels.recv_bytes())
-                runner = self._runner
-                if runner is None:
-                    continue
-                if isinstance(message, Put):
-                    runner.pixels.put_as(message.handles, message.levels, message.views)
-                    with self._arrived:
-                        self._held |= {*message.handles}
-                        self._arrived.notify_all()
-                elif isinstance(message, Forget):
-                    runner.pixels.forget(message.handles)
-                    with self._arrived:
-                        self._held -= {*message.handles}
-        except EOFError:
-            os._exit(0)  # the parent is gone; the main thread may be inside a collective
+                try:
+                    message = self._pixels.recv_bytes()
+                except (EOFError, OSError):
+                    os._exit(0)  # the parent has exited; the main thread may be inside a collective
+                self._take_pixels(pickle.loads(message))
         except Exception as error:  # out of memory, for one
             self._break(error)
 
-    def _beat(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(BEAT_SECONDS):
-            self._send(self._memory())
+    def _take_pixels(self, message: Put | Forget) -> None:
+        runner = self._runner
+        if runner is None or (isinstance(message, Put) and message.session != self._session):
+            return
+        if isinstance(message, Put):
+            runner.pixels.put_as(message.handles, message.levels, message.views)
+        else:
+            runner.pixels.forget(message.handles)
+        with self._arrived:
+            if isinstance(message, Put):
+                self._held |= {*message.handles}
+            else:
+                self._held -= {*message.handles}
+            self._arrived.notify_all()
 
-    def _memory(self) -> Beat:
-        if self._ranks is None or self._ranks.device.type != "cuda":
-            return Beat()
-        device = self._ranks.device
-        return Beat(torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device))
+    def _beat(self) -> None:
+        pause, parent = threading.Event(), os.getppid()
+        while not pause.wait(BEAT_SECONDS):
+            if os.getppid() != parent:  # a forked child of it may keep the connections open
+                os._exit(0)
+            self._send(Beat())
 
     def _drop_runner(self) -> None:
         self._launched.put(None)
@@ -189,14 +210,13 @@ class _Worker:
         with self._arrived:
             self._held.clear()
         release_memory()
-        self._send(self._memory())
 
     def _break(self, error: Exception) -> None:
         traceback.print_exc()
         self._send(Broken(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
     def _send(self, message: Any) -> None:
-        with self._sending, suppress(OSError):  # the parent is gone, and this process is about to end
+        with self._sending, suppress(OSError):  # the parent has exited, and this process is about to
             self._control.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 

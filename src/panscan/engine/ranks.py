@@ -1,22 +1,23 @@
 """Tensor parallelism, the parent's side: one process per rank, joined by messages of plain data.
 
-Every rank gets the same batches in the same order; rank 0 sends the results back. Pixels have a connection of their own,
-so that a page does not hold up a pass. A watchdog ends the group when a rank dies or stops answering: then nothing that
-waits for the group waits on, and no process is left.
+Every rank gets the same batches in the same order; rank 0 sends the results back. Pixels have a separate connection, so
+that a page does not hold up a pass. A watchdog ends the group when a rank dies, fails or hangs, and with it every wait
+for a rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,29 +42,38 @@ __all__ = [
     "BEAT_SECONDS",
     "Beat",
     "Broken",
-    "Failed",
+    "CommandFailed",
+    "Done",
     "Forget",
     "Landed",
-    "Load",
-    "Memory",
+    "LoadShard",
+    "Peaks",
     "Put",
     "RankGroup",
-    "Ready",
-    "Start",
-    "Stop",
+    "StartRunner",
+    "StopRunner",
+    "pass_seconds",
 ]
 
 SILENCE_SECONDS = 30.0
-"""A rank that sends nothing for this long is taken for hung. It sends a heartbeat every :data:`BEAT_SECONDS`."""
+"""A rank that sends nothing for this long has hung. It sends a heartbeat every :data:`BEAT_SECONDS`."""
 BEAT_SECONDS = 2.0
-_PASS_SECONDS = {"cuda": 30.0}  # for one pass: a collective that waits for a lost rank never returns
-_SLOW_PASS_SECONDS = 600.0  # where a CPU computes it
+_IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
+_COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
+_FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
+_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to give back a GPU
 _WATCH_SECONDS = 0.5
 _LAST_WORDS = 300  # characters of a rank's last error message
+_SIGNALS = {each.value: each.name for each in signal.Signals}
+
+
+def pass_seconds(device: str) -> float:
+    """Return the deadline of one pass: a collective that waits for a lost rank never returns."""
+    return 30.0 if device == "cuda" else 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadShard:
     """To a rank: load this shard.
 
     Args:
@@ -84,21 +94,26 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """To a rank: build a model runner."""
+class StartRunner:
+    """To a rank: build a model runner. ``session``: its number, which its pixels carry too."""
 
     options: EngineOptions
+    session: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRunner:
     """To a rank: drop the model runner, keep the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """To a rank, over its connection for pixels: keep the pixels of these views (see ``PixelStore.put``)."""
+    """To a rank, over its connection for pixels: keep the pixels of these views (see ``PixelStore.put_as``).
 
+    Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
+    """
+
+    session: int
     handles: list[int]
     levels: NDArray[np.uint8]
     views: list[View] | None
@@ -112,37 +127,40 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Peak bytes that PyTorch reserved and allocated on each rank's GPU; 0 on a CPU."""
+class Peaks:
+    """To a rank: report peak memory since the last reset. ``reset``: then start new peaks."""
 
-    reserved: tuple[int, ...]
-    allocated: tuple[int, ...]
+    reset: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """From a rank: the last command is done. ``facts``: of a new model runner."""
+class Done:
+    """From a rank: the last command is done.
+
+    Args:
+        facts: answer to :class:`StartRunner`.
+        peaks: answer to :class:`Peaks`, as :func:`panscan.model.machine.peak_memory` returns them.
+    """
 
     facts: RunnerFacts | None = None
+    peaks: dict[str, int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """From rank 0: a pass is over."""
+    """From rank 0: a pass is over. ``number``: counts the batches sent to the ranks, from 0."""
 
+    number: int
     result: PassResult
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """From a rank: it is alive. Peak bytes of its GPU's memory, reserved and allocated."""
-
-    reserved: int = 0
-    allocated: int = 0
+    """From a rank: it is alive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CommandFailed:
     """From a rank: its command failed."""
 
     error: PanscanError
@@ -167,24 +185,29 @@ class RankGroup:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._size = settings, settings.tensor_parallel_size
-        self._failure: EngineError | None = None
-        self._results: queue.SimpleQueue[Landed | None] = queue.SimpleQueue()
-        self._launched: dict[int, float] = {}  # passes in flight, and when they were launched
-        self._numbers, self._turns = count(), count()
-        self._handles = count()
+        self._size = settings.tensor_parallel_size
+        self._process = os.getpid()
+        self._reason: str | None = None  # why the group was ended
+        self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._pass_seconds = _SLOW_PASS_SECONDS
-        self._folder = tempfile.TemporaryDirectory(prefix="panscan-ranks-")
+        self._answers: queue.SimpleQueue[tuple[int, Done | CommandFailed | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Landed | None] = queue.SimpleQueue()
+        self._launched = self._landed = 0  # passes
+        self._landed_before, self._stalled = 0, 0.0  # the watchdog's: passes that had landed; seconds without another
+        self._pass_seconds = pass_seconds("cpu")
+        self._sessions, self._handles, self._turns = count(), count(), count()
+        self._numbering, self._commanding = threading.Lock(), threading.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="panscan-ranks-"))
+        self._watchdog = threading.Thread(target=self._watch, name="panscan-ranks", daemon=True)
         self._ranks: list[_Rank] = []
+        atexit.register(self.close)
         try:
             for rank in range(self._size):
-                self._ranks.append(_Rank(rank, self._took_result))
-            threading.Thread(target=self._watch, name="panscan-ranks", daemon=True).start()
-            store, threads = str(Path(self._folder.name) / "store"), _threads_each(self._size)
+                self._ranks.append(_Rank(rank, self._take))
+            self._watchdog.start()
+            store, threads = str(self._folder / "store"), _threads_each(self._size)
             self._command(
-                [Load(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)]
+                [LoadShard(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)]
             )
         except BaseException:
             self.close()
@@ -193,17 +216,24 @@ class RankGroup:
     @property
     def failed(self) -> bool:
         """Whether the group was ended because of a rank."""
-        return self._failure is not None
+        return self._reason is not None
 
     @property
     def processes(self) -> list[int]:
         """Process ids, by rank."""
         return [rank.process.pid for rank in self._ranks]
 
-    def peak_memory(self) -> Memory:
-        """Return the peaks of GPU memory that the ranks last reported."""
-        beats = [rank.beat for rank in self._ranks]
-        return Memory(tuple(beat.reserved for beat in beats), tuple(beat.allocated for beat in beats))
+    def peak_memory(self, *, reset: bool = False) -> list[dict[str, int | None]]:
+        """Return each rank's peaks since the last reset (see :func:`panscan.model.machine.peak_memory`).
+
+        Args:
+            reset: then start new peaks.
+
+        Raises:
+            EngineError: a rank died or hung.
+        """
+        answers = self._command([Peaks(reset)] * self._size, self._pass_seconds)
+        return [answer.peaks for answer in answers if answer.peaks is not None]
 
     def start(self, options: EngineOptions) -> _Session:
         """Build model runners of these sizes and return what drives them.
@@ -211,50 +241,69 @@ class RankGroup:
         Raises:
             PanscanError: a rank cannot build it.
         """
-        facts = self._command([Start(options)] * self._size)
+        session = next(self._sessions)
+        facts = self._command([StartRunner(options, session)] * self._size)[0].facts
         assert facts is not None  # every rank built a runner
-        self._pass_seconds = _PASS_SECONDS.get(facts.device, _SLOW_PASS_SECONDS)
-        return _Session(self, facts)
+        self._pass_seconds = pass_seconds(facts.device)
+        return _Session(self, session, facts)
 
     def close(self) -> None:
-        """Kill the ranks. Nothing of them is left when this returns."""
+        """Kill the ranks and wait until they have exited. Does nothing in a forked child, or a second time."""
+        if os.getpid() != self._process:
+            return
+        atexit.unregister(self.close)
         self._closed.set()
         self._kill()
+        if self._watchdog.is_alive() and threading.current_thread() is not self._watchdog:
+            self._watchdog.join(_EXIT_SECONDS)
         for rank in self._ranks:
             rank.release()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # What a session needs.
 
     def launch(self, batch: FlatBatch) -> int:
-        """Send a batch to all ranks and return its number."""
+        """Send a batch to all ranks and return its number.
+
+        Raises:
+            EngineError: a rank died or hung.
+        """
+        self._check()
         message = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
-        number = next(self._numbers)
-        self._launched[number] = time.monotonic()
+        number, self._launched = self._launched, self._launched + 1
         for rank in self._ranks:
             rank.send(message, self._gone)
         return number
 
     def result(self, number: int) -> PassResult:
-        """Return the result of the pass with this number, which must be the oldest in flight.
+        """Wait for the pass with this number and return its result; results of passes before it are discarded.
 
         Raises:
             EngineError: a rank died or hung.
         """
-        landed = None if self.failed else self._results.get()
-        if landed is None:
-            self._gone()
-        self._launched.pop(number, None)
-        return landed.result
+        while True:
+            self._check()
+            landed = self._results.get()  # ended by _kill()
+            if landed is None:
+                self._gone()
+            if landed.number == number:
+                return landed.result
 
     def stop(self) -> None:
-        """Drop the model runners."""
-        if not self.failed and not self._closed.is_set():
-            self._command([Stop()] * self._size)
+        """Drop the model runners; the ranks keep their weights.
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
-        """Share views out over the ranks, in turn, and send each its pixels."""
-        with self._lock:
+        Raises:
+            EngineError: a rank died or hung.
+        """
+        self._command([StopRunner()] * self._size, self._pass_seconds)
+
+    def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+        """Distribute views over the ranks in turn, and send each rank its pixels.
+
+        Raises:
+            EngineError: a rank died or hung.
+        """
+        with self._numbering:
             total = len(levels) if views is None else len(views)
             refs = [PixelRef(next(self._handles), next(self._turns) % self._size) for _ in range(total)]
         for rank in self._ranks:
@@ -262,7 +311,7 @@ class RankGroup:
             if own:
                 chosen = None if views is None else [views[at] for at in own]
                 sent = levels[own] if views is None else levels
-                rank.send_pixels(Put([refs[at].handle for at in own], sent, chosen), self._gone)
+                rank.send_pixels(Put(session, [refs[at].handle for at in own], sent, chosen), self._gone)
         return refs
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
@@ -274,49 +323,100 @@ class RankGroup:
                 with suppress(EngineError):  # the pixels are gone with the rank
                     rank.send_pixels(Forget(handles), self._gone)
 
-    def _command(self, messages: Sequence[Any]) -> RunnerFacts | None:
-        """Send each rank its command and wait until all are done; return the facts of the first."""
-        for rank, message in zip(self._ranks, messages, strict=True):
-            rank.send(pickle.dumps(message), self._gone)
-        answers = [rank.answer() for rank in self._ranks]
-        errors = [answer.error for answer in answers if isinstance(answer, Failed)]
+    def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[Done]:
+        """Send each rank its command, wait until all are done, and return their answers by rank.
+
+        Raises:
+            PanscanError: of the first rank that failed. Unless all fail alike, the group is ended.
+            EngineError: a rank died or hung.
+        """
+        with self._commanding:
+            self._check()
+            for rank, message in zip(self._ranks, messages, strict=True):
+                rank.send(pickle.dumps(message), self._gone)
+            answers = self._collect(seconds)
+        errors = [answer.error for answer in answers.values() if isinstance(answer, CommandFailed)]
+        if len(answers) < self._size or 0 < len(errors) < self._size:
+            why = f"not all ranks answered a command within {seconds:.0f} s"
+            self._end(str(errors[0]) if errors else why)
         if errors:
             raise errors[0]
-        if any(answer is None for answer in answers):
-            self._gone()
-        return next(answer.facts for answer in answers if isinstance(answer, Ready))
+        self._check()
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
 
-    def _took_result(self, landed: Landed) -> None:
-        self._results.put(landed)
+    def _collect(self, seconds: float) -> dict[int, Done | CommandFailed]:
+        """Return answers to a command by rank, in the order of their arrival; not all if a rank failed or hung."""
+        answers: dict[int, Done | CommandFailed] = {}
+        while len(answers) < self._size:
+            if any(isinstance(answer, CommandFailed) for answer in answers.values()):
+                seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
+            try:
+                rank, answer = self._answers.get(timeout=seconds)
+            except queue.Empty:
+                break
+            if answer is None:
+                self._gone()
+            answers[rank] = answer
+        return answers
+
+    def _take(self, rank: int, message: Any) -> None:
+        """Take a rank's message; None: its connection is closed."""
+        match message:
+            case Beat():
+                pass
+            case Landed():
+                self._landed = message.number + 1
+                self._results.put(message)
+            case Broken():
+                self._broken = self._broken or f"rank {rank}: {message.reason}"
+            case _:
+                self._answers.put((rank, message))
+
+    def _check(self) -> None:
+        if self._closed.is_set():
+            self._gone()
 
     def _gone(self) -> NoReturn:
-        """Raise the reason why the ranks are of no use any more."""
-        self._closed.wait(2 * _WATCH_SECONDS)  # the watchdog is about to find out
-        if self._failure is not None:
-            raise self._failure
-        raise EngineError("the engine's processes were closed")
+        """Raise the reason why the ranks are gone."""
+        self._closed.wait(_EXIT_SECONDS)  # the watchdog is about to find it
+        raise EngineError(self._reason or "the engine's processes were closed")
 
     def _watch(self) -> None:
         """End the group when a rank dies, fails, falls silent or does not finish a pass."""
         while not self._closed.wait(_WATCH_SECONDS):
+            self._tick()
+            if self._trouble() is None or self._closed.wait(_WATCH_SECONDS):
+                continue
+            # Asked again: a rank that dies breaks the others' passes some time before its own exit can be seen.
             if (reason := self._trouble()) is not None:
-                self._failure = EngineError(f"--tensor-parallel-size {self._size}: {reason}")
-                self._closed.set()
-                self._kill()
-                return
+                self._end(reason)
+
+    def _tick(self) -> None:
+        """Count time. A clock would also count the time for which the whole program was suspended."""
+        for rank in self._ranks:
+            rank.silent += _WATCH_SECONDS
+        stalls = self._launched > self._landed == self._landed_before
+        self._stalled = self._stalled + _WATCH_SECONDS if stalls else 0.0
+        self._landed_before = self._landed
 
     def _trouble(self) -> str | None:
-        for rank in self._ranks:
-            if (reason := rank.trouble()) is not None:
-                return reason
-        oldest = min(list(self._launched.values()), default=None)
-        if oldest is not None and time.monotonic() - oldest > self._pass_seconds:
-            return f"a pass took more than {self._pass_seconds:.0f} s"
-        return None
+        """Return why the group cannot compute, the cause before what may be its effects; None: it can."""
+        exits = (rank.exit_reason() for rank in self._ranks)
+        hangs = (rank.hang_reason() for rank in self._ranks)
+        stalled = f"a pass took more than {self._pass_seconds:.0f} s" if self._stalled > self._pass_seconds else None
+        return next((reason for reason in (*exits, self._broken, *hangs, stalled) if reason is not None), None)
+
+    def _end(self, reason: str) -> None:
+        self._reason = self._reason or f"--tensor-parallel-size {self._size}: {reason}"
+        self._closed.set()
+        self._kill()
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            rank.kill()
+            rank.process.kill()
+        for rank in self._ranks:
+            with suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
+                rank.process.wait(_EXIT_SECONDS)
         self._results.put(None)  # for the thread that waits for a result
 
 
@@ -333,10 +433,10 @@ class _LaunchedThere:
 
 
 class _Session:
-    """The model runners of all ranks as one: what an engine's loop drives (see ``panscan.engine.loop.Runner``)."""
+    """The model runners of all ranks as one: a ``panscan.engine.loop.PassExecutor``."""
 
-    def __init__(self, group: RankGroup, facts: RunnerFacts) -> None:
-        self._group = group
+    def __init__(self, group: RankGroup, number: int, facts: RunnerFacts) -> None:
+        self._group, self._number = group, number
         self.facts = facts
 
     def execute(self, batch: FlatBatch) -> _LaunchedThere:
@@ -345,7 +445,7 @@ class _Session:
 
     def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
         """See :class:`panscan.engine.prepare.PixelIntake`."""
-        return self._group.put(levels, views)
+        return self._group.put(self._number, levels, views)
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
         """See :class:`panscan.engine.prepare.PixelIntake`."""
@@ -353,35 +453,43 @@ class _Session:
 
     def close(self) -> None:
         """Drop the model runners; the ranks keep their weights."""
-        with suppress(EngineError):
+        with suppress(EngineError):  # dropped with their processes
             self._group.stop()
 
 
 class _Rank:
-    """One process, its two connections, and what it last said."""
+    """One process and its two connections.
 
-    def __init__(self, number: int, on_result: Callable[[Landed], None]) -> None:
+    ``silent``: seconds since its last message; the watchdog counts them.
+
+    Args:
+        number: of the rank, from 0.
+        take: called with the number and each message, in a thread of the rank's own; with None at the end.
+    """
+
+    def __init__(self, number: int, take: Callable[[int, Any], None]) -> None:
         self.number = number
-        self.beat = Beat()
-        self._heard = time.monotonic()
-        self._on_result = on_result
-        self._answers: queue.SimpleQueue[Ready | Failed | None] = queue.SimpleQueue()
-        self._failure: str | None = None
+        self.silent = 0.0
+        self._take = take
+        self._heard = self._lost = False
         self._sending, self._sending_pixels = threading.Lock(), threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._control, control = _pair()
         self._pixels, pixels = _pair()
-        self.process = subprocess.Popen(
-            # -P: a module in the working directory must not shadow a library
-            [sys.executable, "-P", "-m", "panscan.engine.rank_worker", str(control), str(pixels)],
-            stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors, pass_fds=(control, pixels),
-        )  # fmt: skip
-        for theirs in (control, pixels):
-            os.close(theirs)
-        threading.Thread(target=self._listen, name=f"panscan-rank-{number}", daemon=True).start()
+        try:
+            self.process = subprocess.Popen(
+                # -P: a module in the working directory must not shadow a library
+                [sys.executable, "-P", "-m", "panscan.engine.rank_worker", str(control), str(pixels)],
+                stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors, pass_fds=(control, pixels),
+            )  # fmt: skip
+        finally:
+            for theirs in (control, pixels):
+                os.close(theirs)
+        self._listener = threading.Thread(target=self._listen, name=f"panscan-rank-{number}", daemon=True)
+        self._listener.start()
 
     def send(self, message: bytes, gone: Callable[[], NoReturn]) -> None:
-        """Send a pickled command or batch; ``gone`` raises if the process is not there any more."""
+        """Send a pickled command or batch; ``gone`` raises if the process has exited."""
         try:
             with self._sending:
                 self._control.send_bytes(message)
@@ -396,52 +504,44 @@ class _Rank:
         except OSError:
             gone()
 
-    def answer(self) -> Ready | Failed | None:
-        """Wait for the answer to a command; None if the process ended instead."""
-        return self._answers.get()
-
-    def trouble(self) -> str | None:
-        """Return why this rank is of no use, or None."""
-        if self._failure is not None:
-            return f"rank {self.number}: {self._failure}"
+    def exit_reason(self) -> str | None:
+        """Return how the process exited; None: it runs."""
         code = self.process.poll()
-        if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return f"rank {self.number} {how}{self._last_words()}"
-        silent = time.monotonic() - self._heard
-        return f"rank {self.number} has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else None
+        if code is None:
+            return None
+        if code == -signal.SIGKILL:
+            return f"rank {self.number} was killed by SIGKILL (by the system, if the host ran out of memory)"
+        how = f"was killed by {_SIGNALS.get(-code, -code)}" if code < 0 else f"exited with code {code}"
+        return f"rank {self.number} {how}{self._last_words()}"
 
-    def kill(self) -> None:
-        """Kill the process and wait until it is gone."""
-        self.process.kill()
-        self.process.wait()
+    def hang_reason(self) -> str | None:
+        """Return why the process cannot be talked to; None: it answers."""
+        if self._lost:
+            return f"rank {self.number} closed its connection"
+        limit = SILENCE_SECONDS if self._heard else _IMPORT_SECONDS
+        return f"rank {self.number} has not answered for {self.silent:.0f} s" if self.silent > limit else None
 
     def release(self) -> None:
-        """Close the connections of a killed process."""
-        self._control.close()
-        self._pixels.close()
+        """Close the connections of a killed process, once no thread uses them."""
+        if threading.current_thread() is not self._listener:
+            self._listener.join(_EXIT_SECONDS)
+        with self._sending, self._sending_pixels:
+            self._control.close()
+            self._pixels.close()
         self._errors.close()
 
     def _listen(self) -> None:
-        try:
+        with suppress(Exception):  # closed, cut off or not readable: the watchdog ends the group in any case
             while True:
                 message = pickle.loads(self._control.recv_bytes())
-                self._heard = time.monotonic()
-                match message:
-                    case Landed():
-                        self._on_result(message)
-                    case Beat():
-                        self.beat = message
-                    case Broken():
-                        self._failure = message.reason
-                    case _:
-                        self._answers.put(message)
-        except (EOFError, OSError):
-            self._answers.put(None)
+                self.silent, self._heard = 0.0, True
+                self._take(self.number, message)
+        self._lost = True
+        self._take(self.number, None)
 
     def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
+        """Return the last line that the process wrote, as the end of a sentence."""
+        lines = os.pread(self._errors.fileno(), 1 << 20, 0).decode(errors="replace").split("\n")
         last = next((" ".join(line.split())[:_LAST_WORDS] for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
 

@@ -125,9 +125,9 @@ def check_divides(config: Any, size: int) -> None:
         return
     fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
     has = ", ".join(f"{count} {name}" for name, count in counts.items())
-    raise UnsupportedError(
-        f"--tensor-parallel-size {size} does not divide the model's {has}: use {' or '.join(map(str, fitting))}"
-    )
+    *others, last = map(str, fitting)
+    use = f"{', '.join(others)} or {last}" if others else last
+    raise UnsupportedError(f"--tensor-parallel-size {size} does not divide the model's {has}: use {use}")
 
 
 def shard_config(config: Any, size: int) -> Any:

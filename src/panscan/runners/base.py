@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from panscan.core import Request, Result, SettingError
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
     from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["Runner", "batches", "calls", "check_change"]
+__all__ = ["MeasuresMemory", "Runner", "batches", "calls", "check_change"]
 
 
 class Runner(Protocol):
@@ -46,6 +46,19 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give the memory back."""
+        ...
+
+
+@runtime_checkable
+class MeasuresMemory(Protocol):
+    """A runner that knows its peak memory better than this process does, since others compute for it."""
+
+    def reset_peak_memory(self) -> None:
+        """Start new peaks."""
+        ...
+
+    def peak_memory(self) -> dict[str, int | None]:
+        """Return peaks since the last reset (see :func:`panscan.model.machine.peak_memory`)."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from panscan.core import Request, Result
 from panscan.engine.engine import Engine
@@ -10,7 +10,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.load import load_for
-from panscan.model.machine import peak_memory, release_memory
+from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.sharding import check_divides
@@ -78,19 +78,27 @@ class EngineRunner:
     def engine(self) -> Engine:
         """The engine of the present settings; reopened where its options or its precision of products change."""
         options = EngineOptions.of(self.settings)
-        # Whether products use TF32 is part of what an engine compiled and recorded.
+        # Whether products use TF32 is part of what an engine recorded.
         kept = self._engine is not None and self._engine.settings.tf32 == self.settings.tf32
-        if self._engine is None or not kept or self._engine.options != options:
+        failed = self._ranks is not None and self._ranks.failed
+        if self._engine is None or not kept or failed or self._engine.options != options:
             self._close_engine()
             self._engine = Engine(self.loaded, options, self.settings, ranks=self._ranks_of(self.settings))
         return self._engine
 
+    def reset_peak_memory(self) -> None:
+        """Start new peaks, here and on the ranks."""
+        reset_peak_memory()
+        if self._ranks is not None and not self._ranks.failed:
+            self._ranks.peak_memory(reset=True)
+
     def peak_memory(self) -> dict[str, int | None]:
-        """Peak bytes since :func:`panscan.model.machine.reset_peak_memory`; on ranks, since they were started."""
-        found = peak_memory()
-        if self._ranks is not None and any((peaks := self._ranks.peak_memory()).reserved):
-            found |= {"peak_reserved_bytes": sum(peaks.reserved), "peak_allocated_bytes": sum(peaks.allocated)}
-        return found
+        """Peak bytes since :meth:`reset_peak_memory` (see :func:`panscan.model.machine.peak_memory`), of this process
+        and its ranks together: each peak is a process's own, so their sum is an upper bound."""
+        found = [peak_memory()]
+        if self._ranks is not None and not self._ranks.failed:
+            found += self._ranks.peak_memory()
+        return {name: _total(each[name] for each in found) for name in found[0]}
 
     def drop(self) -> None:
         """Drop the engine and give its memory back; the model is as it was loaded."""
@@ -128,3 +136,9 @@ class EngineRunner:
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    """Return the sum of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

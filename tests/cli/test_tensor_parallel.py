@@ -1,0 +1,108 @@
+"""``--tensor-parallel-size`` on the command line: the same answers, and a job that a lost rank does not spoil."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import noise
+
+from panscan.cli.main import run
+from panscan.images.samples import write_samples
+from panscan.records.store import Run, read_run
+from panscan.records.verdict import verdict_of
+
+SPLIT = ["--tensor-parallel-size", "2"]
+QUICK = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
+QUESTION = "What is the total?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two pictures, one of them with crops."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    noise(260, 800).save("docs/a.png")
+    noise(90, 90, 1).save("docs/b.png")
+    return tmp_path
+
+
+def unchanging(path: Path) -> list[bytes]:
+    """The lines of an answers file, up to what depends on the run."""
+    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
+    """Kill one of a job's rank processes once the file has so many lines."""
+    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert job.wait(timeout=0.01) is None, "the job ended before it could be stopped"
+    ranks = [each for each in psutil.Process(job.pid).children() if "panscan.engine.rank_worker" in each.cmdline()]
+    assert len(ranks) == 2
+    ranks[1].kill()
+
+
+def test_a_batch_has_the_same_answers_and_resumes_after_a_lost_rank(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(folder / "samples", count=8)
+    line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--limit", "12", "--max-new-tokens", "48", *QUICK]
+    assert run(["batch", *line, "-o", "whole.jsonl"]) == 0
+    command = [sys.executable, "-m", "panscan", "batch", *line, *SPLIT, "-o", "split.jsonl"]
+    split = folder / "split.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        stop_a_rank(job, split, 3)
+        _, said = job.communicate(timeout=60)
+    assert job.returncode == 1
+    errors = [each for each in said.splitlines() if "rank 1 was killed by SIGKILL" in each]
+    assert len(errors) == 1 and "--tensor-parallel-size 2: " in errors[0], said
+    assert "Traceback" not in said
+    before = split.read_bytes()
+    assert 3 <= before.count(b"\n") < 12
+    capsys.readouterr()
+    assert run(["batch", *line, *SPLIT, "-o", "split.jsonl", "--resume"]) == 0
+    assert capsys.readouterr().out == "12 answered: split.jsonl\n"
+    assert split.read_bytes().startswith(before)
+    assert unchanging(split) == unchanging(folder / "whole.jsonl")
+
+
+def test_ask_gives_the_answer_of_one_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for options in ([], SPLIT):
+        assert run(["ask", "docs/a.png", "-p", QUESTION, "--json", "--max-new-tokens", "6", *QUICK, *options]) == 0
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        found.append({name: answer[name] for name in ("text", "views", "prompt_tokens", "output_tokens", "runner")})
+    assert found[0] == found[1]
+
+
+def benched(folder: Path, *arguments: str) -> Run:
+    """The run of ``panscan bench`` with the engine."""
+    line = ["--runner", "engine", "--images", "docs/*.png", "--prompt", QUESTION, "--max-new-tokens", "4", *QUICK]
+    assert run(["bench", *line, "--warmup", "0", "--output-dir", "runs", *arguments]) == 0
+    [directory] = (folder / "runs").iterdir()
+    return read_run(directory)
+
+
+def test_a_sweep_compares_sizes(folder: Path) -> None:
+    found = benched(folder, "--tensor-parallel-size", "1,2", "--repeats", "1")
+    sizes = {cell: settings["tensor_parallel_size"] for cell, settings in found.cells.items()}
+    assert sorted(sizes.values()) == [1, 2]
+    for cell in sizes:
+        verdict = verdict_of(found, cell)
+        assert (verdict.word, verdict.reason) == ("exact", "")
+        assert next(each for each in verdict.axes if each.axis == "gpus").requests == 2
+    peaks = {sizes[cell]: repeat["peak_rss_bytes"] for (cell, _), repeat in found.repeats.items()}
+    if peaks[1] is not None:  # the system can reset the peak of a process
+        assert peaks[2] > 1.5 * peaks[1], "the ranks' peaks count"
+
+
+def test_replicas_of_a_split_model(folder: Path) -> None:
+    found = benched(folder, "--tensor-parallel-size", "2", "--replicas", "2", "--repeats", "1", "--no-verify")
+    [answered] = found.requests.values()
+    assert len(answered) == 2 * 2

@@ -1,0 +1,370 @@
+"""Tensor parallelism with real processes: the answers of one process, and an end to every wait when a rank fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tests.bench.test_verify import STEPS as VERDICT_STEPS
+from tests.bench.test_verify import Bench
+from tests.conftest import noise
+from tests.engine.driving import Reference, requests
+
+from panscan import Engine, GenerateRunner, Request, Result, Sampling
+from panscan.bench.grid import Cell
+from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError
+from panscan.engine import ranks
+from panscan.engine.options import EngineOptions
+from panscan.engine.ranks import RankGroup, StartRunner, StopRunner
+from panscan.model.load import load_outline_for
+from panscan.model.observation import ForcedTokens
+from panscan.model.tiny import tiny_directory
+from panscan.runners.engine import EngineRunner
+from panscan.runners.factory import open_runner
+from panscan.settings import settings_from
+
+SIZE = 2
+SETTINGS = settings_from(
+    {
+        "model": "tiny", "runner": "engine", "dtype": "fp32", "device": "cpu", "tensor_parallel_size": SIZE,
+        "kv_cache_gb": 0.05, "max_new_tokens": 10,
+    }
+)  # fmt: skip
+OPTIONS = EngineOptions.of(SETTINGS)
+ENDLESS = Sampling(max_new_tokens=20_000, ignore_eos=True)
+SOON = 10.0  # seconds in which every wait for a failed rank ends
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    ranks = RankGroup(SETTINGS)
+    yield ranks
+    assert not ranks.failed
+    ranks.close()
+    ranks.close()
+    assert not running(ranks.processes)
+
+
+@pytest.fixture
+def opened(group: RankGroup) -> Iterator[Callable[..., Engine]]:
+    """Opens an engine of other options on the same processes."""
+    engines = []
+
+    def open_engine(**options: Any) -> Engine:
+        found = Engine(load_outline_for(SETTINGS), replace(OPTIONS, **options), SETTINGS, ranks=group)
+        engines.append(found)
+        return found
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def single(tiny: GenerateRunner) -> Iterator[Engine]:
+    """The same model in this process."""
+    with Engine(tiny.loaded, OPTIONS, replace(SETTINGS, tensor_parallel_size=1)) as engine:
+        yield engine
+
+
+def running(processes: list[int]) -> list[int]:
+    return [each for each in processes if psutil.pid_exists(each)]
+
+
+def tokens(results: list[Result]) -> list[list[int]]:
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill_chunk_size": 70, "max_num_seqs": 3, "block_size": 3, "overlap": True},
+        {"vision_batch_size": 1, "preprocess": "device", "overlap": False},
+        {"kv_cache_gb": 0.004, "vision_cache_gb": 64 * 128 * 4 / 1e9 * 3},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_generate(
+    opened: Callable[..., Engine], reference: Reference, options: dict[str, Any]
+) -> None:
+    if options.get("preprocess") == "device":  # rounds as torchvision does, and the reference as Pillow
+        pytest.importorskip("torchvision")
+    found = opened(**options).generate(requests())
+    assert tokens(found) == [reference(request).token_ids for request in requests()]
+
+
+def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
+    sampling = Sampling(12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=3, ignore_eos=True)
+    asked = [
+        replace(request, sampling=replace(sampling, seed=seed)) for seed, request in enumerate(requests()[::2])
+    ]  # fmt: skip
+    found, due = opened().generate(asked), single.generate(asked)
+    assert tokens(found) == tokens(due)
+    for ours, theirs in zip(found, due, strict=True):
+        assert ours.logprobs is not None and theirs.logprobs is not None
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_prompts_share_prefixes_and_views(opened: Callable[..., Engine], reference: Reference) -> None:
+    engine = opened(prefix_caching=True)
+    for cached in (False, True):
+        found = engine.generate(requests()[2:5])
+        assert tokens(found) == [reference(request).token_ids for request in requests()[2:5]]
+        assert all(result.cached_tokens for result in found) == cached
+    encoded = engine.stats().views_encoded
+    engine.reset_caches()
+    assert tokens(engine.generate(requests()[2:5])) == tokens(found)
+    assert engine.stats().views_encoded == 2 * encoded
+
+
+def test_observed_distributions_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
+    asked = list(requests()[2:6])
+    forced = [ForcedTokens([5 + at, 9, 30], [1, 3], 3) for at in range(len(asked))]
+    for ours, theirs in zip(opened().observe(asked, forced), single.observe(asked, forced), strict=True):
+        assert ours.tokens == theirs.tokens
+        torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.image, theirs.image, rtol=1e-4, atol=1e-4)
+
+
+def test_views_are_distributed_in_turn(group: RankGroup) -> None:
+    session = group.start(OPTIONS)
+    size = load_outline_for(SETTINGS).reader.pixels.size  # type: ignore[union-attr]  # the model reads images
+    levels = torch.zeros(5, size, size, 3, dtype=torch.uint8).numpy()
+    refs = session.put(levels, None)
+    assert len({ref.handle for ref in refs}) == 5
+    assert {ref.rank for ref in refs} == {0, 1}
+    assert all(one.rank != other.rank for one, other in pairwise(refs))
+    session.forget([*refs, *refs])
+    session.close()
+    session.put(levels, None)  # by a thread that was still preparing a request
+
+
+def test_cancelled_and_broken_requests_leave_the_others_alone(
+    opened: Callable[..., Engine], reference: Reference, tmp_path: Path
+) -> None:
+    noise(300, 300).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-2000])
+    engine = opened(max_num_seqs=4)
+
+    async def ask() -> list[Result]:
+        endless = [engine.submit(engine.request("Hi", [noise(90, 90, at)], sampling=ENDLESS)) for at in range(2)]
+        broken = engine.submit(engine.request("What is it?", [tmp_path / "cut.png"]))
+        whole = [engine.submit(request) for request in requests()[2:5]]
+        async for event in endless[0]:
+            if event.token_id is not None:
+                endless[0].cancel()
+        endless[1].cancel()
+        return [await stream.result() for stream in (*endless, broken, *whole)]
+
+    first, second, broken, *whole = asyncio.run(ask())
+    assert first.finish_reason == second.finish_reason == "cancelled"
+    assert isinstance(broken.error, ImageError)
+    assert tokens(whole) == [reference(request).token_ids for request in requests()[2:5]]
+
+
+def test_options_that_no_rank_accepts_leave_the_processes_usable(
+    opened: Callable[..., Engine], reference: Reference
+) -> None:
+    with pytest.raises(PanscanError, match="--kv-cache-gb"):
+        opened(kv_cache_gb=1e-6)
+    assert tokens(opened().generate(requests()[:2])) == [reference(each).token_ids for each in requests()[:2]]
+
+
+def test_peaks_of_memory_are_reported_and_reset(group: RankGroup) -> None:
+    group.peak_memory(reset=True)
+    found = group.peak_memory()
+    assert len(found) == SIZE
+    for rank, peaks in zip(group.processes, found, strict=True):
+        assert peaks["peak_allocated_bytes"] is None
+        if peaks["peak_rss_bytes"] is not None:
+            assert peaks["peak_rss_bytes"] == pytest.approx(psutil.Process(rank).memory_info().rss, rel=0.2)
+
+
+def test_a_forked_child_leaves_the_processes_alone(group: RankGroup) -> None:
+    if (child := os.fork()) == 0:
+        group.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(running(group.processes)) == SIZE
+    assert len(group.peak_memory()) == SIZE
+
+
+def test_the_verdict_is_exact_and_failed_processes_are_replaced(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, max_new_tokens=VERDICT_STEPS)
+    runner = open_runner(settings)
+    assert isinstance(runner, EngineRunner)
+    verifier = Bench(tmp_path).verifier()
+    verifier.prepare(runner, [Cell.of(settings)])
+    record = verifier.verify(runner, Cell.of(settings))
+    assert record["verdict"] == "exact", record
+    runner.reset_peak_memory()
+    assert (runner.peak_memory()["peak_rss_bytes"] or 1) > 0
+    asked = [engine_request("Hi", runner)]
+    due = tokens(runner.answer(asked))
+    assert runner._ranks is not None
+    before = runner._ranks.processes
+    os.kill(before[1], signal.SIGKILL)
+    with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
+        runner.answer(asked)
+    assert tokens(runner.answer(asked)) == due
+    assert not running(before)
+    runner.close()
+
+
+def engine_request(prompt: str, runner: EngineRunner) -> Request:
+    return Request(prompt, sampling=runner.settings.sampling)
+
+
+FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
+    "killed": (lambda group: os.kill(group.processes[1], signal.SIGKILL), "rank 1 was killed by SIGKILL"),
+    "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
+    "aborted": (lambda group: os.kill(group.processes[0], signal.SIGABRT), "rank 0 was killed by SIGABRT"),
+    "raised": (
+        lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._gone),
+        "rank 1: RuntimeError: a batch came before its model runner was built",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lost_rank_ends_every_request(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    group = RankGroup(SETTINGS)
+    engine = Engine(load_outline_for(SETTINGS), OPTIONS, SETTINGS, ranks=group)
+    monkeypatch.setattr(ranks, "SILENCE_SECONDS", 4.0)
+    lose, message = FAULTS[fault]
+
+    async def ask() -> tuple[list[Result], float]:
+        asked = [engine.request("Hi", [noise(90, 90, at)], sampling=ENDLESS) for at in range(2)]
+        streams = [engine.submit(request) for request in (*asked, engine.request("Hi", sampling=ENDLESS))]
+        await anext(aiter(streams[2]))
+        lose(group)
+        lost = time.monotonic()
+        return [await stream.result() for stream in streams], time.monotonic() - lost
+
+    results, seconds = asyncio.run(ask())
+    assert seconds < SOON
+    started = time.monotonic()
+    again = engine.generate([engine.request("Hi"), requests()[3]])
+    assert time.monotonic() - started < 2
+    for result in (*results, *again):
+        assert isinstance(result.error, EngineError)
+    reasons = {str(result.error) for result in (*results, *again)}
+    assert len(reasons) == 1
+    assert f"--tensor-parallel-size {SIZE}: " in reasons.pop()
+    with pytest.raises(EngineError, match=message):
+        group.start(OPTIONS)
+    engine.close()
+    group.close()
+    assert group.failed
+    assert not running(group.processes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_one_rank_cannot_obey_ends_the_group() -> None:
+    descriptors = psutil.Process().num_fds()
+    group = RankGroup(SETTINGS)
+    refused = replace(OPTIONS, kv_cache_gb=1e-6)
+    with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
+        group._command([StartRunner(OPTIONS, 0), StartRunner(refused, 0)])
+    assert group.failed
+    with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
+        group.start(OPTIONS)
+    group.close()
+    assert not running(group.processes)
+    assert psutil.Process().num_fds() <= descriptors
+
+
+def test_a_checkpoint_without_weights_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "checkpoint"
+    shutil.copytree(tiny_directory(), place, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    before = psutil.Process().children()
+    with pytest.raises(ModelError, match="--model"):
+        Engine.from_pretrained(str(place), device="cpu", tensor_parallel_size=SIZE)
+    assert psutil.Process().children() == before
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize("model", ["tiny", "mini"])
+def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_is_started(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))  # a group would need a folder in it
+    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 3 does not divide the model's"):
+        Engine.from_pretrained(model, device="cpu", tensor_parallel_size=3)
+
+
+BEGIN = """
+import os, sys, threading, time
+from panscan import Engine, Sampling
+
+engine = Engine.from_pretrained(
+    "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4
+)
+results = engine.stream_results([engine.request("Hi", sampling=Sampling(max_new_tokens=20000, ignore_eos=True))] * 2)
+print(*engine._finalizer.peek()[2][1].processes, flush=True)
+"""
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, text=True)
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    deadline = time.monotonic() + SOON
+    while running(processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(processes)
+
+
+def test_ranks_exit_when_their_parent_is_killed() -> None:
+    with started("next(results)") as parent:
+        assert parent.stdout is not None
+        processes = [int(each) for each in parent.stdout.readline().split()]
+        assert len(running(processes)) == SIZE
+        time.sleep(1)  # inside its passes
+        parent.kill()
+    wait_until_gone(processes)
+
+
+def test_ranks_end_with_a_program_that_does_not_close_them_and_not_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = """
+child = os.fork()
+if child == 0:
+    sys.exit(3)  # with everything that the interpreter does at its end
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+print(engine.generate([engine.request("Hi")])[0].finish_reason, flush=True)
+threading.Thread(target=next, args=(results,), daemon=True).start()
+time.sleep(1)  # passes are in flight
+sys.exit(5)
+"""
+    with started(code) as parent:
+        said, _ = parent.communicate(timeout=200)
+    assert parent.returncode == 5
+    processes, answered = said.splitlines()
+    assert answered in ("length", "stop")
+    wait_until_gone([int(each) for each in processes.split()])
+    assert not list(tmp_path.glob("panscan-ranks-*"))

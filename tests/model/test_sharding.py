@@ -1,0 +1,228 @@
+"""Shards of a model: together they are the whole model, in their parameters and in what they compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from panscan.core import UnsupportedError
+from panscan.model.checkpoint import drop_weights, load_random
+from panscan.model.random_weights import random_model, random_outline, random_shard
+from panscan.model.shapes import Shape, TextShape, VisionShape
+from panscan.model.sharding import Alone, check_divides, fill_shard, shard_config, shard_of
+from panscan.model.text_layers import TextLayers
+
+TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
+EYES = VisionShape(hidden=48, intermediate=64, layers=1, heads=2, image_size=56)
+SHAPES = {"sees": Shape("sees", TEXT, EYES, image_tokens=4), "text only": Shape("text only", TEXT)}
+BOTH = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+@cache
+def model_of(shape: Shape) -> Any:
+    """A random model in float32; the text-only one caps its logits."""
+    model, _ = random_model(shape, dtype=torch.float32, device="cpu")
+    model.config.get_text_config().final_logit_softcapping = 0.5
+    return model
+
+
+def empty_shard(model: Any, size: int) -> Any:
+    kind = AutoModelForImageTextToText if hasattr(model.config, "vision_config") else AutoModelForCausalLM
+    return kind.from_config(shard_config(model.config, size), dtype=torch.float32).eval()
+
+
+def shard(model: Any, rank: int, size: int) -> Any:
+    filled = empty_shard(model, size)
+    fill_shard(filled, model.named_parameters(), rank, size)
+    return filled
+
+
+def joined(parts: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor:
+    """The parts as one tensor, padding included, along the only dimension in which they are smaller."""
+    smaller = [at for at, (part, whole) in enumerate(zip(parts[0].shape, full.shape, strict=True)) if part < whole]
+    if not smaller:
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    [dimension] = smaller
+    return torch.cat(parts, dimension)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[Shape, int]:
+    """A shape of any kind, and a number of ranks that divides it, though not its vocabulary."""
+    size = draw(st.integers(2, 4))
+    kv_heads = size * draw(st.integers(1, 2))
+    text = replace(
+        TEXT, vocabulary=5000 + draw(st.integers(0, 7)), hidden=48, layers=2, kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 2)), intermediate=size * draw(st.integers(1, 40)),
+    )  # fmt: skip
+    return Shape("drawn", text, draw(st.sampled_from([EYES, None])), image_tokens=4), size
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(splits())
+def test_the_shards_of_every_parameter_join_to_the_whole(split: tuple[Shape, int]) -> None:
+    shape, size = split
+    model, _ = random_model(shape, dtype=torch.float32, device="cpu")
+    accepted = dict(empty_shard(model, size).named_parameters(remove_duplicate=False))
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    assert accepted.keys() == whole.keys()
+    for name, full in whole.items():
+        parts = [shard_of(name, full, rank, size) for rank in range(size)]
+        assert {part.shape for part in parts} == {accepted[name].shape}, name
+        found = joined(parts, full)
+        assert torch.equal(found[: len(full)], full), name
+        assert not found[len(full) :].any(), name
+
+
+@BOTH
+def test_a_random_shard_is_a_part_of_the_random_model(shape: Shape) -> None:
+    model, _ = random_model(shape, dtype=torch.float32, device="cpu", seed=3)
+    for rank in range(2):
+        found, _, vocabulary = random_shard(shape, rank, 2, dtype=torch.float32, device="cpu", seed=3)
+        assert vocabulary == shape.text.vocabulary
+        due = dict(model.named_parameters())
+        for name, part in found.named_parameters():
+            assert torch.equal(part, shard_of(name, due[name], rank, 2)), name
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.down_proj.bias"])
+def test_a_bias_of_partial_sums_is_added_once(name: str) -> None:
+    bias = torch.randn(8)
+    torch.testing.assert_close(sum(shard_of(name, bias, rank, 4) for rank in range(4)), bias)
+
+
+def test_a_shard_is_not_filled_from_a_model_that_lacks_a_parameter() -> None:
+    model = model_of(SHAPES["text only"])
+    some = [(name, value) for name, value in model.named_parameters() if "layers.1.mlp" not in name]
+    with pytest.raises(ValueError, match=r"no value for model\.layers\.1\.mlp\.down_proj\.weight"):
+        fill_shard(empty_shard(model, 2), some, 0, 2)
+
+
+class Threads:
+    """The exchange between ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = tensor.clone()
+        self._barrier.wait()
+        found = list(self._given)
+        self._barrier.wait()
+        return found
+
+    def run(self, compute: Callable[[ThreadRanks], torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank computes."""
+        found: dict[int, torch.Tensor] = {}
+
+        def turn(rank: int) -> None:
+            found[rank] = compute(ThreadRanks(rank, self.size, self))
+
+        threads = [threading.Thread(target=turn, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in range(self.size)]
+
+
+@dataclass(frozen=True)
+class ThreadRanks:
+    """One of :class:`Threads`, as the layers see it."""
+
+    rank: int
+    size: int
+    threads: Threads
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
+
+    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.gather(tensor), -1)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self.threads.exchange(self.rank, tensor)
+
+    def least(self, numbers: Iterable[int]) -> list[int]:
+        found: list[int] = torch.stack(self.gather(torch.tensor(list(numbers)))).amin(0).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Causal:
+    """The attention of one text that is no longer than the window: both kinds of layer agree."""
+
+    slots: torch.Tensor
+
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        query, key, value = (each[: len(query)].transpose(0, 1) for each in (query, k_cache, v_cache))
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(0, 1).contiguous()
+
+
+def logits(model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int) -> torch.Tensor:
+    """Next-token logits of every position of one text."""
+    text = TextLayers(model, ranks, vocab_size=vocabulary)
+    caches = [
+        [torch.zeros(len(ids), layer.kv_heads, layer.head_size) for layer in text.layers] for _ in ("keys", "values")
+    ]
+    plan = Causal(torch.arange(len(ids)))
+    return text.logits(text.run(text.embed(ids), torch.arange(len(ids)), *caches, {True: plan, False: plan}))
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1, 2])
+def test_shards_compute_what_the_model_computes(shape: Shape, size: int) -> None:
+    model, vocabulary = model_of(shape), shape.text.vocabulary
+    ids = torch.tensor([30, 4000, 5, vocabulary - 1, 0, 2500, 2501])
+    due = model(input_ids=ids[None]).logits[0].detach()
+    shards = [shard(model, rank, size) for rank in range(size)]
+    for found in Threads(size).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, vocabulary)):
+        assert found.shape == (len(ids), vocabulary)
+        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model, ids, Alone(), vocabulary), due, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "columns", "size", "message"),
+    [
+        (8, 4, 96, 3, "--tensor-parallel-size 3 does not divide the model's 8 attention heads, 4 KV heads, 96 MLP"),
+        (8, 4, 96, 3, "use 1 or 2$"),
+        (8, 4, 96, 8, "use 1, 2 or 4$"),
+        (8, 4, 90, 4, "use 1 or 2$"),
+        (4, 1, 96, 2, "use 1$"),
+    ],
+)
+def test_a_size_that_does_not_divide_the_model_names_those_that_do(
+    heads: int, kv_heads: int, columns: int, size: int, message: str
+) -> None:
+    text = replace(TEXT, heads=heads, kv_heads=kv_heads, intermediate=columns)
+    model, _ = random_outline(Shape("drawn", text), torch.float32)
+    with pytest.raises(UnsupportedError, match=message):
+        check_divides(model.config, size)
+    check_divides(model.config, 1)
+
+
+def test_a_model_without_weights_keeps_its_embedding() -> None:
+    loaded = load_random("tiny", "tiny", torch.float32, torch.device("cpu"))
+    due = loaded.model.get_input_embeddings().weight.detach().clone()
+    for _ in range(2):  # a second time, after the processes that held the weights have died
+        drop_weights(loaded)
+        kept = {name for name, each in loaded.model.named_parameters(remove_duplicate=False) if not each.is_meta}
+        assert {name.rsplit(".", 2)[-2] for name in kept} == {"embed_tokens", "lm_head"}
+        assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
+        assert torch.equal(loaded.model.get_input_embeddings().weight, due)
+        assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
