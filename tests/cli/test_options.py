@@ -15,9 +15,9 @@ def test_what_the_engine_says_at_its_start_goes_to_standard_error_once(capsys: p
     for _ in range(2):
         assert run(["samples", "--help"]) == 0
     capsys.readouterr()
-    logging.getLogger("panscan.engine").info("layers compiled for prefill: 3.2 s")
+    logging.getLogger("panscan.engine").info("prefill warm-up: 3.2 s")
     logging.getLogger("panscan.engine").debug("a graph of 8 rows")
-    assert capsys.readouterr() == ("", "layers compiled for prefill: 3.2 s\n")
+    assert capsys.readouterr() == ("", "prefill warm-up: 3.2 s\n")
 
 
 @pytest.mark.parametrize(

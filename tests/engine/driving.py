@@ -13,6 +13,7 @@ from tests.conftest import noise, printed
 from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
 from panscan.core import Stamps, TokenEvent, now
 from panscan.engine.loop import Loop
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 
@@ -143,5 +144,11 @@ class Driver:
 
     @property
     def used(self) -> tuple[int, int]:
-        """Blocks that somebody holds."""
+        """Blocks that requests hold."""
         return self.loop.stats().kv_blocks_used
+
+    @property
+    def pixels(self) -> int:
+        """Views whose pixels wait at the runner."""
+        assert isinstance(self.loop.runner, ModelRunner)
+        return len(self.loop.runner.pixels)

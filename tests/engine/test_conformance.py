@@ -106,6 +106,7 @@ def _play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
         assert "".join(event.text for event in each.events) == result.text
         assert each.tokens == result.token_ids
     assert driver.used == (0, 0)
+    assert driver.pixels == 0
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from tests.conftest import noise
 from tests.engine.driving import Driver, requests
 from tests.footprint import run_measured
 
-from panscan import GenerateRunner, Request
+from panscan import GenerateRunner, Request, Sampling
 from panscan.core import ImageError, SettingError
 from panscan.engine.image_memory import ImageMemory
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 
 OPTIONS = EngineOptions(kv_cache_gb=0.05)
@@ -127,19 +129,71 @@ def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_p
     driver = Driver(tiny, OPTIONS)
     memory = driver.loop.preparer.memory
     answered, cancelled = driver.add(requests()[3]), driver.add(requests()[7])
-    assert memory.taken > 0
+    assert memory.taken > 0 and driver.pixels == 5 + len(cancelled.job.sights)
     driver.loop.end(cancelled.job, "cancelled")
+    assert driver.pixels == 5
     driver.run(lambda: len(answered.tokens) == 1)
-    assert memory.taken == 0
+    assert (memory.taken, driver.pixels) == (0, 0)
     noise(90, 90).save(tmp_path / "cut.png")
     content = (tmp_path / "cut.png").read_bytes()
-    with pytest.raises(ImageError):
-        driver.add(Request("What?", [content[:-4000]]))
-    assert memory.taken == 0
+    for images in ([content[:-4000]], [noise(90, 90), content[:-4000]]):
+        with pytest.raises(ImageError):
+            driver.add(Request("What?", images))
+        assert (memory.taken, driver.pixels) == (0, 0)
+
+
+def test_pixels_of_a_second_image_that_cannot_be_resized_take_the_first_ones_along(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pixels of the first image wait already when the second fails."""
+    driver = Driver(tiny, OPTIONS)
+    assert isinstance(driver.loop.runner, ModelRunner)
+    put, calls = driver.loop.runner.pixels.put, iter([True, False])
+
+    def failing(*given: Any) -> Any:
+        if next(calls):
+            return put(*given)
+        assert driver.pixels == 1
+        raise MemoryError
+
+    monkeypatch.setattr(driver.loop.runner.pixels, "put", failing)
+    with pytest.raises(MemoryError):
+        driver.add(Request("What?", [noise(90, 90), noise(90, 90, 1)]))
+    assert (driver.loop.preparer.memory.taken, driver.pixels) == (0, 0)
+
+
+def test_pixels_of_requests_that_fail_or_are_refused_are_dropped(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tower that fails; and requests that are longer than the KV cache, which are prepared and then refused."""
+    driver = Driver(tiny, replace(OPTIONS, kv_cache_gb=0.0025))
+    refused = driver.add(replace(requests()[7], sampling=Sampling(max_new_tokens=30_000)))
+    assert isinstance(refused.results[0].error, SettingError) and driver.pixels == 0
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the tower")
+
+    assert isinstance(driver.loop.runner, ModelRunner)
+    monkeypatch.setattr(driver.loop.runner, "_encode", fail)
+    failed = driver.add(requests()[2])
+    assert driver.pixels == 1
+    driver.run()
+    assert "in the tower" in str(failed.results[0].error)
+    assert (driver.pixels, driver.loop.preparer.memory.taken, len(driver.loop.vision)) == (0, 0, 0)
+
+
+def test_two_requests_that_show_a_view_leave_no_pixels(tiny: GenerateRunner) -> None:
+    """Both have pixels of it, one pass encodes it once."""
+    driver = Driver(tiny, OPTIONS)
+    both = [driver.add(replace(requests()[3], id=name)) for name in ("one", "two")]
+    assert driver.pixels == 2 * 5
+    driver.run(lambda: all(each.tokens for each in both))
+    assert driver.pixels == 0
+    assert driver.loop.stats().views_encoded == 5
 
 
 def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_path: Path) -> None:
-    """As after its features were dropped: no decoded image is kept for that."""
+    """As after its features were dropped: no decoded image is kept for that case."""
     place = tmp_path / "page.png"
     noise(700, 100).save(place)
     due = Driver(tiny, OPTIONS)
@@ -147,13 +201,16 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     due.run()
     driver = Driver(tiny, OPTIONS)
     again = driver.add(replace(requests()[3], images=[str(place)]))
+    assert isinstance(driver.loop.runner, ModelRunner)
+    pixels = driver.loop.runner.pixels
     for sight in again.job.sights.values():
-        before, sight.pixels = sight.pixels, None
-        assert before is not None
-        assert torch.equal(driver.loop.preparer.see(sight), before)
+        assert sight.pixels is not None
+        before, sight.pixels = pixels.take(sight.pixels.handle), None
+        assert torch.equal(pixels.take(driver.loop.preparer.place(sight).handle), before)
         sight.pixels = None
     driver.run()
     assert again.tokens == expected.tokens
+    assert driver.pixels == 0
 
 
 def test_an_image_that_changed_meanwhile_fails_its_own_request(tiny: GenerateRunner, tmp_path: Path) -> None:
@@ -161,9 +218,9 @@ def test_an_image_that_changed_meanwhile_fails_its_own_request(tiny: GenerateRun
     noise(700, 100).save(place)
     driver = Driver(tiny, OPTIONS)
     lost, other = driver.add(replace(requests()[3], images=[str(place)])), driver.add(requests()[7])
-    for sight in lost.job.sights.values():
-        sight.pixels = None
+    lost.job.drop_pixels()
     noise(700, 100, 5).save(place)
     driver.run()
     assert "image 1 changed while it was read" in str(lost.results[0].error)
     assert other.results[0].error is None and other.tokens
+    assert driver.pixels == 0

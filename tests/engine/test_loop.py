@@ -19,6 +19,7 @@ from tests.engine.driving import Driver, Reference, requests
 from panscan import GenerateRunner, Request, Sampling
 from panscan.core import EngineError, ImageError, SettingError, TokenEvent
 from panscan.engine.engine import Engine
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 
 OPTIONS = EngineOptions(kv_cache_gb=0.02)
@@ -105,6 +106,7 @@ def test_cancelled_while_it_is_prepared_and_before(engine: Engine, server: SlowS
     assert fine.error is None
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.output_tokens) == (0, 0, fine.output_tokens)
+    assert isinstance(engine._loop.runner, ModelRunner) and len(engine._loop.runner.pixels) == 0
     assert len(server.asked) <= 8
 
 
@@ -118,14 +120,16 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
         assert 0 < max(seen) <= 8
 
 
-def test_pixels_go_when_they_are_not_needed_any_more(tiny: GenerateRunner) -> None:
-    """Also those of views that a shared prefix brought along."""
+def test_pixels_are_dropped_when_no_pass_needs_them(tiny: GenerateRunner) -> None:
+    """Also those of views whose blocks came from the prefix cache."""
     driver = Driver(tiny, replace(OPTIONS, max_num_seqs=1))
     first, second = driver.add(requests()[3]), driver.add(requests()[4])
     assert all(sight.pixels is not None for sight in second.job.sights.values())
+    assert driver.pixels == len(first.job.sights) + len(second.job.sights)
     driver.run(lambda: len(second.tokens) == 1)
     assert second.job.sequence is not None and second.job.sequence.cached
     assert all(sight.pixels is None for sight in second.job.sights.values())
+    assert driver.pixels == 0
     driver.run()
     assert first.job.sights == second.job.sights == {}
 

@@ -1,88 +1,99 @@
-"""All that is done at the start to be fast on a GPU, on a CPU: compiled modules, interpreted kernels, padded passes."""
+"""Engine startup: what a GPU gets (on a CPU, with interpreted kernels and padded passes), and starts that fail."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
+import torch
 from tests.engine.driving import Reference, questions, requests
 from tests.triton_here import interpreted
 
 from panscan import GenerateRunner, Request
 from panscan.core import UnsupportedError
 from panscan.engine.engine import Engine
+from panscan.engine.loop import Loop
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.startup import Startup
 
 
 @pytest.fixture
-def fast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU is all that is missing; without one nothing is recorded, and the same passes run launch by launch."""
-
-    def slow_reason(started: Startup, _: object) -> str | None:
-        return None if started.options.attention_backend == "triton" else "not asked for"
-
-    monkeypatch.setattr(Startup, "_slow_reason", slow_reason)
-    yield
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of a GPU on a CPU: nothing is captured, and the same padded passes run kernel by kernel."""
+    monkeypatch.setattr(ModelRunner, "_slow_reason", lambda _: None)
 
 
 @interpreted
-@pytest.mark.parametrize("fast_start", [True, False])
-@pytest.mark.usefixtures("fast_on_a_cpu")
-def test_the_fast_path_has_the_tokens_of_generate(tiny: GenerateRunner, reference: Reference, fast_start: bool) -> None:
-    same_tokens(tiny, reference, [requests()[place] for place in (0, 2)], fast_start)
+@pytest.mark.usefixtures("like_a_gpu")
+def test_the_gpu_path_has_the_tokens_of_generate(tiny: GenerateRunner, reference: Reference) -> None:
+    same_tokens(tiny, reference, [requests()[place] for place in (0, 2)])
 
 
 @interpreted
-@pytest.mark.usefixtures("fast_on_a_cpu")
-def test_the_fast_path_has_the_answers_of_the_trained_model(mini: GenerateRunner, mini_reference: Reference) -> None:
-    same_tokens(mini, mini_reference, [questions()[place] for place in (0, 1)], True)
+@pytest.mark.usefixtures("like_a_gpu")
+def test_the_gpu_path_has_the_answers_of_the_trained_model(mini: GenerateRunner, mini_reference: Reference) -> None:
+    same_tokens(mini, mini_reference, [questions()[1]])
 
 
-def same_tokens(runner: GenerateRunner, reference: Reference, asked: list[Request], fast_start: bool) -> None:
-    options = EngineOptions(
-        kv_cache_gb=0.05, attention_backend="triton", fast_start=fast_start, max_num_seqs=2, vision_batch_size=2
-    )
-    query = runner.loaded.model.model.language_model.layers[0].self_attn.q_proj
-    own = type(query)
+def same_tokens(runner: GenerateRunner, reference: Reference, asked: list[Request]) -> None:
+    options = EngineOptions(kv_cache_gb=0.05, attention_backend="triton", max_num_seqs=2, vision_batch_size=2)
     with Engine(runner.loaded, options) as engine:
-        assert type(query) is not own
-        assert any("compiled" in line for line in engine.decisions) == (not fast_start)
-        assert engine._loop.started.graphs is not None
+        loop = engine._loop
+        assert isinstance(loop.runner, ModelRunner) and loop.runner.graphs is not None
+        assert loop.facts.overlaps, "passes overlap as on a GPU"
         results = engine.generate(asked)
         assert engine.stats().steps > 2
+        assert len(loop.runner.pixels) == 0
     assert [result.token_ids for result in results] == [reference(request).token_ids for request in asked]
-    assert type(query) is own
 
 
-@interpreted
-@pytest.mark.usefixtures("fast_on_a_cpu")
-def test_a_start_that_fails_leaves_the_model_as_it_was(tiny: GenerateRunner) -> None:
-    query = tiny.loaded.model.model.language_model.layers[0].self_attn.q_proj
-    own = type(query)
-    options = EngineOptions(kv_cache_gb=1e-6, attention_backend="triton", fast_start=True, vision_batch_size=1)
+def test_a_start_that_fails_leaves_no_thread_and_the_model_usable(tiny: GenerateRunner, reference: Reference) -> None:
     before = set(threading.enumerate())
     with pytest.raises(UnsupportedError, match="kv-cache-gb"):
-        Engine(tiny.loaded, options)
-    assert type(query) is own
-    assert set(threading.enumerate()) <= before  # those of a test before may end meanwhile
-
-
-def test_an_interrupted_start_leaves_no_thread(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Startup) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Startup, "_start", interrupted)
-    before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05))
-    assert set(threading.enumerate()) <= before  # those of a test before may end meanwhile
-
-
-def test_a_cpu_does_none_of_it(tiny: GenerateRunner) -> None:
+        Engine(tiny.loaded, EngineOptions(kv_cache_gb=1e-6))
+    assert set(threading.enumerate()) <= before  # those of an earlier test may end meanwhile
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
-        assert engine._loop.started.graphs is None
+        [result] = engine.generate([requests()[0]])
+    assert result.token_ids == reference(requests()[0]).token_ids
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), torch.OutOfMemoryError("no memory")])
+def test_a_start_that_fails_lifts_the_memory_limit(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """However it fails. A CPU has no limit, so a function that is called on the way out stands for it."""
+    lifted: list[str] = []
+
+    def start(runner: ModelRunner, _vocab_size: int | None) -> None:
+        runner._undo.append(lambda: lifted.append("limit"))
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "_start", start)
+    expected = UnsupportedError if isinstance(error, torch.OutOfMemoryError) else type(error)
+    before = set(threading.enumerate())
+    with pytest.raises(expected) as caught:
+        Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05))
+    assert lifted == ["limit"]
+    assert set(threading.enumerate()) <= before
+    if expected is UnsupportedError:
+        assert "out of memory at engine startup: lower --kv-cache-gb" in str(caught.value)
+
+
+def test_closing_lifts_the_memory_limit_once(tiny: GenerateRunner) -> None:
+    loop = Loop(tiny.loaded, EngineOptions(kv_cache_gb=0.05))
+    assert isinstance(loop.runner, ModelRunner)
+    lifted: list[str] = []
+    loop.runner._undo.append(lambda: lifted.append("limit"))
+    loop.close()
+    loop.runner.close()
+    assert lifted == ["limit"]
+
+
+def test_a_cpu_launches_layers_one_by_one_and_overlaps_nothing(tiny: GenerateRunner) -> None:
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
+        runner = engine._loop.runner
+        assert isinstance(runner, ModelRunner) and runner.graphs is None
+        assert not runner.facts.overlaps
         attention, layers = engine.decisions
-    assert attention.startswith("attention: sdpa (")
-    assert layers == "layers: eager, launched one by one (not on an NVIDIA GPU)"
+    assert attention == "attention: sdpa (not on an NVIDIA GPU)"
+    assert layers == "layers: launched one by one (not on an NVIDIA GPU)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
-from panscan.core import SettingError
-from panscan.model.random_weights import random_model
+from panscan.core import SettingError, UnsupportedError
+from panscan.model.random_weights import random_model, random_outline, random_shard
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.model.tokenizer import MARKS
 
@@ -100,6 +101,51 @@ def test_the_seed_alone_decides_and_the_global_state_is_left_alone() -> None:
     torch.manual_seed(2)
     assert torch.equal(first, weights(0))
     assert not torch.equal(first, weights(1))
+
+
+@pytest.mark.parametrize("shape", [SMALL, BLIND], ids=["small", "text only"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_joined_are_the_model_bit_for_bit(shape: Shape, size: int) -> None:
+    """A parameter that ranks share differs in one dimension from the whole; the vocabulary is padded with zeros."""
+    shape = replace(shape, text=replace(TEXT, heads=6, kv_heads=6, hidden=66))
+    whole, _ = random_model(shape, dtype=torch.bfloat16, device="cpu", seed=3)
+    found = [random_shard(shape, rank, size, dtype=torch.bfloat16, device="cpu", seed=3) for rank in range(size)]
+    assert {vocabulary for _, _, vocabulary in found} == {5000}
+    shards = [dict(model.named_parameters()) for model, _, _ in found]
+    divided = 0
+    for name, parameter in whole.named_parameters():
+        parts = [shard[name] for shard in shards]
+        differing = [dim for dim, length in enumerate(parameter.shape) if parts[0].shape[dim] != length]
+        if not differing:
+            assert all(torch.equal(part, parameter) for part in parts), name
+            continue
+        [dim] = differing
+        joined = torch.cat(parts, dim)
+        assert torch.equal(joined.narrow(dim, 0, parameter.shape[dim]), parameter), name
+        assert not joined.narrow(dim, parameter.shape[dim], joined.shape[dim] - parameter.shape[dim]).any(), name
+        divided += 1
+    assert divided == 1 + 7 * TEXT.layers
+
+
+def test_a_shape_that_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2 does not divide"):
+        random_shard(SMALL, 0, 2, dtype=torch.float32, device="cpu")
+
+
+@every_shape
+def test_an_outline_has_shapes_and_no_storage(shape: str | Shape) -> None:
+    with Created() as created:
+        outline, tools = random_outline(shape, torch.bfloat16)
+    assert all(tensor.is_meta for tensor in created.held), "nothing large was ever allocated"
+    model, others = random_model(shape, dtype=torch.bfloat16, device="cpu")
+    assert type(tools) is type(others)
+    assert outline.config.to_dict() == model.config.to_dict()
+    assert outline.generation_config.to_dict() == model.generation_config.to_dict()
+    parameters = dict(model.named_parameters())
+    assert [name for name, _ in outline.named_parameters()] == list(parameters)
+    for name, parameter in outline.named_parameters():
+        assert parameter.is_meta and parameter.dtype == torch.bfloat16
+        assert parameter.shape == parameters[name].shape, name
 
 
 class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,13 +12,15 @@ import torch
 
 from panscan.bench import workload
 from panscan.core import View
-from panscan.engine import prepare, sampling
-from panscan.engine.executor import Executor
+from panscan.engine import loop, prepare, sampling
 from panscan.engine.loop import Loop
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling import kv_blocks
-from panscan.engine.scheduling.sequence import AttentionRows, PromptLayout
+from panscan.engine.scheduling.batch import FlatBatch, ImageRows
+from panscan.engine.scheduling.sequence import flatten
+from panscan.engine.views import ViewFeatures
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model import inputs
 from panscan.model.prompt import Prompt, PromptWriter
@@ -89,12 +91,14 @@ def _one_image_for_views(patch: pytest.MonkeyPatch) -> None:
 
 def _overlap_reads_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
     _with_overlap(patch)
-    whole = Executor._ids
+    whole = ModelRunner._ids
 
-    def ids(self: Executor, step: Any, pending: Any) -> torch.Tensor:
-        return whole(self, step, None if pending is None else replace(pending, tokens=pending.tokens.roll(1)))
+    def ids(self: ModelRunner, batch: FlatBatch) -> torch.Tensor:
+        if self._previous is not None:
+            self._previous = self._previous.roll(1)
+        return whole(self, batch)
 
-    patch.setattr(Executor, "_ids", ids)
+    patch.setattr(ModelRunner, "_ids", ids)
 
 
 def _with_overlap(patch: pytest.MonkeyPatch) -> None:
@@ -147,37 +151,30 @@ def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def _window(change: int) -> Break:
-    """Local layers see another number of positions."""
+    """Local layers attend to another number of positions."""
+    return _flattening(lambda batch: replace(batch, window=batch.window + change))
+
+
+def _causal_image_tokens(batch: FlatBatch) -> FlatBatch:
+    """As Transformers' flash masks make them: an image token attends to what comes before it."""
+    return replace(batch, ends=(batch.positions + 1).astype(batch.ends.dtype))
+
+
+def _flattening(change: Callable[[FlatBatch], FlatBatch]) -> Break:
+    """Passes are other than what was scheduled."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        whole = AttentionRows.of.__func__  # type: ignore[attr-defined]  # of a classmethod
-        patch.setattr(
-            AttentionRows,
-            "of",
-            classmethod(lambda cls, step, block_size, window: whole(cls, step, block_size, window + change)),
-        )
+        patch.setattr(loop, "flatten", lambda *given, **options: change(flatten(*given, **options)))
 
     return apply
 
 
-def _causal_image_tokens(patch: pytest.MonkeyPatch) -> None:
-    """As Transformers' flash masks make them: an image block is one segment of text."""
-    whole = PromptLayout.segments
-
-    def segments(self: PromptLayout, start: int, end: int) -> Iterator[Any]:
-        for segment in whole(self, start, end):
-            yield replace(segment, image=False)
-
-    patch.setattr(PromptLayout, "segments", segments)
-
-
 def _features_dropped(patch: pytest.MonkeyPatch) -> None:
-    whole = Executor._embed
+    def fill(_: ViewFeatures, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:
+        for image in images:
+            hidden[image.row : image.row + image.tokens] = 0
 
-    def embed(self: Executor, step: Any, features: Any, pending: Any) -> torch.Tensor:
-        return whole(self, step, lambda key: torch.zeros_like(features(key)), pending)
-
-    patch.setattr(Executor, "_embed", embed)
+    patch.setattr(ViewFeatures, "fill", fill)
 
 
 def _ends(reason: Callable[[RequestState, int, Any], str | None]) -> Break:
@@ -280,7 +277,7 @@ MUTATIONS = [
     _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS),
     _mutation("red and blue swapped", _channels_swapped, INPUTS),
     _mutation("the prompt lacks a token", _words_missing, INPUTS),
-    _mutation("image tokens are causal", _causal_image_tokens, ANSWER, IMAGE),
+    _mutation("image tokens are causal", _flattening(_causal_image_tokens), ANSWER, IMAGE),
     _mutation("the images' features are zero", _features_dropped, ANSWER, IMAGE),
     _mutation("the window is one position short", _window(-1), ANSWER, IMAGE),
     _mutation("wrong behind a long cached prefix", _wrong_behind_a_long_prefix, "invariance: cache", plan=CHECKED),

@@ -141,7 +141,7 @@ def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
 
 
 def test_an_engine_is_made_anew_for_other_products(tiny: GenerateRunner) -> None:
-    """What it compiled and recorded is of one kind."""
+    """The graphs that it recorded are of one kind."""
     chosen = settings_from(SMALL)
     runner = EngineRunner(tiny.loaded, chosen)
     engines = []

@@ -272,6 +272,7 @@ class Loop:
             launched = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
+            self.runner.forget(PixelRef(view.pixels, view.rank) for view in encode.values())  # those not yet taken
             raise
         finally:
             self.vision.release()

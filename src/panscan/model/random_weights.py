@@ -41,8 +41,8 @@ def random_model(
     shape, device = _named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     model = _undrawn(shape, gemma3_config(shape, tokenizer), dtype, device)
-    for name, values in _drawn(model, torch.Generator(device).manual_seed(seed), dtype, device):
-        model.get_parameter(name).copy_(values)
+    for _ in _drawn(model, torch.Generator(device).manual_seed(seed), dtype, device):
+        pass  # each parameter was filled in place
     return _with_reader(model, shape, tokenizer)
 
 
@@ -126,11 +126,12 @@ def _named(shape: str | Shape) -> Shape:
 def _drawn(
     model: PreTrainedModel, generator: torch.Generator, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
-    """Yield name and drawn values of each parameter, in the order of the model, which may have no values itself.
+    """Yield name and drawn values of each parameter, in the order of the model: drawn in place, or for a model on the
+    meta device into a new tensor.
 
     Gemma's norms multiply by 1 + weight, so only layer norms need a mean.
     """
     gains = {module.weight for module in model.modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in model.named_parameters():
-        values = torch.empty(parameter.shape, dtype=dtype, device=device)
+        values = torch.empty(parameter.shape, dtype=dtype, device=device) if parameter.is_meta else parameter
         yield name, values.normal_(float(parameter in gains), _DEVIATION, generator=generator)

@@ -1,0 +1,151 @@
+"""Our decoder on a model's weights, without the engine: the model's forward, whatever its modules are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from tests.small_models import MODELS, model_of
+from tests.triton_here import interpreted
+from torch import nn
+
+from panscan.core import UnsupportedError
+from panscan.model.random_weights import random_model
+from panscan.model.text_layers import LayerFacts, TextLayers
+
+IDS = torch.tensor([30, 400, 5, 77, 21])
+BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
+
+
+@dataclass
+class Causal:
+    """Attention of one text that is no longer than the window; the cache holds nothing else."""
+
+    slots: torch.Tensor
+
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        rows = [part.transpose(0, 1) for part in (query, k_cache[self.slots], v_cache[self.slots])]
+        out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(0, 1).contiguous()
+
+
+def text_logits(layers: TextLayers, ids: torch.Tensor = IDS) -> torch.Tensor:
+    """Return logits ``[T, vocabulary]`` of a text, with its keys and values in slots of reverse order."""
+    slots = torch.arange(len(ids)).flip(0) + 2
+    facts = layers.layers
+    k_caches, v_caches = (
+        [torch.full((9, each.kv_heads, each.head_size), torch.nan, dtype=each.dtype) for each in facts] for _ in "kv"
+    )
+    plans = {each.local: Causal(slots) for each in facts}
+    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), k_caches, v_caches, plans)
+    for cache in (*k_caches, *v_caches):
+        assert cache[[0, 1, 7, 8]].isnan().all() and cache[slots].isfinite().all()
+    return layers.logits(hidden)
+
+
+@torch.no_grad()
+def expected_logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids[None]).logits[0].float()
+    return found
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=interpreted)], ids=["operators", "kernels"])
+@BOTH
+def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
+    layers = TextLayers(model_of(name))
+    if kernels:
+        layers.use_kernels()
+    assert layers.kernels == kernels
+    torch.testing.assert_close(text_logits(layers), expected_logits(model_of(name)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_gets_the_plan_of_its_kind_and_its_own_cache() -> None:
+    layers = TextLayers(model_of("two kv heads"))
+    seen: list[tuple[bool, int, int]] = []
+
+    class Plan:
+        def __init__(self, local: bool) -> None:
+            self.local, self.slots = local, torch.tensor([0])
+
+        def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, _: float) -> torch.Tensor:
+            seen.append((self.local, places[k_cache.data_ptr()], places[v_cache.data_ptr()]))
+            return query
+
+    k_caches, v_caches = ([torch.zeros(1, 2, 16) for _ in layers.layers] for _ in "kv")
+    places = {cache.data_ptr(): at for at, cache in enumerate([*k_caches, *v_caches])}
+    plans = {local: Plan(local) for local in (True, False)}
+    layers.run(layers.embed(torch.tensor([3])), torch.tensor([0]), k_caches, v_caches, plans)
+    assert seen == [(layer.local, at, 4 + at) for at, layer in enumerate(layers.layers)]
+
+
+def test_facts_come_from_the_configuration() -> None:
+    layers = TextLayers(model_of("two kv heads"))
+    assert [layer.local for layer in layers.layers] == [True, True, False, True]
+    assert layers.layers[0] == LayerFacts(True, 2, 16, torch.float32, torch.device("cpu"))
+    assert (layers.window, layers.hidden_size, layers.vocab_size, layers.max_positions) == (30, 64, 1024, 32_768)
+    assert (layers.device, layers.dtype) == (torch.device("cpu"), torch.float32)
+
+
+def test_embeddings_are_scaled_as_the_model_scales_them() -> None:
+    model = model_of("text only")
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    expected_logits(model)
+    hook.remove()
+    assert torch.equal(TextLayers(model).embed(IDS), seen[0][0])
+
+
+def test_logits_are_capped_by_the_class_that_caps_them() -> None:
+    """Transformers caps in its causal class alone, whatever the configuration contains."""
+    hidden = 30 * torch.randn(4, 64)
+    for name, capped in (("text only", True), ("window inside image blocks", False)):
+        assert bool((TextLayers(model_of(name)).logits(hidden).abs() <= 0.5).all()) == capped
+
+
+@BOTH
+def test_logits_are_float32_and_rounded_as_the_model_rounds(name: str) -> None:
+    model, _ = random_model(MODELS[name], dtype=torch.bfloat16, device="cpu")
+    layers = TextLayers(model)
+    logits = layers.logits(torch.randn(3, 64).bfloat16())
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, logits.bfloat16().float())
+    assert layers.dtype == layers.layers[0].dtype == torch.bfloat16
+
+
+@BOTH
+def test_offloaded_weights_are_computed_with_where_their_hooks_put_them(name: str) -> None:
+    model, _ = random_model(MODELS[name], dtype=torch.float32, device="cpu")
+    expected = expected_logits(model)
+    layers = TextLayers(cpu_offload(model, execution_device=torch.device("cpu")))
+    assert next(model.parameters()).is_meta
+    assert {layer.device for layer in layers.layers} == {layers.device} == {torch.device("cpu")}
+    layers.use_kernels()
+    assert not layers.kernels, "they would read weights that are not there"
+    torch.testing.assert_close(text_logits(layers), expected, rtol=1e-5, atol=1e-5)
+
+
+class OtherNorm(nn.Module):
+    """A norm that is not Gemma 3's."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden / (1 + hidden.abs().amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("place", ["norm", "layers.1.input_layernorm", "layers.0.self_attn.k_norm"])
+def test_replaced_norms_run_and_kernels_do_not(place: str) -> None:
+    model, _ = random_model(MODELS["text only"], dtype=torch.float32, device="cpu")
+    model.model.set_submodule(place, OtherNorm())
+    layers = TextLayers(model)
+    layers.use_kernels()
+    assert not layers.kernels
+    torch.testing.assert_close(text_logits(layers), expected_logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    model, _ = random_model(MODELS["text only"], dtype=torch.float32, device="cpu")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": "cpu"}
+    with pytest.raises(UnsupportedError, match=r"--device-map spreads .* 2 devices.*--tensor-parallel-size 2"):
+        TextLayers(model)
