@@ -317,6 +317,7 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_is_sta
 BEGIN = """
 import os, sys, threading, time
 from panscan import Engine, Sampling
+from panscan.engine import ranks
 
 engine = Engine.from_pretrained(
     "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4
@@ -327,7 +328,9 @@ print(*engine._finalizer.peek()[2][1].processes, flush=True)
 
 
 def started(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def wait_until_gone(processes: list[int]) -> None:
@@ -347,11 +350,13 @@ def test_ranks_exit_when_their_parent_is_killed() -> None:
     wait_until_gone(processes)
 
 
-def test_ranks_end_with_a_program_that_does_not_close_them_and_not_with_its_children(
+def test_ranks_survive_a_pause_and_a_forked_child_and_end_with_their_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = """
+ranks.SILENCE_SECONDS = 4.0
+input()  # all processes are suspended
 child = os.fork()
 if child == 0:
     sys.exit(3)  # with everything that the interpreter does at its end
@@ -362,9 +367,14 @@ time.sleep(1)  # passes are in flight
 sys.exit(5)
 """
     with started(code) as parent:
-        said, _ = parent.communicate(timeout=200)
+        assert parent.stdout is not None
+        processes = [int(each) for each in parent.stdout.readline().split()]
+        for sign, pause in ((signal.SIGSTOP, 6), (signal.SIGCONT, 1)):
+            for process in (parent.pid, *processes):
+                os.kill(process, sign)
+            time.sleep(pause)
+        answered, _ = parent.communicate("\n", timeout=200)
     assert parent.returncode == 5
-    processes, answered = said.splitlines()
-    assert answered in ("length", "stop")
-    wait_until_gone([int(each) for each in processes.split()])
+    assert answered in ("length\n", "stop\n")
+    wait_until_gone(processes)
     assert not list(tmp_path.glob("panscan-ranks-*"))
