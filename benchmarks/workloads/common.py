@@ -176,11 +176,11 @@ def ask(work: Work, loaded: Loaded, asked: Sequence[Asked]) -> list[Request]:
 
 
 def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
-    """The floors of requests like the one that was answered, at this machine's ceilings."""
+    """The floors of requests like the one that was answered, at this machine's ceilings: those of all GPUs together."""
     rates = measure_ceilings(loaded.device, loaded.dtype)
     shape = shape_of_config(loaded.model.config)
-    counts = result.views, result.prompt_tokens, settings.max_new_tokens
-    return Floors(shape, rates.flops_per_s, rates.bytes_per_s, loaded.dtype.itemsize, *counts)
+    counts, gpus = (result.views, result.prompt_tokens, settings.max_new_tokens), settings.tensor_parallel_size
+    return Floors(shape, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, loaded.dtype.itemsize, *counts)
 
 
 def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:

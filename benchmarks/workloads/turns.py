@@ -10,24 +10,25 @@ from typing import Any
 from benchmarks.workloads.device import Power
 from benchmarks.workloads.figures import latencies, stage_means
 from panscan.core import Request, Result
-from panscan.model.checkpoint import Loaded
 from panscan.model.machine import peak_memory, reset_peak_memory
+from panscan.runners.base import Runner
+from panscan.runners.engine import EngineRunner
 
 __all__ = ["turn_of", "with_tokens"]
 
 
 def turn_of(
-    answer: Callable[[Sequence[Request]], list[Result]], requests: Sequence[Request], loaded: Loaded
+    answer: Callable[[Sequence[Request]], list[Result]], requests: Sequence[Request], runner: Runner
 ) -> dict[str, Any]:
     """Throughput, latencies, stages, power and peak memory of one turn; the requests are there before it starts.
 
     Args:
         answer: takes all requests at once.
         requests: with their pages in memory.
-        loaded: the model that answers.
+        runner: answers them; its ranks, if it has any, report their own peak memory.
     """
     reset_peak_memory()
-    with Power(loaded.device) as power:
+    with Power(runner.loaded.device) as power:
         start = time.perf_counter()
         results = answer(requests)
         seconds = time.perf_counter() - start
@@ -40,7 +41,7 @@ def turn_of(
         "latencies": latencies(results),
         "stages_ms": stage_means(results),
         "power": power.summary(),
-        **peak_memory(),
+        **(runner.peak_memory() if isinstance(runner, EngineRunner) else peak_memory()),
     }
 
 

@@ -1,6 +1,7 @@
 """W1: distinct documents, all at once. Throughput, the request alone, decode steps, the vision tower, and the floor.
 
     python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --output w1.json
+    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --tensor-parallel-size 2 --output w1-tp2.json
     python -m benchmarks.workloads.w1 --model tiny --num-requests 8 --max-new-tokens 8 --output w1.json
 
 Each request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with as many prompt
@@ -70,7 +71,7 @@ def decode(runner: Runner, requests: Sequence[Request], tokens: int) -> dict[str
     found: dict[str, Any] = {"batch": len(requests), "ms_per_step": None, "steps": 0, "idle": None}
     if step is not None and window is not None:
         found |= {"ms_per_step": step[0], "steps": step[1]}
-        if runner.loaded.device.type == "cuda":
+        if runner.loaded.device.type == "cuda" and runner.settings.tensor_parallel_size == 1:
             found["idle"] = decode_idle(lambda: runner.run(longer), (window[0] - started, window[1] - started))
     return found
 
@@ -102,7 +103,7 @@ def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request])
     found: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
         say(f"{name}: throughput, turn {turn} of {work.repeats}")
-        done = turn_of(runner.run, _share(name, requests), runner.loaded)
+        done = turn_of(runner.run, _share(name, requests), runner)
         if turn:
             found["throughput"].append(done)
     say(f"{name}: alone, decode")

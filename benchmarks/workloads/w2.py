@@ -61,8 +61,8 @@ def measure(work: Work, runner: EngineRunner, requests: dict[str, list[Request]]
     found: dict[str, Any] = {**{order: [] for order in requests}, "all_cached": []}
     for turn in range(work.repeats + 1):
         say(f"turn {turn} of {work.repeats}")
-        turns = {order: turn_of(runner.run, asked, runner.loaded) for order, asked in requests.items()}
-        turns["all_cached"] = turn_of(runner.answer, requests["round_robin"], runner.loaded)
+        turns = {order: turn_of(runner.run, asked, runner) for order, asked in requests.items()}
+        turns["all_cached"] = turn_of(runner.answer, requests["round_robin"], runner)
         if turn:
             for name, done in turns.items():
                 found[name].append(done)

@@ -1,8 +1,8 @@
-"""Compiles the attention kernels of the published models' heads for some GPUs, and prints the shared memory of each.
+"""Compile the attention kernels for the published models' heads, and print the shared memory that each needs.
 
     python compiled_kernels.py '{"86": 101376}'
 
-The argument: compute capabilities, and the bytes of shared memory that a program may use there.
+The argument maps compute capabilities to the bytes of shared memory that a program may use there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POINTERS = {
 
 
 def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability: int) -> int:
-    """Bytes of shared memory of a kernel."""
+    """Return the bytes of shared memory that a kernel needs."""
     constants = {**COMMON, "head_size": head_size, "rows": sizes.rows, "keys": sizes.keys}
     constants["precision"] = "ieee" if itemsize == 4 else "tf32"
     kinds = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")

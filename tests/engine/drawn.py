@@ -1,4 +1,4 @@
-"""Sequences drawn for tests of the engine's bookkeeping, and what each of their positions must hold."""
+"""Random sequences for tests of the engine's bookkeeping, and the expected content of their positions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
 
 SOFT = 9
-IMAGES = {
-    b"a": 3,
-    b"b": 3,
-    b"long": 7,
-}  # tokens of a view's block, as a view's key tells; two of them differ in nothing else
+IMAGES = {b"a": 3, b"b": 3, b"long": 7}  # tokens per view key; two views differ in their keys only
 TEXT = ((1,), (2,), (1, 2, 1), (2, 2, 2, 1, 2))
 _DOCUMENTS = ((b"a", (2, 1, 2, 1)), (b"b", (2, 1, 2, 1)), ((2,), b"long", (1, 1, 2)))
-PIECES = st.builds(  # prompts that often begin alike
+PIECES = st.builds(  # prompts that often share a prefix
     lambda document, rest: [*document, *rest],
     st.sampled_from(_DOCUMENTS),
     st.lists(st.sampled_from(TEXT) | st.sampled_from(sorted(IMAGES)), min_size=1, max_size=3),
@@ -24,7 +20,7 @@ PIECES = st.builds(  # prompts that often begin alike
 
 
 def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], PromptLayout]:
-    """The ids and the layout of text and views in this order."""
+    """Return the ids and the layout of text and views in this order."""
     ids: list[int] = []
     spans = []
     for piece in pieces:
@@ -44,11 +40,11 @@ def sequence(
 
 
 def seen_until(layout: PromptLayout, position: int) -> int:
-    """End of the keys that a row sees: its image block's end, or itself."""
+    """Return the end of the row's key interval: the end of its image block, or of its own position."""
     return next((span.end for span in layout.spans if span.start <= position < span.end), position + 1)
 
 
 def content(of: Sequence, position: int) -> object:
-    """All that the keys and values at a position depend on: the tokens and images up to the last key that it sees."""
+    """Return everything that the keys and values at a position depend on: tokens and images up to its last key."""
     end = seen_until(of.layout, position)
     return position, tuple(of.ids[:end]), tuple((span.start, span.key) for span in of.layout.spans if span.start < end)

@@ -1,126 +1,168 @@
-"""Small models, and sequences fed to an executor in blocks handed out at random; what nobody owns is NaN."""
+"""Sequences fed to a model runner in blocks of random order; everything that no row may read is NaN."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterable, Sequence as Rows
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from tests.small_models import SIDE, SOFT
 
-from panscan.engine.attention import SegmentsBackend
-from panscan.engine.executor import Executor, Pass
-from panscan.engine.kv_memory import KVCache
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Step
-from panscan.model.decoder import Decoder
-from panscan.model.random_weights import random_model
-from panscan.model.shapes import SHAPES, Shape, VisionShape
+from panscan.core import Sampling
+from panscan.engine.model_runner import ModelRunner, PassResult
+from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode, flatten
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.model.checkpoint import Loaded
 
-BLOCKS = 400
-SOFT = 9  # the id of image tokens
-
-_TEXT = replace(SHAPES["tiny"].text, hidden=64, intermediate=96, layers=4, heads=2, kv_heads=1, pattern=2, window=7)
-_EYES = VisionShape(hidden=16, intermediate=24, layers=1, heads=2, image_size=48, patch_size=4)
-MODELS: dict[str, Shape] = {
-    "window inside image blocks": Shape("t", _TEXT, _EYES, 16),
-    "four query heads to a kv head": Shape("t", replace(_TEXT, heads=4, head_size=48, window=12), _EYES, 9),
-    "a head of its own": Shape("t", replace(_TEXT, kv_heads=2, head_size=16, window=30, pattern=3), _EYES, 4),
-    "global layers only": Shape("t", replace(_TEXT, pattern=1), _EYES, 9),
-    "local layers only": Shape("t", replace(_TEXT, pattern=6), _EYES, 16),
-    "text only": Shape("t", _TEXT, None, 0),
-}
-
-
-@cache
-def model_of(name: str) -> Any:
-    """A random model in float32. The text-only one caps its logits, as its class does and the other does not."""
-    model, _ = random_model(MODELS[name], dtype=torch.float32, device="cpu")
-    model.config.get_text_config().final_logit_softcapping = 0.5
-    return model
-
-
-@cache
-def decoder_of(name: str) -> Decoder:
-    return Decoder(model_of(name))
+__all__ = ["Asked", "Pages", "ask", "teacher"]
 
 
 @dataclass
 class Asked:
-    """A sequence, the tokens that will be forced, and pixels of its views by key."""
+    """A sequence, the tokens of its answer, and levels ``[48, 48, 3]`` of its views by key."""
 
     sequence: Sequence
     forced: list[int]
-    pixels: dict[bytes, torch.Tensor]
+    views: dict[bytes, NDArray[np.uint8]] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether prompt and answer are computed."""
+        return self.sequence.computed == self.sequence.prompt_tokens + len(self.forced)
+
+    def next_chunk(self, draw: random.Random, most: int) -> Chunk:
+        """Return some of the rest: prompt, cut outside of image blocks, or the newest token."""
+        sequence = self.sequence
+        if sequence.computed == len(sequence.ids):
+            sequence.ids.append(self.forced[len(sequence.outputs)])
+        end = min(len(sequence.ids), sequence.computed + draw.randint(1, most))
+        return Chunk(sequence, sequence.computed, sequence.layout.cut(sequence.computed, end))
 
 
-def ask(name: str, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> Asked:
-    """A random prompt: text, image blocks with text between or next to each other's marks, text; and its answer."""
-    shape = MODELS[name]
-    ids: list[int] = [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
-    pixels: dict[bytes, torch.Tensor] = {}
-    for view in range(draw.randint(0, 3) if shape.vision is not None else 0):
-        generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
-        pixels[f"{number} {view}".encode()] = torch.rand(3, 48, 48, generator=generator) * 2 - 1
-        ids += [SOFT] * shape.image_tokens + [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
-    sequence = Sequence(number, ids, len(ids), PromptLayout.of(ids, SOFT, list(pixels)), len(ids) + outputs)
-    return Asked(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], pixels)
+def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> Asked:
+    """Return a random prompt (text, and image blocks with text between them) and its answer."""
+    ids = _text(draw, longest)
+    views: dict[bytes, NDArray[np.uint8]] = {}
+    for view in range(draw.randint(0, 3) if loaded.reader.reads_images else 0):
+        levels = np.random.default_rng(draw.randrange(1 << 30)).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+        views[f"{number} {view}".encode()] = levels
+        ids += [SOFT] * loaded.model.config.mm_tokens_per_image + _text(draw, longest)
+    sequence = Sequence(number, ids, len(ids), PromptLayout.of(ids, SOFT, list(views)), len(ids) + outputs)
+    return Asked(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], views)
+
+
+def _text(draw: random.Random, longest: int) -> list[int]:
+    return [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
+
+
+def inputs_of(loaded: Loaded, asked: Asked, ids: torch.Tensor) -> dict[str, Any]:
+    """Return what Transformers' model takes for ``ids [1, n]`` with the views of a prompt."""
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if loaded.reader.reads_images:
+        inputs["token_type_ids"] = (ids == SOFT).long()
+    if asked.views:
+        levels = torch.from_numpy(np.stack(list(asked.views.values())))
+        inputs["pixel_values"] = levels.permute(0, 3, 1, 2).float() / 127.5 - 1
+    return inputs
 
 
 @torch.no_grad()
-def teacher(name: str, asked: Asked) -> torch.Tensor:
-    """Logits ``[positions, vocabulary]`` of one eager forward pass over prompt and answer."""
-    model = model_of(name)
-    ids = torch.tensor([asked.sequence.ids[: asked.sequence.prompt_tokens] + asked.forced])
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if MODELS[name].vision is not None:
-        inputs["token_type_ids"] = (ids == SOFT).long()
-    if asked.pixels:
-        inputs["pixel_values"] = torch.stack(list(asked.pixels.values()))
+def teacher(loaded: Loaded, asked: Asked) -> torch.Tensor:
+    """Return logits ``[positions, vocabulary]`` of one eager forward pass over prompt and answer."""
+    model, sequence = loaded.model, asked.sequence
+    ids = torch.tensor([sequence.ids[: sequence.prompt_tokens] + asked.forced])
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        logits: torch.Tensor = model(**inputs).logits[0]
+        logits: torch.Tensor = model(**inputs_of(loaded, asked, ids)).logits[0]
     finally:
         model.set_attn_implementation(before)
     return logits
 
 
 class Pages:
-    """An executor whose cache holds NaN wherever no sequence has a right to read."""
+    """A model runner, its KV cache full of NaN, and tables that give sequences blocks of random order.
 
-    def __init__(self, name: str, block_size: int, draw: random.Random) -> None:
-        self.decoder, self.block_size = decoder_of(name), block_size
-        self.cache = KVCache(self.decoder, (BLOCKS, BLOCKS), block_size)
-        for tensor in (*self.cache.k, *self.cache.v):
+    A local block goes back, as NaN, as soon as no later row attends to it. Views get random slots.
+
+    Args:
+        loaded: the model.
+        block_size: tokens per KV cache block.
+        draw: source of randomness.
+        options: of the runner, beside sizes.
+    """
+
+    def __init__(self, loaded: Loaded, block_size: int, draw: random.Random, **options: Any) -> None:
+        sizes = {"kv_cache_gb": 0.02, "max_num_seqs": 4, "prefill_chunk_size": 64, "vision_batch_size": 2}
+        self.runner = ModelRunner(loaded, EngineOptions(block_size=block_size, **{**sizes, **options}))
+        for tensor in (*self.runner.cache.k, *self.runner.cache.v):
             tensor.fill_(float("nan"))
-        self.free = [draw.sample(range(BLOCKS), BLOCKS) for _ in range(2)]
-        self.executor = Executor(self.decoder, self.cache, SegmentsBackend(), block_size)
+        self.block_size = block_size
+        self._window = self.runner.facts.window
+        self._local = [kind == "sliding_attention" for kind in loaded.model.config.get_text_config().layer_types]
+        self._free = [draw.sample(range(count), count) for count in self.runner.facts.blocks]
+        self._slots: dict[bytes, int] = {}
+        self._free_slots = draw.sample(range(100), 100)
 
-    def run(self, chunks: Iterable[Chunk], features: dict[bytes, torch.Tensor]) -> Pass:
-        """One pass; hidden states of all its positions."""
-        step = Step(list(chunks))
-        for chunk in step.chunks:
-            for free, table in zip(self.free, chunk.sequence.tables, strict=True):
+    def run(
+        self, chunks: Iterable[Chunk], asked: Rows[Asked] = (), *, watched: Rows[int] | None = None,
+        pending: dict[int, int] | None = None,
+    ) -> PassResult:  # fmt: skip
+        """Run one pass and return its result, with hidden states and logits of all rows.
+
+        Args:
+            chunks: in the order of their rows.
+            asked: what the chunks belong to, with the levels of their views.
+            watched: rows to return; None: all of them.
+            pending: rows whose id is a token that the previous pass sampled, and its index there.
+        """
+        chunks = list(chunks)
+        for chunk in chunks:
+            for kind in {*self._local}:
+                table = chunk.sequence.tables[kind]
                 while len(table) * self.block_size < chunk.end:
-                    table.append(free.pop())
-        places = {chunk.sequence: range(chunk.start, chunk.end) for chunk in step.chunks}
-        done = self.executor.run(step, features.__getitem__, places)
-        for chunk in step.chunks:
+                    table.append(self._free[kind].pop())
+        batch = replace(
+            self._flatten(chunks, {key: levels for each in asked for key, levels in each.views.items()}),
+            pending_rows=np.array(list(pending or {}), np.int64),
+            pending_sources=np.array(list((pending or {}).values()), np.int64),
+        )
+        rows = np.arange(batch.rows) if watched is None else np.array(watched)
+        result = self.runner.execute(replace(batch, watched=rows.astype(np.int64))).wait()
+        for chunk in chunks:
             chunk.sequence.computed = chunk.end
-            self._leave(chunk.sequence)
-        return done
+            self._drop_local_blocks(chunk.sequence)
+        return result
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take back local blocks that no later row sees."""
+    def _flatten(self, chunks: list[Chunk], views: dict[bytes, NDArray[np.uint8]]) -> FlatBatch:
+        spans = [span for chunk in chunks for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
+        new = list(dict.fromkeys(span.key for span in spans if span.key not in self._slots))
+        self._slots |= {key: self._free_slots.pop() for key in new}
+        pixels = self.runner.put(np.stack([views[key] for key in new]), None) if new else []
+        batch = flatten(chunks, block_size=self.block_size, window=self._window or 1, slots=self._slots)
+        samples = [number for number, chunk in enumerate(chunks) if chunk.samples]
+        return replace(
+            batch,
+            encode=tuple(ViewToEncode(self._slots[key], ref.handle) for key, ref in zip(new, pixels, strict=True)),
+            sampled=batch.offsets[1:][samples].astype(np.int64) - 1,
+            sampling=tuple(SamplingRow(Sampling(), 0, 0) for _ in samples),
+            watched_samples=np.arange(len(samples)),
+        )
+
+    def _drop_local_blocks(self, sequence: Sequence) -> None:
+        if self._window is None:
+            return
         table = sequence.tables[1]
-        gone = max(0, sequence.computed - self.decoder.window + 1) // self.block_size
+        gone = max(0, sequence.computed - self._window + 1) // self.block_size
         for index in range(min(gone, len(table))):
             if table[index] >= 0:
                 rows = slice(table[index] * self.block_size, (table[index] + 1) * self.block_size)
-                for layer, facts in enumerate(self.decoder.layers):
-                    if facts.local:
-                        self.cache.k[layer][rows] = self.cache.v[layer][rows] = float("nan")
-                self.free[1].insert(0, table[index])
+                for layer in np.flatnonzero(self._local):
+                    self.runner.cache.k[layer][rows] = self.runner.cache.v[layer][rows] = float("nan")
+                self._free[1].insert(0, table[index])
                 table[index] = -1

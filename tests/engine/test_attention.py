@@ -1,4 +1,4 @@
-"""The sdpa backend alone, against the interval rule in float64; any heads, head sizes, precisions and block tables."""
+"""The SDPA backend against the interval rule in float64, for any heads, head sizes, dtypes and block tables."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.engine.attention import _TEXT_ROWS, SegmentsBackend
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence, Span, Step
+from panscan.engine.scheduling.batch import flatten
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Span
 
 BLOCKS = 900
 
 
 def sequences(draw: random.Random, block_size: int, window: int) -> list[Chunk]:
-    """Chunks of sequences with image blocks, long and short, in scattered blocks; gone ones of local layers are -1."""
+    """Return chunks of sequences with image blocks, in scattered blocks. Local blocks behind the window may be -1."""
     free = [draw.sample(range(BLOCKS), BLOCKS) for _ in range(2)]
     chunks = []
     for number in range(draw.randint(1, 6)):
         spans, at = [], draw.randint(0, 9)
         for _ in range(draw.randint(0, 3)):
-            spans.append(Span(at, at + draw.randint(1, 20), b""))
-            at = spans[-1].end + draw.randint(1, 9)
+            spans.append(Span(at, at + draw.randint(1, 20), b"%d/%d" % (number, len(spans))))
+            at = spans[-1].end + draw.randint(0, 9)
         layout, length = PromptLayout(spans), at + draw.randint(1, 40)
         start = layout.cut_back(draw.randrange(length))
         end = layout.cut(start, draw.choice([start + 1, draw.randint(start + 1, length)]))
         held = -(-end // block_size)
-        gone = max(0, start - window + 1) // block_size
+        gone = draw.choice([0, max(0, start - window + 1) // block_size])
         tables = [free[0].pop() for _ in range(held)], [-1] * gone + [free[1].pop() for _ in range(held - gone)]
-        chunks.append(Chunk(Sequence(number, [0] * length, length, layout, length, tables=tables), start, end))
+        ids = [draw.randrange(1000) for _ in range(length)]
+        chunks.append(Chunk(Sequence(number, ids, length, layout, length, tables=tables), start, end))
     return chunks
 
 
 def interval(chunk: Chunk, at: int, window: int, local: bool) -> tuple[int, int]:
+    """Return the key interval of the row at a position, by definition."""
     ends = [span.end for span in chunk.sequence.layout.spans if span.start <= at < span.end]
     return (max(0, at - window + 1) if local else 0), ends[0] if ends else at + 1
 
@@ -45,7 +48,7 @@ def interval(chunk: Chunk, at: int, window: int, local: bool) -> tuple[int, int]
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
 @settings(deadline=None, max_examples=80)
-def test_every_row_sees_its_interval_of_keys(
+def test_every_row_attends_to_its_key_interval(
     seed: int, block_size: int, window: int, local: bool, heads: tuple[int, int], size: int, dtype: torch.dtype
 ) -> None:
     draw = random.Random(seed)
@@ -60,7 +63,7 @@ def test_the_large_heads_of_the_published_models(size: int, local: bool) -> None
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_long_text_behind_a_prefix_is_exact_where_it_is_cut(local: bool) -> None:
+def test_long_text_behind_a_prefix_is_exact_across_parts(local: bool) -> None:
     length = 2 * _TEXT_ROWS + 40
     tables = random.Random(0).sample(range(BLOCKS), -(-length // 4)), random.Random(1).sample(range(BLOCKS), 150)
     chunk = Chunk(Sequence(0, [0] * length, length, PromptLayout(), length, tables=tables), 30, length)
@@ -71,45 +74,29 @@ def check(
     chunks: list[Chunk], draw: random.Random, block_size: int, window: int, local: bool, heads: tuple[int, int],
     size: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Keys and values in the slots of the tables and NaN elsewhere; the step's own come with the rows."""
+    """Compare with float64; slots without keys of the rows' intervals are NaN."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads
     full = [torch.randn(2, chunk.end, kv_heads, size, generator=generator).to(dtype) for chunk in chunks]
     caches = [torch.full((BLOCKS * block_size, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
     for chunk, tensors in zip(chunks, full, strict=True):
         table = chunk.sequence.tables[local]
-        for at in range(max(0, chunk.start - window + 1) if local else 0, chunk.start):
+        for at in range(max(0, chunk.start - window + 1) if local else 0, chunk.end):
             for cache, tensor in zip(caches, tensors, strict=True):
                 cache[table[at // block_size] * block_size + at % block_size] = tensor[at]
-    key, value = (
-        torch.cat([tensors[part, chunk.start :] for chunk, tensors in zip(chunks, full, strict=True)]).transpose(0, 1)
-        for part in range(2)
-    )
-    query = torch.randn(1, key.shape[1], kv_heads * group, size, generator=generator).to(dtype).transpose(1, 2)
-    rows = AttentionRows.of(Step(chunks), block_size, window)
-    plan = SegmentsBackend().plan(rows, local=local, device=torch.device("cpu"))
-    found = plan.attend(query, key[None], value[None], caches[0], caches[1], 0.3)
-    assert found.shape == (1, query.shape[2], query.shape[1], size)
+    batch = flatten(chunks, block_size=block_size, window=window)
+    query = torch.randn(batch.rows, kv_heads * group, size, generator=generator).to(dtype)
+    plan = SegmentsBackend().plan(batch, local=local, device=torch.device("cpu"))
+    assert plan.slots.tolist() == batch.slots(local=local).tolist()
+    found = plan.attend(query, caches[0], caches[1], 0.3)
+    assert found.shape == query.shape and found.is_contiguous()
     row = 0
     for chunk, (keys, values) in zip(chunks, full, strict=True):
         for at in range(chunk.start, chunk.end):
             low, high = interval(chunk, at, window, local)
             wide = [part[low:high].double().repeat_interleave(group, 1) for part in (keys, values)]
-            weights = (torch.einsum("hd,khd->hk", query[0, :, row].double(), wide[0]) * 0.3).softmax(-1)
+            weights = (torch.einsum("hd,khd->hk", query[row].double(), wide[0]) * 0.3).softmax(-1)
             expected = torch.einsum("hk,khd->hd", weights, wide[1])
             close = 1e-5 if dtype == torch.float32 else 3e-2
-            torch.testing.assert_close(found[0, row].double(), expected, rtol=close, atol=close)
+            torch.testing.assert_close(found[row].double(), expected, rtol=close, atol=close)
             row += 1
-
-
-def test_keys_and_values_are_written_where_the_tables_say() -> None:
-    chunk = Chunk(Sequence(0, [0] * 6, 6, PromptLayout(), 6, tables=([4, 1], [2, 0])), 3, 6)
-    rows = AttentionRows.of(Step([chunk]), 4, 3)
-    assert rows.slots(local=False) == [19, 4, 5]
-    assert rows.slots(local=True) == [11, 0, 1]
-    caches = [torch.zeros(20, 1, 8) for _ in range(2)]
-    key, value = torch.randn(2, 1, 1, 3, 8)
-    SegmentsBackend().plan(rows, local=False, device=torch.device("cpu")).attend(key, key, value, *caches, 1.0)
-    for cache, tensor in zip(caches, (key, value), strict=True):
-        assert torch.equal(cache[[19, 4, 5]], tensor[0].transpose(0, 1))
-        assert int(cache.abs().sum(dim=(1, 2)).count_nonzero()) == 3

@@ -1,84 +1,162 @@
-"""Padded passes, as graphs have them: on a CPU launch by launch, by interpreted kernels."""
+"""Padded passes against passes without padding: from CUDA graphs on a GPU, with interpreted kernels elsewhere."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.pages import Pages, ask, decoder_of
-from tests.engine.test_executor import check, led
-from tests.triton_here import interpreted
+from tests.engine.test_attention import BLOCKS, sequences
+from tests.triton_here import DEVICE
 
-from panscan.engine.executor import Executor
-from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence
-from panscan.engine.triton_attention import TritonBackend
+from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes, padded
+from panscan.engine.scheduling.batch import FlatBatch, flatten
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.engine.triton_attention import TritonBackend, TritonPlan
 
-NAMES = ["window inside image blocks", "global layers only", "local layers only"]
+HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24
+SPARE = BLOCKS, BLOCKS + 1
+WINDOW = 20
+KINDS = st.sampled_from([(False,), (True,), (False, True)])
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 64, 65, 128, 200])
-def test_sizes_end_with_the_most_rows_and_lie_close(most: int) -> None:
+def test_decode_sizes_are_close_together_and_end_with_the_most_rows(most: int) -> None:
     sizes = decode_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     assert all(after - before <= (8 if after <= 64 else 16) for before, after in pairwise(sizes))
 
 
-class Counted(Graphs):
-    """Knows how many passes it ran, and how many it left to others."""
-
-    ran = left = 0
-
-    def run(self, rows: AttentionRows, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        done = super().run(rows, hidden, positions)
-        self.ran += done is not None
-        self.left += done is None
-        return done
-
-
-def graphed(
-    name: str, block_size: int, draw: random.Random, decode_rows: int, chunk_rows: int
-) -> tuple[Pages, Counted]:
-    pages = Pages(name, block_size, draw)
-    for free in pages.free:  # block 0, which a wrong spare one would be, is somebody's
-        free.remove(0)
-        free.append(0)
-    facts = decoder_of(name).layers[0]
-    backend = TritonBackend(facts.head_size, facts.dtype)
-    graphs = Counted(
-        pages.decoder, pages.cache, backend,
-        decode_rows=decode_rows, chunk_rows=chunk_rows, longest=500, block_size=block_size, capture=False,
-    )  # fmt: skip
-    assert sorted(graphs.prepare()) == sorted(graph_sizes(decode_rows, chunk_rows))
-    pages.executor = Executor(pages.decoder, pages.cache, backend, block_size, graphs)
-    return pages, graphs
+@given(
+    seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]), more=st.integers(0, 3), last=st.integers(0, 40)
+)
+@settings(deadline=None)
+def test_padding_keeps_the_rows_and_adds_rows_on_spare_blocks(seed: int, block_size: int, more: int, last: int) -> None:
+    batch = flatten(sequences(random.Random(seed), block_size, WINDOW), block_size=block_size, window=WINDOW)
+    decode, chunks = batch.decode_rows, len(batch.offsets) - 1
+    others = batch.rows - decode + last if decode < batch.rows else last + 2 * (last == 1)
+    found = padded(batch, decode + more, others, SPARE)
+    assert (found.rows, found.decode_rows) == (decode + more + others, decode + more)
+    places = [row if row < decode else row + more for row in range(batch.rows)]
+    spare = sorted(set(range(found.rows)) - set(places))
+    for name in ("ids", "positions", "ends"):
+        assert getattr(found, name)[places].tolist() == getattr(batch, name).tolist()
+        assert getattr(found, name).dtype == getattr(batch, name).dtype
+    assert found.ends[spare].tolist() == (found.positions[spare] + 1).tolist()
+    kept = [chunk if chunk < decode else chunk + more for chunk in range(chunks)]
+    for local in (False, True):
+        table, old = found.tables[local], batch.tables[local]
+        assert table.dtype == old.dtype and len(table) == len(found.offsets) - 1
+        assert table[kept, : old.shape[1]].tolist() == old.tolist() and (table[kept, old.shape[1] :] == -1).all()
+        assert set(table[sorted(set(range(len(table))) - set(kept))].flatten().tolist()) <= {SPARE[local], -1}
+        assert {slot // block_size for slot in found.slots(local=local)[spare].tolist()} <= {SPARE[local]}
 
 
-@interpreted
-@pytest.mark.parametrize("name", NAMES)
-@given(seed=st.integers(0, 2**32), block_size=st.sampled_from([4, 16]))
-@settings(deadline=None, max_examples=1)
-def test_padded_passes_have_the_logits_of_one_eager_pass(name: str, seed: int, block_size: int) -> None:
-    """Also where one pass had longer tables, more chunks or more tiles than the next, and other rows padded it."""
+class Layers:
+    """Attention layers with random projections, one of each kind, and their KV caches.
+
+    Blocks of sequences hold random keys and values; the spare ones hold NaN, which must not reach a sequence's rows.
+    """
+
+    def __init__(self, kinds: tuple[bool, ...], block_size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (HIDDEN, (HEADS + 2 * KV_HEADS) * SIZE), (HEADS * SIZE, HIDDEN)
+        self.kinds, self.used = kinds, BLOCKS * block_size
+        self.weights = {
+            kind: [(torch.randn(shape, generator=generator) / 5).to(DEVICE) for shape in shapes] for kind in kinds
+        }
+        self.caches = {}
+        for kind in kinds:
+            caches = torch.full((2, (BLOCKS + 2) * block_size, KV_HEADS, SIZE), torch.nan)
+            caches[:, : self.used] = torch.randn(2, self.used, KV_HEADS, SIZE, generator=generator)
+            self.caches[kind] = caches.to(DEVICE)
+
+    def run(self, embedded: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, TritonPlan]) -> torch.Tensor:
+        hidden = embedded + positions[:, None].float().sin()
+        for kind in self.kinds:
+            into, out = self.weights[kind]
+            rows = (hidden @ into).view(len(hidden), -1, SIZE)
+            for cache, part in zip(self.caches[kind], rows[:, HEADS:].split(KV_HEADS, 1), strict=True):
+                cache.index_copy_(0, plans[kind].slots, part)
+            attended = plans[kind].attend(rows[:, :HEADS], *self.caches[kind], SIZE**-0.5)
+            hidden = hidden + attended.flatten(1) @ out
+        return hidden
+
+    def sequence_blocks(self) -> torch.Tensor:
+        """Return the keys and values of all blocks but the spare ones."""
+        return torch.stack([self.caches[kind][:, : self.used] for kind in self.kinds])
+
+
+class Compared:
+    """Graphs of :class:`Layers`, and the same layers without graphs."""
+
+    def __init__(self, kinds: tuple[bool, ...], block_size: int, decode_rows: int, chunk_rows: int) -> None:
+        self.plain, self.layers = Layers(kinds, block_size), Layers(kinds, block_size)
+        self.backend, self.block_size = TritonBackend(SIZE, torch.float32), block_size
+        self.graphs = Graphs(
+            self.layers.run, self.backend, kinds, hidden_size=HIDDEN, dtype=torch.float32, device=DEVICE, spare=SPARE,
+            window=WINDOW, decode_rows=decode_rows, chunk_rows=chunk_rows, longest=150, block_size=block_size,
+            capture=DEVICE.type == "cuda",
+        )  # fmt: skip
+        assert sorted(self.graphs.prepare()) == sorted(graph_sizes(decode_rows, chunk_rows))
+
+    def check(self, chunks: list[Chunk], seed: int = 0) -> bool:
+        """Compare one pass; return whether a graph ran it."""
+        batch = flatten(chunks, block_size=self.block_size, window=WINDOW)
+        embedded = torch.randn(batch.rows, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        found = self.graphs.run(batch, embedded)
+        if found is None:
+            return False
+        plans = {kind: self.backend.plan(batch, local=kind, device=DEVICE) for kind in self.plain.kinds}
+        positions = torch.from_numpy(batch.positions).to(DEVICE)
+        torch.testing.assert_close(found, self.plain.run(embedded, positions, plans), rtol=1e-4, atol=1e-4)
+        blocks = self.layers.sequence_blocks()
+        torch.testing.assert_close(blocks, self.plain.sequence_blocks(), rtol=1e-4, atol=1e-4)
+        return True
+
+
+def fits(batch: FlatBatch, decode_rows: int, chunk_rows: int) -> bool:
+    """Whether some size has room for the rows of a pass."""
+    single = batch.decode_rows
+    return (not single or decode_rows >= single) and batch.rows - single <= chunk_rows
+
+
+@given(seed=st.integers(0, 2**32), block_size=st.sampled_from([4, 16]), kinds=KINDS)
+@settings(deadline=None, max_examples=4)
+def test_padded_passes_equal_unpadded_passes(seed: int, block_size: int, kinds: tuple[bool, ...]) -> None:
+    """Also after passes with longer tables, more chunks or more tiles, whose rows were elsewhere."""
     draw = random.Random(seed)
-    batch = [ask(name, draw, number=number, longest=5) for number in range(3)]
-    pages, graphs = graphed(name, block_size, draw, decode_rows=2, chunk_rows=64)
-    check(name, batch, led(name, batch, pages, draw, 40))
-    assert graphs.ran > graphs.left
+    compared = Compared(kinds, block_size, decode_rows=3, chunk_rows=64)
+    for _ in range(6):
+        chunks = sequences(draw, block_size, WINDOW)
+        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
+        batch = flatten(chunks, block_size=block_size, window=WINDOW)
+        assert compared.check(chunks, draw.randrange(1000)) == fits(batch, 3, 64)
 
 
-@interpreted
-def test_tiles_of_a_pass_do_not_outlive_it() -> None:
-    """Many short chunks, then a single one whose rows are where theirs were."""
-    name, draw = "text only", random.Random(0)
-    pages, graphs = graphed(name, 16, draw, decode_rows=1, chunk_rows=32)
-    short = [Sequence(number, [20 + number] * 7, 7, PromptLayout(), 9) for number in range(4)]
-    pages.run([Chunk(each, 0, 7) for each in short], {})
-    whole = ask(name, draw, longest=30)
-    whole.sequence = Sequence(9, list(range(30, 58)), 28, PromptLayout(), 31)
-    check(name, [whole], led(name, [whole], pages, draw, 1000))
-    assert graphs.ran >= 2
+def text(number: int, start: int, end: int, first_block: int) -> Chunk:
+    """Return a chunk of a text in consecutive blocks of 16 tokens."""
+    blocks = list(range(first_block, first_block + -(-end // 16)))
+    return Chunk(Sequence(number, [0] * end, end, PromptLayout(), end, tables=(blocks, blocks)), start, end)
+
+
+@pytest.mark.parametrize("kinds", [(False,), (False, True)])
+def test_tiles_and_tables_of_a_pass_do_not_outlive_it(kinds: tuple[bool, ...]) -> None:
+    """Many short chunks, then one chunk in the same rows; long sequences, then short ones."""
+    compared = Compared(kinds, 16, decode_rows=2, chunk_rows=32)
+    assert compared.check([text(number, 0, 7, 20 * number) for number in range(4)])
+    assert compared.check([text(9, 0, 28, 100)])
+    assert compared.check([text(1, 140, 141, 200), text(2, 90, 91, 250)])
+    assert compared.check([text(3, 2, 3, 300)])
+
+
+def test_passes_of_more_rows_or_chunks_than_any_graph_are_left_to_the_caller() -> None:
+    compared = Compared((False,), 16, decode_rows=2, chunk_rows=32)
+    assert compared.check([text(number, 0, 2, 10 * number) for number in range(15)])
+    assert not compared.check([text(number, 0, 2, 10 * number) for number in range(16)])
+    assert not compared.check([text(0, 0, 33, 0)])
+    assert not compared.check([text(number, 5, 6, 10 * number) for number in range(3)])

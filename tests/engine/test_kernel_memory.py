@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that are not here: what they take of shared memory."""
+"""The shared memory of the kernels, compiled for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ SHARED = {86: 101_376, 90: 232_448}
 """Bytes that one program may use, by compute capability (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 
-def test_every_gpu_has_the_shared_memory_that_the_kernels_take() -> None:
-    """In a process of its own: in this one Triton interprets."""
+def test_the_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
+    """In a separate process, because Triton's interpreter is active in this one."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     script = Path(__file__).parent / "compiled_kernels.py"
-    told = subprocess.run(
-        [sys.executable, script, json.dumps(SHARED)], env=environment, capture_output=True, text=True
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr[-2000:]
-    taken = json.loads(told.stdout)
-    assert len(taken) == 2 * 2 * 2 * len(SHARED)
-    for name, shared in taken.items():
+    command = [sys.executable, script, json.dumps(SHARED)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    needed = json.loads(finished.stdout)
+    assert len(needed) == 2 * 2 * 2 * len(SHARED)
+    for name, shared in needed.items():
         assert 0 < shared <= SHARED[int(name.split()[0])], name

@@ -1,7 +1,7 @@
 """The Triton backend against the segments backend and against the interval rule in float64.
 
-On a GPU the compiled kernels run, elsewhere Triton's interpreter. Whatever nobody may read is NaN: slots of other
-blocks, slots that nobody wrote yet, what the entry -1 of a table would lead to, and new tensors.
+On a GPU the compiled kernels run, elsewhere Triton's interpreter. Everything that must not be read is NaN: slots of
+other blocks, unwritten slots, the block that a table entry of -1 would point to, and uninitialised tensors.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,18 +25,32 @@ from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
 from panscan.engine.attention import AttentionPlan, SegmentsBackend
-from panscan.engine.scheduling.sequence import AttentionRows, Chunk, PromptLayout, Sequence, Span, Step
-from panscan.engine.triton_attention import HEAD_SIZES, DecodeRows, TritonBackend, TritonPlan, unsupported_reason
+from panscan.engine.graphs import padded
+from panscan.engine.scheduling.batch import FlatBatch, flatten
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Span
+from panscan.engine.triton_attention import (
+    HEAD_SIZES,
+    KernelInputs,
+    TritonBackend,
+    TritonPlan,
+    pack,
+    unpack,
+    unsupported_reason,
+)
 
 SCALING = 0.3
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16
-SPARE = BLOCKS  # a block that is no sequence's
+SPARE = BLOCKS  # a block that no sequence uses
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Rows of chunks, what their sequences hold, and the caches before the pass. ``full``: K and V of each chunk."""
+    """Rows of chunks, their queries, keys and values, and the KV cache before the pass.
+
+    ``full``: keys and values ``[2, end, kv heads, D]`` of each chunk's sequence; ``query``, ``key``, ``value``: rows
+    ``[T, heads, D]``.
+    """
 
     chunks: list[Chunk]
     block_size: int
@@ -47,27 +63,35 @@ class Pass:
     caches: list[torch.Tensor]
 
     @property
-    def rows(self) -> AttentionRows:
-        return AttentionRows.of(Step(self.chunks), self.block_size, self.window)
+    def batch(self) -> FlatBatch:
+        return flatten(self.chunks, block_size=self.block_size, window=self.window)
+
+    @property
+    def backend(self) -> TritonBackend:
+        return TritonBackend(self.query.shape[-1], self.query.dtype)
 
     def triton(self) -> TritonPlan:
-        return TritonBackend(self.query.shape[-1], self.query.dtype).plan(self.rows, local=self.local, device=DEVICE)
+        return self.backend.plan(self.batch, local=self.local, device=DEVICE)
 
-    def attend(self, plan: AttentionPlan) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output, and the caches afterwards. Between NaN, so that the block -1 is NaN too."""
+    def attend(self, plan: AttentionPlan) -> torch.Tensor:
+        """Store the rows' keys and values, then attend. The caches have NaN before them, where block -1 would be."""
         caches = []
-        for cache in self.caches:
-            padded = torch.full((self.block_size + len(cache), *cache.shape[1:]), torch.nan, dtype=cache.dtype)
-            padded[self.block_size :] = cache
-            caches.append(padded.to(DEVICE)[self.block_size :])
-        rows = [tensor.to(DEVICE) for tensor in (self.query, self.key, self.value)]
+        for cache, rows in zip(self.caches, (self.key, self.value), strict=True):
+            wider = torch.full((self.block_size + len(cache), *cache.shape[1:]), torch.nan, dtype=cache.dtype)
+            wider[self.block_size :] = cache
+            caches.append(wider.to(DEVICE)[self.block_size :])
+            caches[-1][plan.slots] = rows.to(DEVICE)
+        before = [cache.clone() for cache in caches]
         with new_tensors_full_of_nan():
-            return plan.attend(*rows, *caches, SCALING), caches
+            output = plan.attend(self.query.to(DEVICE), caches[0], caches[1], SCALING)
+        for cache, expected in zip(caches, before, strict=True):
+            torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+        return output
 
 
 @contextmanager
 def new_tensors_full_of_nan() -> Iterator[None]:
-    """What torch.empty gives, so that nobody gets away with not filling it."""
+    """Make torch.empty return NaN, so that an unwritten output shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
     try:
@@ -79,22 +103,21 @@ def new_tensors_full_of_nan() -> Iterator[None]:
 def rows_of(
     draw: random.Random, generator: torch.Generator, count: int, heads: int, size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Random ``[1, heads, count, size]``, in any layout that projections and rotations leave."""
-    tensor = torch.randn(1, heads, count, size, generator=generator).to(dtype)
-    layout = draw.choice(["heads first", "rows first", "columns of a wider one"])
+    """Return random ``[count, heads, size]`` in one of the memory layouts that projections leave."""
+    tensor = torch.randn(count, heads, size, generator=generator).to(dtype)
+    layout = draw.choice(["heads first", "rows first", "columns of a wider tensor"])
     if layout == "heads first":
-        return tensor
-    columns = heads if layout == "rows first" else heads + 2
-    wider = torch.full((1, count, columns, size), torch.nan, dtype=dtype)
-    wider[:, :, :heads] = tensor.transpose(1, 2)
-    return wider[:, :, :heads].transpose(1, 2)
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    wider = torch.full((count, heads if layout == "rows first" else heads + 2, size), torch.nan, dtype=dtype)
+    wider[:, :heads] = tensor
+    return wider[:, :heads]
 
 
 def drawn(
     draw: random.Random, chunks: list[Chunk], block_size: int, window: int, local: bool, heads: tuple[int, int],
     size: int, dtype: torch.dtype,
 ) -> Pass:  # fmt: skip
-    """A pass of these chunks. In the caches is what earlier passes left and some row of this one sees."""
+    """Return a pass of these chunks. The caches hold the earlier keys in some row's interval, and NaN elsewhere."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads
     counts = [chunk.end - chunk.start for chunk in chunks]
@@ -106,41 +129,41 @@ def drawn(
     for chunk, count in zip(chunks, counts, strict=True):
         tensors = torch.randn(2, chunk.end, kv_heads, size, generator=generator).to(dtype)
         for new, tensor, cache in zip((key, value), tensors, caches, strict=True):
-            tensor[chunk.start :] = new[0, :, row : row + count].transpose(0, 1)
-            seen = range(max(0, chunk.start - window + 1) if local else 0, chunk.start)
+            tensor[chunk.start :] = new[row : row + count]
+            read = range(max(0, chunk.start - window + 1) if local else 0, chunk.start)
             table = chunk.sequence.tables[local]
-            slots = [table[at // block_size] * block_size + at % block_size for at in seen]
-            cache[slots] = tensor[seen.start : chunk.start]
+            slots = [table[at // block_size] * block_size + at % block_size for at in read]
+            cache[slots] = tensor[read.start : chunk.start]
         full.append(tensors)
         row += count
     return Pass(chunks, block_size, window, local, full, query, key, value, caches)
 
 
 def in_float64(of: Pass) -> torch.Tensor:
-    """The rule, row by row: ``[1, T, heads, D]``."""
+    """Return ``[T, heads, D]`` by definition, row by row."""
     found, row = [], 0
     group = of.query.shape[1] // of.key.shape[1]
     for chunk, tensors in zip(of.chunks, of.full, strict=True):
         keys, values = tensors.double().repeat_interleave(group, 2)
         for at in range(chunk.start, chunk.end):
             low, high = interval(chunk, at, of.window, of.local)
-            scores = torch.einsum("hd,khd->hk", of.query[0, :, row].double(), keys[low:high]) * SCALING
+            scores = torch.einsum("hd,khd->hk", of.query[row].double(), keys[low:high]) * SCALING
             found.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[low:high]))
             row += 1
-    return torch.stack(found)[None]
+    return torch.stack(found)
 
 
 def check(of: Pass, multiprocessors: int = 1) -> None:
-    """``multiprocessors``: that the GPU seems to have; keys are cut into parts where they would have nothing to do."""
+    """``multiprocessors``: what the GPU seems to have; the kernels split keys where some would be idle."""
+    plan = of.triton()
     with patch.object(kernels, "_multiprocessors", lambda _: multiprocessors):
-        output, caches = of.attend(of.triton())
+        output = of.attend(plan)
     close = CLOSE[output.dtype]
     torch.testing.assert_close(output.cpu().double(), in_float64(of), rtol=close, atol=close)
-    expected, expected_caches = of.attend(SegmentsBackend().plan(of.rows, local=of.local, device=DEVICE))
+    reference = SegmentsBackend().plan(of.batch, local=of.local, device=DEVICE)
+    assert plan.slots.dtype == torch.int64 and torch.equal(plan.slots, reference.slots)
     assert output.is_contiguous()
-    torch.testing.assert_close(output, expected, rtol=close, atol=close)
-    for cache, other in zip(caches, expected_caches, strict=True):
-        torch.testing.assert_close(cache, other, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(output, of.attend(reference), rtol=close, atol=close)
 
 
 SEEDS = st.integers(0, 2**32)
@@ -153,7 +176,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(seed=SEEDS, size=st.sampled_from([16, 32, 64]), multiprocessors=st.sampled_from([1, 15, 60]), **SHAPES)
 @settings(deadline=None, max_examples=18)
-def test_every_row_sees_its_interval_of_keys(
+def test_every_row_attends_to_its_key_interval(
     dtype: torch.dtype, seed: int, size: int, multiprocessors: int, block_size: int, window: int, local: bool,
     heads: tuple[int, int],
 ) -> None:  # fmt: skip
@@ -188,43 +211,26 @@ def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int)
 @given(seed=SEEDS, window=SHAPES["window"], local=st.booleans())
 @settings(deadline=None, max_examples=7)
 def test_padding_changes_nothing(seed: int, window: int, local: bool) -> None:
-    """As a CUDA graph has it: more decode rows, tiles and rows than there are, what is too many on a spare block."""
+    """A pass as a CUDA graph has it: more decode rows, other rows and tiles, wider tables."""
     draw = random.Random(seed)
     of = drawn(draw, sequences(draw, 8, window), 8, window, local, (2, 2), 16, torch.float32)
-    expected, expected_caches = of.attend(of.triton())
-    padded, places = padded_plan(of.triton(), len(of.key[0, 0]))
-    rows = [torch.randn(1, tensor.shape[1], max(places) + 3, 16) for tensor in (of.query, of.key, of.value)]
+    singles = of.batch.decode_rows + draw.randint(0, 3)
+    others = max(of.batch.rows - of.batch.decode_rows + draw.randint(0, 20), 2)
+    places = [
+        row if row < of.batch.decode_rows else row + singles - of.batch.decode_rows for row in range(of.batch.rows)
+    ]
+    arrays = of.backend.inputs(padded(of.batch, singles, others, (SPARE, SPARE)), local=local)
+    arrays = arrays._replace(
+        tiles=np.pad(arrays.tiles, ((0, 2), (0, 0))),
+        decode_tables=np.pad(arrays.decode_tables, ((0, 0), (0, 3)), constant_values=-1),
+    )
+    inputs = KernelInputs(*unpack(torch.from_numpy(pack(arrays)).to(DEVICE), arrays))
+    plan = of.backend.bind(inputs, of.block_size, window if local else 0)
+    rows = [torch.randn(singles + others, *tensor.shape[1:]) for tensor in (of.query, of.key, of.value)]
     for to, tensor in zip(rows, (of.query, of.key, of.value), strict=True):
-        to[:, :, places] = tensor
-    found, caches = replace(of, query=rows[0], key=rows[1], value=rows[2]).attend(padded)
-    torch.testing.assert_close(found[:, places], expected, rtol=2e-5, atol=2e-5)
-    for cache, other in zip(caches, expected_caches, strict=True):
-        torch.testing.assert_close(cache[: SPARE * 8], other[: SPARE * 8], rtol=0, atol=0, equal_nan=True)
-
-
-def padded_plan(plan: TritonPlan, rows: int) -> tuple[TritonPlan, list[int]]:
-    """Two decode rows, two tiles and at least two rows more; and where the rows are now."""
-
-    def pad(tensor: torch.Tensor, *, before: int = 0, value: int) -> torch.Tensor:
-        shape = tensor.shape[1:]
-        parts = tensor.new_full((before, *shape), value), tensor, tensor.new_full((2, *shape), value)
-        return torch.cat(parts)
-
-    decode, prefill, single = plan.decode, plan.prefill, 0
-    if decode is not None:
-        single = len(decode.lengths)
-        decode = replace(decode, tables=pad(decode.tables, value=SPARE), lengths=pad(decode.lengths, value=1))
-    else:
-        tables = torch.full((2, 1), SPARE, dtype=torch.int32, device=DEVICE)
-        decode = DecodeRows(tables, torch.ones(2, dtype=torch.int32, device=DEVICE), 0)
-    if prefill is not None:
-        tiles = pad(prefill.tiles, value=0)
-        tiles[:-2, 0] += 2
-        prefill = replace(prefill, start=single + 2, tiles=tiles, ends=pad(prefill.ends, value=0))
-    slots = torch.full((rows + 5,), SPARE * plan.block_size, dtype=torch.int64, device=DEVICE)
-    places = [row if row < single else row + 2 for row in range(rows)]
-    slots[places] = plan.slots
-    return TritonPlan(plan.block_size, slots, decode, prefill), places
+        to[places] = tensor
+    found = replace(of, query=rows[0], key=rows[1], value=rows[2]).attend(plan)
+    torch.testing.assert_close(found[places], of.attend(of.triton()), rtol=2e-5, atol=2e-5)
 
 
 @given(seed=SEEDS, window=SHAPES["window"], local=st.booleans(), size=st.sampled_from(HEAD_SIZES))
@@ -233,16 +239,17 @@ def test_tiles_hold_every_prefill_row_once_those_with_most_keys_first(
     seed: int, window: int, local: bool, size: int
 ) -> None:
     chunks = sequences(random.Random(seed), 4, window)
-    rows = AttentionRows.of(Step(chunks), 4, window)
-    plan = TritonBackend(size, torch.float32).plan(rows, local=local, device=torch.device("cpu"))
+    backend = TritonBackend(size, torch.float32)
+    inputs = backend.inputs(flatten(chunks, block_size=4, window=window), local=local)
     expected = [(number, at) for number, chunk in enumerate(chunks) for at in range(chunk.start, chunk.end)]
-    single = 0 if plan.decode is None else len(plan.decode.lengths)
+    single = len(inputs.lengths)
     assert single == next((at for at, chunk in enumerate(chunks) if chunk.end - chunk.start > 1), len(chunks))
-    tiles = [] if plan.prefill is None else plan.prefill.tiles.tolist()
+    assert len(inputs.decode_tables) == single and len(inputs.prefill_tables) == len(chunks) - single
+    tiles = inputs.tiles.tolist()
     found = {row + at: (chunk + single, place + at) for row, count, place, chunk in tiles for at in range(count)}
     assert found == dict(enumerate(expected[single:], single))
     assert sum(count for _, count, _, _ in tiles) == len(found)
-    assert all(1 <= count <= plan.prefill.tile_rows for _, count, _, _ in tiles)
+    assert all(1 <= count <= backend.tile_rows for _, count, _, _ in tiles)
     keys = []
     for _, count, place, chunk in tiles:
         first, last = (interval(chunks[chunk + single], at, window, local) for at in (place, place + count - 1))
@@ -250,7 +257,17 @@ def test_tiles_hold_every_prefill_row_once_those_with_most_keys_first(
     assert keys == sorted(keys, reverse=True)
 
 
-def test_what_the_kernels_cannot_do_is_said() -> None:
+@given(st.lists(st.tuples(st.sampled_from([np.int32, np.int64]), st.lists(st.integers(0, 5), min_size=1, max_size=3))))
+def test_packed_arrays_keep_their_values_at_aligned_addresses(kinds: list[tuple[type[Any], list[int]]]) -> None:
+    draw = np.random.default_rng(0)
+    arrays = [draw.integers(-(1 << 31), 1 << 31, shape, kind, endpoint=False) for kind, shape in kinds]
+    packed = torch.from_numpy(pack(arrays))
+    for array, tensor in zip(arrays, unpack(packed, arrays), strict=True):
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+        assert torch.equal(tensor, torch.from_numpy(array)) and tensor.dtype == torch.from_numpy(array).dtype
+
+
+def test_the_reason_names_what_the_kernels_do_not_support() -> None:
     assert unsupported_reason(128, torch.float16, DEVICE) is None
     assert (
         unsupported_reason(72, torch.float16, DEVICE)
@@ -260,8 +277,8 @@ def test_what_the_kernels_cannot_do_is_said() -> None:
     assert "need an NVIDIA GPU, not mps" in str(unsupported_reason(64, torch.float16, torch.device("mps")))
 
 
-def test_without_triton_the_reason_is_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module is imported everywhere, also where there is no Triton."""
+def test_the_reason_names_a_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module must import without Triton."""
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "panscan.engine.kernels")
     spec = importlib.util.find_spec("panscan.engine.triton_attention")

@@ -149,7 +149,7 @@ class Engine:
             ranks.close()
             raise
         engine._finalizer.detach()
-        engine._finalizer = weakref.finalize(engine, _close_both, engine._worker, ranks)
+        engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
         return engine
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
@@ -288,8 +288,10 @@ class Engine:
         """Next-token distributions along given tokens, all requests at once: what the verdict compares.
 
         Raises:
+            EngineError: the engine is closed, or belongs to another process.
             PanscanError: of the first request that failed.
         """
+        self._worker.check_process()
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         watched = [Watched(forced_tokens) for forced_tokens in forced]
         for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):

@@ -17,9 +17,11 @@ from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, unpack
 from panscan.images.transfer import upload
 
-__all__ = ["Graphs", "RunLayers", "decode_sizes", "graph_sizes", "padded"]
+__all__ = ["MOST_CHUNK_ROWS", "Graphs", "RunLayers", "decode_sizes", "graph_sizes", "padded"]
 
-_WARM_UPS = 2  # passes before a capture: one-time compilation and allocation must not happen while recording
+MOST_CHUNK_ROWS = 512
+"""Rows of a recorded pass in addition to its decode rows, at most."""
+_WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _CHUNKS = 16  # per pass at most, in addition to its decode rows
 _one_at_a_time = Lock()
 
@@ -48,7 +50,7 @@ def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
         decode_rows: maximum decode rows per pass.
         chunk_rows: maximum other rows per pass.
     """
-    short = [rows for rows in (32, 64, 128, 256, 512) if rows <= chunk_rows]
+    short = [rows for rows in (32, 64, 128, 256, MOST_CHUNK_ROWS) if rows <= chunk_rows]
     beside = sorted({min(rows, decode_rows) for rows in (16, 64, decode_rows)})
     alone = [(rows, 0) for rows in decode_sizes(decode_rows)] + [(0, rows) for rows in short]
     return alone + [(single, rows) for single in beside for rows in short[1:]]

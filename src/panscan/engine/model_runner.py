@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import SettingError, UnsupportedError, View, now
+from panscan.core import Sampling, SettingError, UnsupportedError, View, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
-from panscan.engine.graphs import Graphs, padded
+from panscan.engine.graphs import MOST_CHUNK_ROWS, Graphs, padded
 from panscan.engine.kv_memory import (
     KVCache,
     KVShape,
@@ -27,7 +28,7 @@ from panscan.engine.kv_memory import (
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark
 from panscan.engine.sampling import Chosen, Draws, Sampler
-from panscan.engine.scheduling.batch import FlatBatch, flatten
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, flatten
 from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
@@ -43,7 +44,8 @@ __all__ = ["BackendChoice", "Launched", "ModelRunner", "PassResult", "RunnerFact
 
 log = logging.getLogger("panscan.engine")
 
-_WARM_UP_ROWS = 211  # of a first prefill pass, which builds kernels and allocates: no multiple of a tile
+_SLACK = 1.2  # of the working memory that was measured: the allocator cannot use all that it reserves
+_FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class _LaunchedHere:
 class ModelRunner:
     """Computes passes on one device, or one rank's part of them.
 
-    ``facts``: what a loop must know. ``graphs``: the recorded passes, where there are any. ``pixels``: where views wait.
+    ``facts``: what a loop must know. ``cache``: keys and values. ``graphs``: the recorded passes, where there are any.
+    ``pixels``: where views wait.
 
     Args:
         loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
@@ -228,12 +231,10 @@ class ModelRunner:
         slow = self._slow_reason()
         if slow is not None:
             self._say(f"layers: launched one by one ({slow})")
+        self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
         self._start_vision()
         self._start_cache()
-        self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
         if slow is None:
-            with self._stage("prefill warm-up"):
-                self._warm_up()
             self._record_graphs()
         self.facts = self._facts(overlaps=slow is None)
 
@@ -254,24 +255,54 @@ class ModelRunner:
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
+        working = self._working_bytes()
+        release_memory()  # the cache is sized by what is free
         facts = MemoryFacts(
-            shape=KVShape.of(text.layers), device=self._device, working_bytes=self._working_bytes(),
+            shape=KVShape.of(text.layers), device=self._device, working_bytes=working,
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
             max_positions=text.max_positions, processes=1 if self._device.type == "cuda" else self._ranks.size,
         )  # fmt: skip
-        release_memory()  # the cache is sized by what is free
         first, second = self._ranks.least(choose_blocks(facts, options))
         self._blocks = first, second
-        self._cache = KVCache(text.layers, self._blocks, options.block_size)
+        self.cache = KVCache(text.layers, self._blocks, options.block_size)
 
     def _working_bytes(self) -> int:
-        """Bytes that passes need beside weights and caches."""
-        options = self._options
+        """Bytes that passes need beside weights and caches: measured on a GPU, estimated elsewhere."""
+        options, text = self._options, self._text
         tokens = options.prefill_chunk_size + self._image_tokens + options.max_num_seqs
-        needed = self._text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
+        if self._device.type != "cuda":
+            needed = text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
+            return needed + (0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size))
+        with self._stage("working memory of the largest pass"):
+            largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(self._try_vision))
+        graphs = text.working_bytes(tokens=options.max_num_seqs + MOST_CHUNK_ROWS, rows=0)
+        return int(_SLACK * largest) + graphs + _FIXED_BYTES
+
+    def _peak_of(self, run: Callable[[], None]) -> int:
+        """Most bytes that tensors take on the GPU while ``run`` runs, beside those that are there."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        peak: int = torch.cuda.max_memory_allocated(self._device)
+        return peak - before
+
+    @torch.no_grad()
+    def _try_text(self, rows: int) -> None:
+        """Run the largest prefill pass on a cache of one block, and choose as many tokens as sequences may run."""
+        options, text = self._options, self._text
+        cache = KVCache(text.layers, (0, 0), options.block_size)
+        empty = flatten([], block_size=options.block_size, window=text.window)
+        batch = padded(empty, 0, rows, cache.spare)
+        final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
+        logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
+        rows_of = [SamplingRow(Sampling(temperature=1.0, top_p=0.9), 0, 0)] * options.max_num_seqs
+        self._sampler.launch(logits, rows_of).wait()
+
+    def _try_vision(self) -> None:
+        """Encode the largest batch of views."""
         if self._vision is not None:
-            needed += self._vision.working_bytes(options.vision_batch_size)
-        return needed
+            size, count = (self._loaded.reader.pixels or PixelSpec()).size, self._options.vision_batch_size
+            self._vision(torch.zeros(count, 3, size, size, device=self._device, dtype=self._loaded.dtype))
 
     def _record_graphs(self) -> None:
         options, text = self._options, self._text
@@ -279,7 +310,7 @@ class ModelRunner:
             return
         self.graphs = Graphs(
             self._run_layers, self._backend, {layer.local for layer in text.layers},
-            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self._cache.spare,
+            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self.cache.spare,
             window=text.window, decode_rows=options.max_num_seqs, chunk_rows=options.prefill_chunk_size,
             longest=min(text.max_positions, options.block_size * max(self._blocks)), block_size=options.block_size,
             capture=self._device.type == "cuda",
@@ -288,13 +319,6 @@ class ModelRunner:
         with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
             for size in self.graphs.prepare():
                 log.debug("CUDA graph: %d decode + %d prefill rows", *size)
-
-    def _warm_up(self) -> None:
-        """Run a prefill pass on the spare block, for what it builds and allocates."""
-        empty = flatten([], block_size=self._options.block_size, window=self._text.window)
-        batch = padded(empty, 0, _WARM_UP_ROWS, self._cache.spare)
-        hidden = self._eager(batch, self._text.embed(upload(batch.ids, self._device)))
-        self._text.logits(hidden[-1:])
 
     def _facts(self, *, overlaps: bool) -> RunnerFacts:
         local = any(layer.local for layer in self._text.layers)
@@ -348,15 +372,15 @@ class ModelRunner:
         """Final hidden states ``[T, hidden]``, from a graph if one is large enough."""
         if self.graphs is not None and (final := self.graphs.run(batch, hidden)) is not None:
             return final
-        return self._eager(batch, hidden)
+        return self._eager(batch, hidden, self.cache)
 
-    def _eager(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _eager(self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
-        return self._run_layers(hidden, upload(batch.positions, self._device), plans)
+        return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans)
 
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
-        return self._text.run(hidden, positions, self._cache.k, self._cache.v, plans)
+        return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
 
     def _watch(self, batch: FlatBatch, final: torch.Tensor, logits: torch.Tensor) -> _Watched:
         hidden = found = answers = None
@@ -422,7 +446,7 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
     return BackendChoice("triton", why, TritonBackend(layer.head_size, layer.dtype))
 
 
-def _no_vision(pixels: torch.Tensor) -> torch.Tensor:
+def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("a text-only model got views to encode")
 
 

@@ -29,8 +29,8 @@ class EngineOptions:
     Args:
         prefill_chunk_size: prompt tokens of one pass, all requests together; a longer image block is taken whole.
         block_size: tokens of one KV cache block.
-        overlap: launch a pass before the tokens of the previous one are known; None: where all else is in place that
-            makes passes fast on a GPU (see :class:`panscan.engine.startup.Startup`).
+        overlap: launch a pass before the tokens of the previous one are known; None: where the device computes while
+            the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).
 
     Raises:
         SettingError: a size out of its range.

@@ -165,7 +165,7 @@ class TritonBackend:
 def pack(arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
     """Return the bytes of all arrays in one buffer, so that one copy takes them to a device."""
     *places, total = _places(arrays)
-    packed = np.zeros(total, np.uint8)
+    packed = np.zeros(max(total, _ALIGNMENT), np.uint8)  # PyTorch cannot change the dtype of views of an empty array
     for array, place in zip(arrays, places, strict=True):
         packed[place : place + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     return packed

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Linear", "ModuleLinear", "PlainLinear", "SummedLinear", "is_plain", "linear_of"]
+__all__ = ["Linear", "ModuleLinear", "PlainLinear", "SummedLinear", "is_plain", "linear_of", "runs_own_forward"]
 
 
 class Linear(Protocol):
@@ -69,7 +69,7 @@ class SummedLinear:
         return self._reduce(self._part(input))
 
 
-def linear_of(*modules: nn.Module) -> Linear:
+def linear_of(*modules: Any) -> Linear:
     """Return one product for modules that read the same input, their outputs next to each other in this order.
 
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one tensor, group
@@ -85,19 +85,22 @@ def linear_of(*modules: nn.Module) -> Linear:
 
 
 def is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Return whether a module is exactly a ``kind`` that computes what its class says, on values that are there.
+    """Return whether a module runs the ``forward`` of exactly this class on dense values that are loaded.
 
-    Not so with a subclass, hooks, a ``forward`` of its own (accelerate's hooks are that), or parameters that are
-    quantised, split over processes (DTensor) or not loaded (meta).
+    False with parameters that are quantised, split over processes (DTensor) or on the meta device.
     """
-    return (
-        type(module) is kind
-        and "forward" not in vars(module)
-        and not hasattr(module, "_hf_hook")
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and all(type(parameter) is nn.Parameter and not parameter.is_meta for parameter in module.parameters())
+    return runs_own_forward(module, kind) and all(
+        type(parameter) is nn.Parameter and not parameter.is_meta for parameter in module.parameters()
     )
+
+
+def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether calling the module runs the ``forward`` of exactly this class, without hooks.
+
+    Its submodules may be of any kind. accelerate's hooks replace ``forward`` on the instance.
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is kind and "forward" not in vars(module) and not hooks
 
 
 def _fit_together(modules: Sequence[Any]) -> bool:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import SettingError
 from panscan.model.config import gemma3_config, generation_config, processor_for
-from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.shapes import SHAPES, Shape
+from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.tokenizer import tokenizer_for
 
 if TYPE_CHECKING:

@@ -90,7 +90,7 @@ class TextLayers:
         vocab_size: rows of the whole output matrix; None: as the configuration says.
 
     Raises:
-        UnsupportedError: the layers are spread over devices.
+        UnsupportedError: the layers are spread over devices, attend to later text, or rotate by the longest position.
     """
 
     def __init__(self, loaded_model: Any, ranks: Ranks = ALONE, *, vocab_size: int | None = None) -> None:
@@ -98,6 +98,7 @@ class TextLayers:
         self._model, self._ranks = loaded_model, ranks
         self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
         config = self._text.config
+        _refuse_other_attention(config)
         # Transformers' conditional class leaves the capping out.
         capped = isinstance(loaded_model, Gemma3ForCausalLM)
         self._softcap: float | None = config.final_logit_softcapping if capped else None
@@ -110,8 +111,7 @@ class TextLayers:
         probe = self.embed(torch.zeros(1, dtype=torch.long, device=_device(loaded_model)))
         self.device, self.dtype = probe.device, probe.dtype
         self._layers = [
-            _layer_of(module, kind, config, ranks)
-            for module, kind in zip(self._text.layers, self._kinds, strict=True)
+            _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
         ]
         self._ops: _Ops = _TorchOps()
         self.kernels = False
@@ -280,8 +280,8 @@ class _TorchOps:
         self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        heads = qkv.unflatten(-1, (-1, layer.head_size))
-        query, key, value = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)
+        heads = qkv.view(len(qkv), -1, layer.head_size)
+        query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
         k_cache.index_copy_(0, slots, key)
         v_cache.index_copy_(0, slots, value)
@@ -305,7 +305,7 @@ class _KernelOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps)
 
-    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the kernel knows one
+    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
         return self._kernels.gelu_product(gate_up)
 
     def rotate_and_store(
@@ -327,6 +327,18 @@ def _refuse_spread(model: Any) -> None:
         raise UnsupportedError(
             f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"
             f" use --tensor-parallel-size {len(computing)}, or --runner generate"
+        )
+
+
+def _refuse_other_attention(config: Any) -> None:
+    """Refuse what makes a row depend on later text, or on the other sequences of its pass."""
+    if config.use_bidirectional_attention:
+        raise UnsupportedError("--runner engine: the checkpoint's text attention is bidirectional; use --runner generate")
+    kinds = {rope["rope_type"] for kind, rope in config.rope_parameters.items() if kind in config.layer_types}
+    if dynamic := sorted(kinds & {"dynamic", "longrope"}):
+        raise UnsupportedError(
+            f"--runner engine: the checkpoint's rope_type {dynamic[0]!r} depends on the longest sequence of a pass;"
+            " use --runner generate"
         )
 
 

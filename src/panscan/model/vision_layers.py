@@ -31,7 +31,7 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 from panscan.core import UnsupportedError
-from panscan.model.linear import Linear, PlainLinear, is_plain, linear_of
+from panscan.model.linear import Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 
 __all__ = ["VisionLayers", "choose_vision_attention", "fastest"]
 
@@ -240,7 +240,7 @@ class _Embedding:
 
     def __init__(self, embeddings: Any) -> None:
         self._embeddings = embeddings
-        self._ours = _runs_own_forward(embeddings, SiglipVisionEmbeddings)
+        self._ours = runs_own_forward(embeddings, SiglipVisionEmbeddings)
         convolution = embeddings.patch_embedding
         self._is_product = (
             is_plain(convolution, nn.Conv2d)
@@ -356,7 +356,7 @@ def _fused_gelu(linear: Linear, activation: nn.Module) -> Linear | None:
         return None
     weight = linear.weight
     short = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-    own = _runs_own_forward(activation, type(ACT2FN["gelu_pytorch_tanh"]))
+    own = runs_own_forward(activation, type(ACT2FN["gelu_pytorch_tanh"]))
     return _GeluLinear(weight, linear.bias) if short and own else None
 
 
@@ -374,18 +374,12 @@ def _patch_product(pixels: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor
 def _is_unmodified(tower: Any) -> bool:
     """Return whether the modules that :class:`_Encoder` does not call are SigLIP's own, without hooks."""
     return (
-        _runs_own_forward(tower, SiglipVisionModel)
-        and _runs_own_forward(tower.encoder, SiglipEncoder)
+        runs_own_forward(tower, SiglipVisionModel)
+        and runs_own_forward(tower.encoder, SiglipEncoder)
         and all(
-            _runs_own_forward(layer, SiglipEncoderLayer)
-            and _runs_own_forward(layer.self_attn, SiglipAttention)
-            and _runs_own_forward(layer.mlp, SiglipMLP)
+            runs_own_forward(layer, SiglipEncoderLayer)
+            and runs_own_forward(layer.self_attn, SiglipAttention)
+            and runs_own_forward(layer.mlp, SiglipMLP)
             for layer in tower.encoder.layers
         )
     )
-
-
-def _runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether calling the module runs the ``forward`` of exactly this class, without hooks."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is kind and "forward" not in vars(module) and not hooks

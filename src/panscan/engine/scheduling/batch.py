@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -161,8 +161,7 @@ def flatten(
     )  # fmt: skip
 
 
-def _table(chunks: Iterable[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
-    chunks = list(chunks)
+def _table(chunks: Rows[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
     table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
     for row, chunk in zip(table, chunks, strict=True):
         first = 0 if window is None else max(0, chunk.start - window + 1) // block_size

@@ -1,0 +1,136 @@
+"""Flat batches against the definition of every row and block, one at a time."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import fields, replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.test_attention import interval, sequences
+
+from panscan.core import Sampling
+from panscan.engine.scheduling.batch import FlatBatch, ImageRows, SamplingRow, ViewToEncode, flatten
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+
+SHAPES = {
+    "seed": st.integers(0, 2**32),
+    "block_size": st.sampled_from([1, 3, 16]),
+    "window": st.sampled_from([1, 5, 16, 50]),
+}
+PENDING = -1
+
+
+def rows_of(chunks: list[Chunk]) -> list[tuple[int, int]]:
+    """Return the chunk and the position of each row."""
+    return [(number, at) for number, chunk in enumerate(chunks) for at in range(chunk.start, chunk.end)]
+
+
+@given(**SHAPES)
+@settings(deadline=None)
+def test_every_row_has_its_id_position_interval_and_slot(seed: int, block_size: int, window: int) -> None:
+    draw = random.Random(seed)
+    chunks = sequences(draw, block_size, window)
+    for chunk in draw.sample(chunks, draw.randint(0, len(chunks))):
+        chunk.sequence.expect()
+        chunk.sequence.ids[chunk.end - 1] = PENDING
+    batch, rows = flatten(chunks, block_size=block_size, window=window), rows_of(chunks)
+    assert batch.rows == len(rows) and (batch.block_size, batch.window) == (block_size, window)
+    assert batch.ids.tolist() == [max(chunks[number].sequence.ids[at], 0) for number, at in rows]
+    assert batch.positions.tolist() == [at for _, at in rows]
+    assert batch.chunk_of_row.tolist() == [number for number, _ in rows]
+    assert batch.offsets.tolist() == [sum(number < chunk for number, _ in rows) for chunk in range(len(chunks) + 1)]
+    for local in (False, True):
+        intervals = [interval(chunks[number], at, window, local) for number, at in rows]
+        first_keys = batch.first_keys(local=local).tolist()
+        assert list(zip(first_keys, batch.ends.tolist(), strict=True)) == intervals
+        tables = [chunk.sequence.tables[local] for chunk in chunks]
+        slots = [tables[number][at // block_size] * block_size + at % block_size for number, at in rows]
+        assert batch.slots(local=local).tolist() == slots
+    dtypes = [array.dtype for array in (batch.ids, batch.positions, batch.ends, batch.offsets, *batch.tables)]
+    assert dtypes == [np.int64] * 2 + [np.int32] * 4
+
+
+@given(**SHAPES)
+@settings(deadline=None)
+def test_tables_hold_the_blocks_that_some_row_reads_or_writes(seed: int, block_size: int, window: int) -> None:
+    chunks = sequences(random.Random(seed), block_size, window)
+    batch = flatten(chunks, block_size=block_size, window=window)
+    for local, table in enumerate(batch.tables):
+        for chunk, blocks in zip(chunks, table.tolist(), strict=True):
+            keys = {
+                key for at in range(chunk.start, chunk.end) for key in range(*interval(chunk, at, window, bool(local)))
+            }
+            needed = {key // block_size for key in keys}
+            held = chunk.sequence.tables[local]
+            assert blocks == [held[block] if block in needed else -1 for block in range(len(blocks))]
+            assert max(needed) < len(blocks)
+
+
+@given(**SHAPES)
+@settings(deadline=None)
+def test_image_rows_take_the_features_of_their_views_in_order(seed: int, block_size: int, window: int) -> None:
+    chunks = sequences(random.Random(seed), block_size, window)
+    keys = [span.key for chunk in chunks for span in chunk.sequence.layout.spans]
+    slots = {key: slot for slot, key in enumerate(reversed(keys))}
+    batch = flatten(chunks, block_size=block_size, window=window, slots=slots)
+    expected = {}
+    for row, (number, at) in enumerate(rows_of(chunks)):
+        for span in chunks[number].sequence.layout.spans:
+            if span.start <= at < span.end:
+                expected[row] = (slots[span.key], at - span.start)
+    found = [(image.row + token, (image.slot, token)) for image in batch.images for token in range(image.tokens)]
+    assert dict(found) == expected and len(found) == len(expected)
+
+
+@given(singles=st.integers(0, 3), others=st.lists(st.integers(1, 3), max_size=4))
+def test_decode_rows_are_the_leading_single_rows(singles: int, others: list[int]) -> None:
+    counts = [1] * singles + others
+    chunks = [
+        Chunk(Sequence(number, [0] * count, count, PromptLayout(), count, tables=([0], [0])), 0, count)
+        for number, count in enumerate(counts)
+    ]
+    expected = 0
+    while expected < len(counts) and counts[expected] == 1:
+        expected += 1
+    assert flatten(chunks, block_size=4, window=4).decode_rows == expected
+
+
+def test_a_kind_without_layers_needs_no_blocks() -> None:
+    chunk = Chunk(Sequence(0, [7, 8], 2, PromptLayout(), 3, tables=([5], [])), 0, 2)
+    batch = flatten([chunk], block_size=16, window=4)
+    assert [table.tolist() for table in batch.tables] == [[[5]], [[-1]]]
+
+
+def equal(one: FlatBatch, other: FlatBatch) -> bool:
+    """Whether all fields are equal, including the dtypes of arrays."""
+
+    def comparable(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(comparable(part) for part in value)
+        return (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
+
+    return all(
+        comparable(getattr(one, field.name)) == comparable(getattr(other, field.name)) for field in fields(FlatBatch)
+    )
+
+
+@given(**SHAPES)
+@settings(deadline=None, max_examples=20)
+def test_a_batch_survives_pickling(seed: int, block_size: int, window: int) -> None:
+    flat = flatten(sequences(random.Random(seed), block_size, window), block_size=block_size, window=window)
+    batch = replace(
+        flat,
+        images=(*flat.images, ImageRows(3, 4, 1)),
+        encode=(ViewToEncode(1, 12, rank=1),),
+        pending_rows=np.array([0]),
+        pending_sources=np.array([2]),
+        sampled=np.array([0]),
+        sampling=(SamplingRow(Sampling(), seed, 3, seen=[1, 2]),),
+        watched=np.array([0]),
+        watched_samples=np.array([0]),
+    )
+    assert equal(pickle.loads(pickle.dumps(batch)), batch)
+    assert not equal(replace(batch, ids=batch.ids + 1), batch)

@@ -1,0 +1,175 @@
+"""Every logit of a model runner's passes against one eager pass of Transformers' model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.pages import Asked, Pages, ask, inputs_of, teacher
+from tests.small_models import MODELS, SIDE, SOFT, loaded_of, odd_configs, odd_model
+from tests.triton_here import interpreted
+
+from panscan.core import UnsupportedError
+from panscan.engine.model_runner import ModelRunner
+from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.engine.triton_attention import HEAD_SIZES
+from panscan.model.checkpoint import Loaded
+
+NAMES = pytest.mark.parametrize("name", list(MODELS))
+SEEDS = st.integers(0, 2**32)
+
+
+def computed(batch: list[Asked], pages: Pages, draw: random.Random, most: int) -> dict[Sequence, torch.Tensor]:
+    """Return logits of all positions of sequences that run to their ends, some of them in each pass, in any order."""
+    seen: dict[Sequence, list[torch.Tensor]] = {asked.sequence: [] for asked in batch}
+    while rest := [asked for asked in batch if not asked.done]:
+        chunks = [asked.next_chunk(draw, most) for asked in draw.sample(rest, draw.randint(1, len(rest)))]
+        result = pages.run(chunks, batch)
+        assert result.logits is not None
+        parts = result.logits.split([chunk.end - chunk.start for chunk in chunks])
+        for chunk, part in zip(chunks, parts, strict=True):
+            seen[chunk.sequence].append(part)
+        sampled = [part[-1] for chunk, part in zip(chunks, parts, strict=True) if chunk.samples]
+        assert len(result.chosen) == len(sampled) and (result.answers is None) == (not sampled)
+        for logits, expected in zip([] if result.answers is None else result.answers, sampled, strict=True):
+            torch.testing.assert_close(logits, expected)
+    assert len(pages.runner.pixels) == 0
+    return {sequence: torch.cat(parts) for sequence, parts in seen.items()}
+
+
+def check(loaded: Loaded, batch: list[Asked], logits: dict[Sequence, torch.Tensor]) -> None:
+    for asked in batch:
+        expected = teacher(loaded, asked)
+        torch.testing.assert_close(logits[asked.sequence], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def check_random(loaded: Loaded, seed: int, block_size: int, most: int) -> None:
+    """Check prompts of several sequences, whole or in chunks, mixed with decode rows, in scattered blocks."""
+    draw = random.Random(seed)
+    batch = [ask(loaded, draw, number=number) for number in range(draw.randint(1, 4))]
+    pages = Pages(loaded, block_size, draw)
+    check(loaded, batch, computed(batch, pages, draw, most))
+
+
+@NAMES
+@given(seed=SEEDS, block_size=st.integers(1, 20), most=st.sampled_from([4, 20, 1000]))
+@settings(deadline=None, max_examples=6)
+def test_all_logits_are_those_of_one_eager_pass(name: str, seed: int, block_size: int, most: int) -> None:
+    check_random(loaded_of(name), seed, block_size, most)
+
+
+@given(config=odd_configs(), seed=SEEDS, block_size=st.sampled_from([1, 5, 16]), most=st.sampled_from([4, 20, 1000]))
+@settings(deadline=None, max_examples=25)
+def test_odd_checkpoints(config: Any, seed: int, block_size: int, most: int) -> None:
+    check_random(odd_model(config), seed, block_size, most)
+
+
+@interpreted
+@given(config=odd_configs(HEAD_SIZES), seed=SEEDS)
+@settings(deadline=None, max_examples=6)
+def test_odd_checkpoints_with_kernels(config: Any, seed: int) -> None:
+    """Interpreted kernels are slow, so there is little text."""
+    draw, loaded = random.Random(seed), odd_model(config)
+    batch = [ask(loaded, draw, number=number, longest=4, outputs=2) for number in range(2)]
+    check(loaded, batch, computed(batch, Pages(loaded, 4, draw, attention_backend="triton"), draw, 20))
+
+
+@interpreted
+def test_padded_passes_have_the_logits_of_one_eager_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes that CUDA graphs record, launched one by one; padding uses the spare blocks, which hold NaN."""
+    monkeypatch.setattr(ModelRunner, "_slow_reason", lambda _: None)
+    draw, loaded = random.Random(1), loaded_of("window inside image blocks")
+    batch = [ask(loaded, draw, number=number, longest=5, outputs=2) for number in range(2)]
+    pages = Pages(loaded, 4, draw, attention_backend="triton", max_num_seqs=2)
+    assert pages.runner.graphs is not None
+    check(loaded, batch, computed(batch, pages, draw, 40))
+
+
+@pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
+def test_long_text_is_computed_in_parts(name: str) -> None:
+    """Longer than a piece of the sdpa backend, with a decode row of few keys in the same pass."""
+    draw, loaded = random.Random(0), loaded_of(name)
+    short = ask(loaded, draw, number=1, longest=3)
+    ids = [draw.randrange(20, 1000) for _ in range(600)]
+    long = Asked(Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), short.forced)
+    check(loaded, [short, long], computed([short, long], Pages(loaded, 16, draw), draw, 1000))
+
+
+def test_sequences_of_one_pass_do_not_attend_to_each_other() -> None:
+    """Two equal prompts and one with the images swapped: equal up to the first image, different from there."""
+    loaded, draw = loaded_of("window inside image blocks"), random.Random(5)
+    views = dict(
+        zip([b"a", b"b"], np.random.default_rng(0).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8), strict=True)
+    )
+    ids = [30, 31, *[SOFT] * 16, 32, 33, *[SOFT] * 16, 34]
+    orders = [(b"a", b"b"), (b"a", b"b"), (b"b", b"a")]
+    batch = [
+        Asked(Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99), [], views)
+        for number, keys in enumerate(orders)
+    ]
+    result = Pages(loaded, 4, draw).run([Chunk(asked.sequence, 0, len(ids)) for asked in batch], batch)
+    assert result.hidden is not None and result.vision is not None
+    first, second, swapped = result.hidden.split(len(ids))
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
+    torch.testing.assert_close(first[:2], swapped[:2], rtol=0, atol=1e-5)
+    assert float((first[2:] - swapped[2:]).abs().amax(1).min()) > 1e-2
+
+
+def test_a_result_has_the_watched_rows_alone() -> None:
+    loaded = loaded_of("text only")
+    pages = Pages(loaded, 4, random.Random(0))
+    rows = [Sequence(number, [20, 21, 22, 23, 24], 5, PromptLayout(), 9) for number in range(2)]
+    whole = pages.run([Chunk(rows[0], 0, 5)])
+    few = pages.run([Chunk(rows[1], 0, 5)], watched=[1, 4])
+    none = pages.run([Chunk(Sequence(2, [20], 1, PromptLayout(), 9), 0, 1)], watched=[])
+    for found, expected in ((few.hidden, whole.hidden), (few.logits, whole.logits)):
+        assert found is not None and expected is not None
+        torch.testing.assert_close(found, expected[[1, 4]])
+    assert none.hidden is None and none.logits is None and whole.vision is None
+
+
+@pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
+def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+    """Each pass but the first reads its token from the previous pass; the host never writes it into the batch."""
+    loaded, draw = loaded_of(name), random.Random(3)
+    asked = ask(loaded, draw)
+    sequence, pages = asked.sequence, Pages(loaded, 16, draw)
+    prompt = torch.tensor([sequence.ids])
+    answer = [pages.run([Chunk(sequence, 0, len(sequence.ids))], [asked]).chosen[0].token]
+    for _ in range(3):
+        sequence.expect()
+        chunk = Chunk(sequence, sequence.computed, len(sequence.ids))
+        answer.append(pages.run([chunk], pending={0: 0}).chosen[0].token)
+    out = loaded.model.generate(
+        **inputs_of(loaded, asked, prompt), max_new_tokens=4, do_sample=False, eos_token_id=None
+    )  # fmt: skip
+    assert out[0, prompt.shape[1] :].tolist() == answer
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_positions_that_depend_on_other_sequences_are_refused(rope: str) -> None:
+    loaded = loaded_of("text only")
+    parameters = loaded.model.config.rope_parameters["full_attention"]
+    before = parameters["rope_type"]
+    parameters["rope_type"] = rope
+    try:
+        with pytest.raises(UnsupportedError, match=f"rope_type '{rope}'.*--runner generate"):
+            ModelRunner(loaded, EngineOptions(kv_cache_gb=0.01))
+    finally:
+        parameters["rope_type"] = before
+
+
+def test_bidirectional_text_is_refused() -> None:
+    loaded = loaded_of("text only")
+    loaded.model.config.use_bidirectional_attention = True
+    try:
+        with pytest.raises(UnsupportedError, match=r"bidirectional.*--runner generate"):
+            ModelRunner(loaded, EngineOptions(kv_cache_gb=0.01))
+    finally:
+        loaded.model.config.use_bidirectional_attention = False
