@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from panscan.bench.grid import Cell
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
-from panscan.engine.ranks import RankGroup, Start, Stop
+from panscan.engine.ranks import RankGroup, StartRunner, StopRunner
 from panscan.model.load import load_outline_for
 from panscan.model.observation import ForcedTokens
 from panscan.model.tiny import tiny_directory
@@ -238,7 +239,7 @@ FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "aborted": (lambda group: os.kill(group.processes[0], signal.SIGABRT), "rank 0 was killed by SIGABRT"),
     "raised": (
-        lambda group: group._ranks[1].send(pickle.dumps(Stop()), group._gone),
+        lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._gone),
         "rank 1: RuntimeError: a batch came before its model runner was built",
     ),
 }
@@ -255,7 +256,8 @@ def test_a_lost_rank_ends_every_request(fault: str, tmp_path: Path, monkeypatch:
     async def ask() -> tuple[list[Result], float]:
         asked = [engine.request("Hi", [noise(90, 90, at)], sampling=ENDLESS) for at in range(2)]
         streams = [engine.submit(request) for request in (*asked, engine.request("Hi", sampling=ENDLESS))]
-        await anext(aiter(streams[2]))
+        events = aiter(streams[2])  # dropped, it would cancel its request
+        await anext(events)
         lose(group)
         lost = time.monotonic()
         return [await stream.result() for stream in streams], time.monotonic() - lost
@@ -284,13 +286,43 @@ def test_a_command_that_one_rank_cannot_obey_ends_the_group() -> None:
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)
     with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
-        group._command([Start(OPTIONS, 0), Start(refused, 0)])
+        group._command([StartRunner(OPTIONS, 0), StartRunner(refused, 0)])
     assert group.failed
     with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
         group.start(OPTIONS)
     group.close()
     assert not running(group.processes)
     assert psutil.Process().num_fds() <= descriptors
+
+
+def test_closing_ends_the_waits_of_other_threads() -> None:
+    before = threading.active_count()
+    group = RankGroup(SETTINGS)
+    session = group.start(OPTIONS)
+    os.kill(group.processes[1], signal.SIGSTOP)
+    ended: list[BaseException] = []
+
+    def wait_for(call: Callable[[], Any]) -> None:
+        try:
+            while True:
+                call()
+        except EngineError as error:
+            ended.append(error)
+
+    levels = torch.zeros(40, 128, 128, 3, dtype=torch.uint8).numpy()
+    calls = [lambda: session.put(levels, None), lambda: group.result(0), group.peak_memory]
+    threads = [threading.Thread(target=wait_for, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)  # the first fills the connection to the stopped rank, the others wait for an answer
+    assert all(thread.is_alive() for thread in threads)
+    group.close()
+    for thread in threads:
+        thread.join(SOON)
+    assert [str(error) for error in ended] == ["the engine's processes were closed"] * 3
+    assert not group.failed
+    assert not running(group.processes)
+    assert threading.active_count() == before
 
 
 def test_a_checkpoint_without_weights_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +355,7 @@ engine = Engine.from_pretrained(
     "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4
 )
 results = engine.stream_results([engine.request("Hi", sampling=Sampling(max_new_tokens=20000, ignore_eos=True))] * 2)
-print(*engine._finalizer.peek()[2][1].processes, flush=True)
+print(*engine._finalizer.peek()[1].args[1].processes, flush=True)
 """
 
 

@@ -32,15 +32,15 @@ from panscan.engine.ranks import (
     BEAT_SECONDS,
     Beat,
     Broken,
-    Failed,
+    CommandFailed,
+    Done,
     Forget,
     Landed,
     Load,
     Peaks,
     Put,
-    Ready,
-    Start,
-    Stop,
+    StartRunner,
+    StopRunner,
     pass_seconds,
 )
 from panscan.engine.scheduling.batch import FlatBatch
@@ -90,24 +90,22 @@ class _Worker:
             match message:
                 case Load():
                     self._load(message)
-                    self._send(Ready())
-                case Start():
-                    self._send(Ready(self._start(message)))
-                case Stop():
+                    self._send(Done())
+                case StartRunner():
+                    self._send(Done(self._start(message)))
+                case StopRunner():
                     self._drop_runner()
-                    self._send(Ready())
+                    self._send(Done())
                 case Peaks():
-                    self._send(Ready(peaks=peak_memory()))
-                    if message.reset:
-                        reset_peak_memory()
+                    self._send(Done(peaks=self._peaks(reset=message.reset)))
                 case _:
                     raise TypeError(f"unknown command {type(message).__name__}")
         except PanscanError as error:
-            self._send(Failed(error))
+            self._send(CommandFailed(error))
         except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
             traceback.print_exc()
             text = " ".join(str(error).split())[:300]
-            self._send(Failed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
+            self._send(CommandFailed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
 
     def _load(self, load: Load) -> None:
         join_time_line(load.time_line)
@@ -125,11 +123,20 @@ class _Worker:
         self._ranks = ProcessRanks(load.rank, load.size, device)
         self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
 
-    def _start(self, start: Start) -> RunnerFacts:
+    def _start(self, start: StartRunner) -> RunnerFacts:
         assert self._loaded is not None and self._ranks is not None  # Load comes first
+        if self._runner is not None:  # its engine failed to start, and did not stop it
+            self._drop_runner()
         self._session = start.session
         self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
         return self._runner.facts
+
+    @staticmethod
+    def _peaks(*, reset: bool) -> dict[str, int | None]:
+        found = peak_memory()
+        if reset:
+            reset_peak_memory()
+        return found
 
     def _execute(self, batch: FlatBatch) -> None:
         number = next(self._passes)
@@ -187,6 +194,8 @@ class _Worker:
         else:
             runner.pixels.forget(message.handles)
         with self._arrived:
+            if self._runner is not runner:
+                return  # dropped meanwhile, and its pixels with it
             if isinstance(message, Put):
                 self._held |= {*message.handles}
             else:

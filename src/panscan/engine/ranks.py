@@ -42,16 +42,16 @@ __all__ = [
     "BEAT_SECONDS",
     "Beat",
     "Broken",
-    "Failed",
+    "CommandFailed",
+    "Done",
     "Forget",
     "Landed",
     "Load",
     "Peaks",
     "Put",
     "RankGroup",
-    "Ready",
-    "Start",
-    "Stop",
+    "StartRunner",
+    "StopRunner",
     "pass_seconds",
 ]
 
@@ -94,7 +94,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRunner:
     """To a rank: build a model runner. ``session``: its number, which its pixels carry too."""
 
     options: EngineOptions
@@ -102,7 +102,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRunner:
     """To a rank: drop the model runner, keep the weights."""
 
 
@@ -134,11 +134,11 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Done:
     """From a rank: the last command is done.
 
     Args:
-        facts: answer to :class:`Start`.
+        facts: answer to :class:`StartRunner`.
         peaks: answer to :class:`Peaks`, as :func:`panscan.model.machine.peak_memory` returns them.
     """
 
@@ -160,7 +160,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CommandFailed:
     """From a rank: its command failed."""
 
     error: PanscanError
@@ -190,7 +190,7 @@ class RankGroup:
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._answers: queue.SimpleQueue[tuple[int, Ready | Failed | None]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Done | CommandFailed | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Landed | None] = queue.SimpleQueue()
         self._launched = self._landed = 0  # passes
         self._landed_before, self._stalled = 0, 0.0  # the watchdog's: passes that had landed; seconds without another
@@ -240,7 +240,7 @@ class RankGroup:
             PanscanError: a rank cannot build it.
         """
         session = next(self._sessions)
-        facts = self._command([Start(options, session)] * self._size)[0].facts
+        facts = self._command([StartRunner(options, session)] * self._size)[0].facts
         assert facts is not None  # every rank built a runner
         self._pass_seconds = pass_seconds(facts.device)
         return _Session(self, session, facts)
@@ -293,7 +293,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        self._command([Stop()] * self._size, self._pass_seconds)
+        self._command([StopRunner()] * self._size, self._pass_seconds)
 
     def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
         """Distribute views over the ranks in turn, and send each rank its pixels.
@@ -321,7 +321,7 @@ class RankGroup:
                 with suppress(EngineError):  # the pixels are gone with the rank
                     rank.send_pixels(Forget(handles), self._gone)
 
-    def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[Ready]:
+    def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[Done]:
         """Send each rank its command, wait until all are done, and return their answers by rank.
 
         Raises:
@@ -333,20 +333,20 @@ class RankGroup:
             for rank, message in zip(self._ranks, messages, strict=True):
                 rank.send(pickle.dumps(message), self._gone)
             answers = self._collect(seconds)
-        errors = [answer.error for answer in answers.values() if isinstance(answer, Failed)]
+        errors = [answer.error for answer in answers.values() if isinstance(answer, CommandFailed)]
         if len(answers) < self._size or 0 < len(errors) < self._size:
             why = f"not all ranks answered a command within {seconds:.0f} s"
             self._end(str(errors[0]) if errors else why)
         if errors:
             raise errors[0]
         self._check()
-        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Ready)]
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
 
-    def _collect(self, seconds: float) -> dict[int, Ready | Failed]:
+    def _collect(self, seconds: float) -> dict[int, Done | CommandFailed]:
         """Return answers to a command by rank, in the order of their arrival; not all if a rank failed or hung."""
-        answers: dict[int, Ready | Failed] = {}
+        answers: dict[int, Done | CommandFailed] = {}
         while len(answers) < self._size:
-            if any(isinstance(answer, Failed) for answer in answers.values()):
+            if any(isinstance(answer, CommandFailed) for answer in answers.values()):
                 seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
             try:
                 rank, answer = self._answers.get(timeout=seconds)
