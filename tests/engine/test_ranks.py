@@ -97,7 +97,7 @@ def tokens(results: list[Result]) -> list[list[int]]:
     [
         {},
         {"prefill_chunk_size": 70, "max_num_seqs": 3, "block_size": 3, "overlap": True},
-        {"vision_batch_size": 1, "preprocess": "device", "overlap": False},
+        {"vision_batch_size": 1, "overlap": False},
         {"kv_cache_gb": 0.004, "vision_cache_gb": 64 * 128 * 4 / 1e9 * 3},
     ],
     ids=str,
@@ -105,8 +105,6 @@ def tokens(results: list[Result]) -> list[list[int]]:
 def test_tokens_are_those_of_generate(
     opened: Callable[..., Engine], reference: Reference, options: dict[str, Any]
 ) -> None:
-    if options.get("preprocess") == "device":  # rounds as torchvision does, and the reference as Pillow
-        pytest.importorskip("torchvision")
     found = opened(**options).generate(requests())
     assert tokens(found) == [reference(request).token_ids for request in requests()]
 
@@ -122,6 +120,15 @@ def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[.
         assert ours.logprobs is not None and theirs.logprobs is not None
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_whole_images_cut_by_the_ranks_give_the_tokens_of_one_process(
+    opened: Callable[..., Engine], tiny: GenerateRunner
+) -> None:
+    asked, options = requests()[3:10], replace(OPTIONS, preprocess="device")
+    with Engine(tiny.loaded, options, replace(SETTINGS, tensor_parallel_size=1)) as engine:
+        due = tokens(engine.generate(asked))
+    assert tokens(opened(preprocess="device").generate(asked)) == due
 
 
 def test_prompts_share_prefixes_and_views(opened: Callable[..., Engine], reference: Reference) -> None:
