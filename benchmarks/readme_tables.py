@@ -148,21 +148,30 @@ def workload(name: str) -> dict[str, Any]:
 
 def workload_machine(record: dict[str, Any], name: str) -> str:
     """One line on model, verdict, hardware, power, versions and command of a workload's record."""
-    facts, verdict, work = record["environment"], record["verdict"]["engine"], record["work"]
+    facts, work = record["environment"], record["work"]
+    gpus = record["settings"].get("tensor_parallel_size", 1)
     turns = next(iter(record["measured"]["engine"].values()))
     watts = statistics.median(turn["power"]["mean_w"] for turn in turns)
     clock = statistics.median(turn["power"]["median_sm_mhz"] for turn in turns)
     packages = facts["packages"]
-    ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
     return (
-        f"{record['model']['name']}, {record['model']['dtype']}: {verdict['verdict']}"
-        f" ({number(ratio, 2)}x the noise); {work['requests']} requests of {work['views']} views,"
-        f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens, {work['repeats']} turns; one"
-        f" {facts['gpus'][0]['name']} at {number(watts, 0)} W and {number(clock, 0)} MHz (driver"
+        f"{record['model']['name']}, {record['model']['dtype']}: {verdict_of(record)};"
+        f" {work['requests']} requests of {work['views']} views,"
+        f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens, {work['repeats']} turn(s);"
+        f" {gpus} x {facts['gpus'][0]['name']} at {number(watts, 0)} W and {number(clock, 0)} MHz (driver"
         f" {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, transformers"
         f" {packages['transformers']}, triton {packages['triton']}, {record['created'][:10]}. Record:"
         f" `benchmarks/records/{name}.json`. Command: `{record['command']}`"
     )
+
+
+def verdict_of(record: dict[str, Any]) -> str:
+    """The verdict of a workload's record, with its divergence as a multiple of the noise."""
+    verdict = record["verdict"]["engine"]
+    if verdict is None:
+        return "not compared with the reference"
+    ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
+    return f"{verdict['verdict']} ({number(ratio, 2)}x the noise)"
 
 
 def ranged(values: Sequence[float], digits: int) -> str:
@@ -199,6 +208,9 @@ def distinct_documents(name: str) -> Callable[[], str]:
             for each in found["decode"]
             if each["idle"] and each["idle"]["share"] is not None
         ]
+        peak = max(turn["peak_reserved_bytes"] for turn in found["throughput"])
+        gpus = record["settings"].get("tensor_parallel_size", 1)
+        rows.append(["peak memory per GPU, GB", number(peak / gpus / 1e9, 1), "-", "-"])
         return table(["", "engine", "floor", "times floor"], rows) + "\n\n" + workload_machine(record, name)
 
     return write
@@ -283,6 +295,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
     "w1-27b": distinct_documents("w1-27b"),
+    "w1-27b-tp2": distinct_documents("w1-27b-tp2"),
+    "w1-27b-tp2-40gb": distinct_documents("w1-27b-tp2-40gb"),
     "w2-27b": questions,
     "w4-4b": distinct_documents("w4-4b"),
     "vision-tower": vision_tower,

@@ -56,7 +56,15 @@ _ROPES: list[dict[str, Any]] = [
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 64},
     {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    {"rope_type": "dynamic", "factor": 4.0},
 ]  # fmt: skip
+
+
+def _longrope(head_size: int) -> dict[str, Any]:
+    """Frequencies that differ on both sides of a context of 400 tokens, longer than any sequence of the tests."""
+    half = head_size // 2
+    factors = {"short_factor": [1.0 + at / half for at in range(half)], "long_factor": [4.0] * half}
+    return {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 400, **factors}
 
 
 @st.composite
@@ -64,12 +72,13 @@ def odd_configs(draw: st.DrawFn, head_sizes: tuple[int, ...] = (16, 18, 32, 48, 
     """Draw a configuration: any heads, layer order, RoPE types, biases and ties; half of them with vision."""
     kv_heads = draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 3))
-    ropes = st.sampled_from(_ROPES)
+    head_size = draw(st.sampled_from(head_sizes))
+    ropes = st.sampled_from([*_ROPES, _longrope(head_size)])
     kinds = st.sampled_from(["sliding_attention", "full_attention"])
     text = Gemma3TextConfig(
         vocab_size=1024, hidden_size=heads * draw(st.integers(4, 12)), intermediate_size=draw(st.integers(5, 80)),
         layer_types=(kinds := draw(st.lists(kinds, min_size=1, max_size=4))), num_hidden_layers=len(kinds),
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=draw(st.sampled_from(head_sizes)),
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_size,
         sliding_window=draw(st.integers(1, 40)), query_pre_attn_scalar=draw(st.sampled_from([16, 168, 256])),
         rope_parameters={
             "full_attention": draw(ropes) | {"rope_theta": 1e6}, "sliding_attention": draw(ropes) | {"rope_theta": 1e4},

@@ -27,7 +27,8 @@ def turn_of(
         requests: with their pages in memory.
         runner: answers them; its ranks, if it has any, report their own peak memory.
     """
-    reset_peak_memory()
+    engine = runner if isinstance(runner, EngineRunner) else None
+    reset_peak_memory() if engine is None else engine.reset_peak_memory()
     with Power(runner.loaded.device) as power:
         start = time.perf_counter()
         results = answer(requests)
@@ -41,7 +42,7 @@ def turn_of(
         "latencies": latencies(results),
         "stages_ms": stage_means(results),
         "power": power.summary(),
-        **(runner.peak_memory() if isinstance(runner, EngineRunner) else peak_memory()),
+        **(peak_memory() if engine is None else engine.peak_memory()),
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +16,8 @@ from tests.small_models import SIDE, SOFT
 from panscan.core import Sampling
 from panscan.engine.model_runner import ModelRunner, PassResult
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode, flatten
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 from panscan.model.checkpoint import Loaded
 
 __all__ = ["Asked", "Pages", "ask", "teacher"]

@@ -152,17 +152,16 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     assert out[0, prompt.shape[1] :].tolist() == answer
 
 
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_positions_that_depend_on_other_sequences_are_refused(rope: str) -> None:
+def test_the_context_ends_where_rotary_frequencies_change() -> None:
     loaded = loaded_of("text only")
     parameters = loaded.model.config.rope_parameters["full_attention"]
-    before = parameters["rope_type"]
-    parameters["rope_type"] = rope
+    before = dict(parameters)
+    parameters.update(rope_type="longrope", original_max_position_embeddings=77)
     try:
-        with pytest.raises(UnsupportedError, match=f"rope_type '{rope}'.*--runner generate"):
-            ModelRunner(loaded, EngineOptions(kv_cache_gb=0.01))
+        assert ModelRunner(loaded, EngineOptions(kv_cache_gb=0.01)).facts.max_positions == 77
     finally:
-        parameters["rope_type"] = before
+        parameters.clear()
+        parameters.update(before)
 
 
 def test_bidirectional_text_is_refused() -> None:

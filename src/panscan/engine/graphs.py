@@ -180,12 +180,7 @@ class Graphs:
 
     def _record(self, size: Size) -> _Recorded:
         """Record a pass that consists of padding."""
-        no_rows, no_blocks = np.empty(0, np.int64), np.empty((0, 0), np.int32)
-        empty = FlatBatch(
-            no_rows, no_rows, no_rows.astype(np.int32), np.zeros(1, np.int32), (no_blocks, no_blocks),
-            self._block_size, self._window,
-        )  # fmt: skip
-        batch = padded(empty, *size, self._spare)
+        batch = padded(FlatBatch.empty(self._block_size, self._window), *size, self._spare)
         arrays, _ = self._arrays(batch, size)
         inputs = torch.empty(len(pack(arrays)), dtype=torch.uint8, device=self._device)
         positions, *parts = unpack(inputs, arrays)

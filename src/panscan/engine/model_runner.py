@@ -28,7 +28,7 @@ from panscan.engine.kv_memory import (
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark
 from panscan.engine.sampling import Chosen, Draws, Sampler
-from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, flatten
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
@@ -291,8 +291,7 @@ class ModelRunner:
         """Run the largest prefill pass on a cache of one block, and choose as many tokens as sequences may run."""
         options, text = self._options, self._text
         cache = KVCache(text.layers, (0, 0), options.block_size)
-        empty = flatten([], block_size=options.block_size, window=text.window)
-        batch = padded(empty, 0, rows, cache.spare)
+        batch = padded(FlatBatch.empty(options.block_size, text.window), 0, rows, cache.spare)
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
         rows_of = [SamplingRow(Sampling(temperature=1.0, top_p=0.9), 0, 0)] * options.max_num_seqs

@@ -36,7 +36,7 @@ from panscan.engine.ranks import (
     Done,
     Forget,
     Landed,
-    Load,
+    LoadShard,
     Peaks,
     Put,
     StartRunner,
@@ -88,7 +88,7 @@ class _Worker:
         """Carry out a command and answer it."""
         try:
             match message:
-                case Load():
+                case LoadShard():
                     self._load(message)
                     self._send(Done())
                 case StartRunner():
@@ -107,7 +107,7 @@ class _Worker:
             text = " ".join(str(error).split())[:300]
             self._send(CommandFailed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadShard) -> None:
         join_time_line(load.time_line)
         quiet_libraries()
         torch.set_num_threads(load.threads)
@@ -124,7 +124,7 @@ class _Worker:
         self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
 
     def _start(self, start: StartRunner) -> RunnerFacts:
-        assert self._loaded is not None and self._ranks is not None  # Load comes first
+        assert self._loaded is not None and self._ranks is not None  # LoadShard comes first
         if self._runner is not None:  # its engine failed to start, and did not stop it
             self._drop_runner()
         self._session = start.session

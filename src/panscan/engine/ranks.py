@@ -46,7 +46,7 @@ __all__ = [
     "Done",
     "Forget",
     "Landed",
-    "Load",
+    "LoadShard",
     "Peaks",
     "Put",
     "RankGroup",
@@ -73,7 +73,7 @@ def pass_seconds(device: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadShard:
     """To a rank: load this shard.
 
     Args:
@@ -206,7 +206,9 @@ class RankGroup:
                 self._ranks.append(_Rank(rank, self._take))
             self._watchdog.start()
             store, threads = str(self._folder / "store"), _threads_each(self._size)
-            self._command([Load(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)])
+            self._command(
+                [LoadShard(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)]
+            )
         except BaseException:
             self.close()
             raise
@@ -431,7 +433,7 @@ class _LaunchedThere:
 
 
 class _Session:
-    """The model runners of all ranks as one: what an engine's loop drives (see ``panscan.engine.loop.Runner``)."""
+    """The model runners of all ranks as one: a ``panscan.engine.loop.PassExecutor``."""
 
     def __init__(self, group: RankGroup, number: int, facts: RunnerFacts) -> None:
         self._group, self._number = group, number

@@ -107,7 +107,7 @@ class TextLayers:
         self.window: int = config.sliding_window
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = vocab_size or config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions = _max_positions(config)
         probe = self.embed(torch.zeros(1, dtype=torch.long, device=_device(loaded_model)))
         self.device, self.dtype = probe.device, probe.dtype
         self._layers = [
@@ -156,7 +156,7 @@ class TextLayers:
             plans: attention by kind of layer (local or not).
         """
         ops, layers = self._ops, self._layers
-        rotary = {kind == "sliding_attention": self._rotary(hidden, positions, kind) for kind in set(self._kinds)}
+        rotary = {kind == "sliding_attention": self._rotary(positions, kind) for kind in set(self._kinds)}
         following = [*(layer.norms[0] for layer in layers[1:]), self._text.norm]
         normed = ops.norm(hidden, layers[0].norms[0])
         for layer, k_cache, v_cache, next_norm in zip(layers, k_caches, v_caches, following, strict=True):
@@ -197,10 +197,17 @@ class TextLayers:
         needed += rows * self.vocab_size * (size + 3 * 4)
         return needed + needed // 2
 
-    def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of one kind of layer, each ``[T, D]``."""
-        cos, sin = self._text.rotary_emb(hidden[None], positions[None], kind)
-        return cos[0], sin[0]
+    def _rotary(self, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of one kind of layer, each ``[T, D]``, as Transformers' rotary embedding computes them.
+
+        From the frequencies of a fresh model: ``generate()`` may leave others behind in a module of a dynamic type.
+        """
+        module = self._text.rotary_emb
+        frequencies = getattr(module, f"{kind}_original_inv_freq").to(positions.device, torch.float32)
+        scaling = getattr(module, f"{kind}_attention_scaling")
+        half = positions[:, None].float() * frequencies
+        angles = torch.cat((half, half), -1)
+        return (angles.cos() * scaling).to(self.dtype), (angles.sin() * scaling).to(self.dtype)
 
     def _all_plain(self) -> bool:
         """Whether kernels may read the norms' weights, and compute the activation."""
@@ -331,15 +338,23 @@ def _refuse_spread(model: Any) -> None:
 
 
 def _refuse_other_attention(config: Any) -> None:
-    """Refuse what makes a row depend on later text, or on the other sequences of its pass."""
+    """Refuse what makes a row of text depend on later text."""
     if config.use_bidirectional_attention:
-        raise UnsupportedError("--runner engine: the checkpoint's text attention is bidirectional; use --runner generate")
-    kinds = {rope["rope_type"] for kind, rope in config.rope_parameters.items() if kind in config.layer_types}
-    if dynamic := sorted(kinds & {"dynamic", "longrope"}):
         raise UnsupportedError(
-            f"--runner engine: the checkpoint's rope_type {dynamic[0]!r} depends on the longest sequence of a pass;"
-            " use --runner generate"
+            "--runner engine: the checkpoint's text attention is bidirectional; use --runner generate"
         )
+
+
+def _max_positions(config: Any) -> int:
+    """The longest sequence whose rotary frequencies depend on positions alone.
+
+    ``dynamic`` frequencies change behind the model's context, ``longrope`` ones behind its original context.
+    """
+    longest: int = config.max_position_embeddings
+    for kind, rope in config.rope_parameters.items():
+        if kind in config.layer_types and rope["rope_type"] == "longrope":
+            longest = min(longest, rope["original_max_position_embeddings"])
+    return longest
 
 
 def _device(model: Any) -> torch.device:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.engine.test_attention import interval, sequences
 
 from panscan.core import Sampling
-from panscan.engine.scheduling.batch import FlatBatch, ImageRows, SamplingRow, ViewToEncode, flatten
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.engine.scheduling.batch import FlatBatch, ImageRows, SamplingRow, ViewToEncode
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 
 SHAPES = {
     "seed": st.integers(0, 2**32),

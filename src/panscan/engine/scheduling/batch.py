@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from panscan.core import Sampling
-from panscan.engine.scheduling.sequence import Chunk
 
-__all__ = ["NO_ROWS", "FlatBatch", "ImageRows", "SamplingRow", "ViewToEncode", "flatten"]
+__all__ = ["NO_ROWS", "FlatBatch", "ImageRows", "SamplingRow", "ViewToEncode"]
 
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -102,6 +101,14 @@ class FlatBatch:
     watched: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     watched_samples: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
 
+    @classmethod
+    def empty(cls, block_size: int, window: int) -> Self:
+        """Return a batch without rows."""
+        no_blocks = np.empty((0, 0), np.int32)
+        return cls(
+            NO_ROWS, NO_ROWS, np.empty(0, np.int32), np.zeros(1, np.int32), (no_blocks, no_blocks), block_size, window
+        )
+
     @property
     def rows(self) -> int:
         """T, the number of rows."""
@@ -126,47 +133,3 @@ class FlatBatch:
     def first_keys(self, *, local: bool) -> NDArray[np.int64]:
         """int64 ``[T]``: first key of each row's interval, in layers of one kind."""
         return np.maximum(self.positions - self.window + 1, 0) if local else np.zeros_like(self.positions)
-
-
-def flatten(
-    chunks: Rows[Chunk], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
-) -> FlatBatch:
-    """Write the chunks of a pass into one flat batch, without anything to encode, sample or watch.
-
-    Ids that the previous pass has yet to give are 0.
-
-    Args:
-        chunks: in the order of their rows; blocks for all their positions are in the sequences' tables.
-        block_size: tokens per KV cache block.
-        window: positions that a local layer attends to.
-        slots: vision cache slot by view key, of every image block in the chunks.
-    """
-    starts = np.array([chunk.start for chunk in chunks], np.int64)
-    counts = np.array([chunk.end for chunk in chunks], np.int64) - starts
-    offsets = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    positions = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
-    ids: list[int] = []
-    ends = (positions + 1).astype(np.int32)
-    images = []
-    for chunk, offset in zip(chunks, offsets[:-1].tolist(), strict=True):
-        ids += chunk.sequence.ids[chunk.start : chunk.end]
-        for span in chunk.sequence.layout.within(chunk.start, chunk.end):
-            row = span.start + offset - chunk.start
-            ends[row : row + span.end - span.start] = span.end
-            images.append(ImageRows(row, span.end - span.start, 0 if slots is None else slots[span.key]))
-    return FlatBatch(
-        np.maximum(np.array(ids, np.int64), 0), positions, ends, offsets,
-        (_table(chunks, 0, block_size, None), _table(chunks, 1, block_size, window)), block_size, window, tuple(images),
-    )  # fmt: skip
-
-
-def _table(chunks: Rows[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
-    table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
-    for row, chunk in zip(table, chunks, strict=True):
-        first = 0 if window is None else max(0, chunk.start - window + 1) // block_size
-        last = -(-chunk.end // block_size)
-        held = chunk.sequence.tables[kind]
-        if len(held):  # the model may have no layer of this kind
-            row[first:last] = held[first:last]
-    return table

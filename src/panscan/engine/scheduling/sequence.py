@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import MutableSequence
+from collections.abc import Mapping, MutableSequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-__all__ = ["Chunk", "PromptLayout", "Sequence", "Span", "Step"]
+import numpy as np
+from numpy.typing import NDArray
+
+from panscan.engine.scheduling.batch import FlatBatch, ImageRows
+
+__all__ = ["Chunk", "PromptLayout", "Sequence", "Span", "Step", "flatten"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +168,47 @@ class Step:
     """What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
 
     chunks: Rows[Chunk]
+
+
+def flatten(
+    chunks: Rows[Chunk], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
+) -> FlatBatch:
+    """Write the chunks of a pass into one flat batch, without anything to encode, sample or watch.
+
+    Ids that the previous pass has yet to give are 0.
+
+    Args:
+        chunks: in the order of their rows; blocks for all their positions are in the sequences' tables.
+        block_size: tokens per KV cache block.
+        window: positions that a local layer attends to.
+        slots: vision cache slot by view key, of every image block in the chunks.
+    """
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    counts = np.array([chunk.end for chunk in chunks], np.int64) - starts
+    offsets = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    positions = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
+    ids: list[int] = []
+    ends = (positions + 1).astype(np.int32)
+    images = []
+    for chunk, offset in zip(chunks, offsets[:-1].tolist(), strict=True):
+        ids += chunk.sequence.ids[chunk.start : chunk.end]
+        for span in chunk.sequence.layout.within(chunk.start, chunk.end):
+            row = span.start + offset - chunk.start
+            ends[row : row + span.end - span.start] = span.end
+            images.append(ImageRows(row, span.end - span.start, 0 if slots is None else slots[span.key]))
+    return FlatBatch(
+        np.maximum(np.array(ids, np.int64), 0), positions, ends, offsets,
+        (_table(chunks, 0, block_size, None), _table(chunks, 1, block_size, window)), block_size, window, tuple(images),
+    )  # fmt: skip
+
+
+def _table(chunks: Rows[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
+    table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
+    for row, chunk in zip(table, chunks, strict=True):
+        first = 0 if window is None else max(0, chunk.start - window + 1) // block_size
+        last = -(-chunk.end // block_size)
+        held = chunk.sequence.tables[kind]
+        if len(held):  # the model may have no layer of this kind
+            row[first:last] = held[first:last]
+    return table
