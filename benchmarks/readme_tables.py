@@ -196,6 +196,7 @@ def distinct_documents(name: str) -> Callable[[], str]:
             *(
                 (f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
                 for each in found["decode"]
+                if each["ms_per_step"] is not None  # fewer fit in the cache at once
             ),
             (f"vision, ms per view, {seen['views']} at once", seen["ms_per_view"]["all"], 1, "vision_ms_per_view"),
         ]

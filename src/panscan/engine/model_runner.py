@@ -265,6 +265,9 @@ class ModelRunner:
         first, second = self._ranks.least(choose_blocks(facts, options))
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
+        tokens = [count * options.block_size for count in self._blocks]
+        size = (tokens[0] * facts.shape.global_bytes + tokens[1] * facts.shape.local_bytes) / 1e9
+        self._say(f"KV cache: {size:.3g} GB, {tokens[0]:,} tokens in global layers, {tokens[1]:,} in local ones")
 
     def _working_bytes(self) -> int:
         """Bytes that passes need beside weights and caches: measured on a GPU, estimated elsewhere."""
