@@ -16,7 +16,7 @@ from tests.conftest import noise
 from panscan.cli.main import run
 from panscan.images.samples import write_samples
 from panscan.records.store import Run, read_run
-from panscan.records.verdict import verdict_of
+from panscan.records.verdict import axis_checks, verdict_of
 
 SPLIT = ["--tensor-parallel-size", "2"]
 QUICK = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
@@ -93,10 +93,10 @@ def test_a_sweep_compares_sizes(folder: Path) -> None:
     found = benched(folder, "--tensor-parallel-size", "1,2", "--repeats", "1")
     sizes = {cell: settings["tensor_parallel_size"] for cell, settings in found.cells.items()}
     assert sorted(sizes.values()) == [1, 2]
-    for cell in sizes:
-        verdict = verdict_of(found, cell)
-        assert (verdict.word, verdict.reason) == ("exact", "")
-        assert next(each for each in verdict.axes if each.axis == "gpus").requests == 2
+    verdicts = [verdict_of(found, cell) for cell in sizes]
+    assert [(verdict.word, verdict.reason) for verdict in verdicts] == [("exact", "")] * 2
+    [gpus] = [axis for axis in axis_checks(verdicts) if axis.axis == "gpus"]
+    assert (gpus.requests, gpus.differ) == (2, 0)
     peaks = {sizes[cell]: repeat["peak_rss_bytes"] for (cell, _), repeat in found.repeats.items()}
     if peaks[1] is not None:  # the system can reset the peak of a process
         assert peaks[2] > 1.5 * peaks[1], "the ranks' peaks count"

@@ -176,11 +176,10 @@ class Causal:
 def logits(model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int) -> torch.Tensor:
     """Next-token logits of every position of one text."""
     text = TextLayers(model, ranks, vocab_size=vocabulary)
-    caches = [
-        [torch.zeros(len(ids), layer.kv_heads, layer.head_size) for layer in text.layers] for _ in ("keys", "values")
-    ]
+    sizes = [(len(ids), layer.kv_heads, layer.head_size) for layer in text.layers]
+    keys, values = ([torch.zeros(size) for size in sizes] for _ in range(2))
     plan = Causal(torch.arange(len(ids)))
-    return text.logits(text.run(text.embed(ids), torch.arange(len(ids)), *caches, {True: plan, False: plan}))
+    return text.logits(text.run(text.embed(ids), torch.arange(len(ids)), keys, values, {True: plan, False: plan}))
 
 
 @BOTH

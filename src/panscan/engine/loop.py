@@ -124,11 +124,10 @@ class Loop:
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def step(self) -> bool:
-        """Launch a pass, then hand out the tokens of the one before; False if there is nothing to do.
+        """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do.
 
-        So a device that computes by itself has its next pass waiting when it is done with one, and a request is known
-        to have ended one pass late: that pass's row of it is for nothing. Whatever fails in a pass ends the requests
-        that it came with.
+        A GPU therefore finds its next pass queued when it finishes one. The end of a request is noticed one pass late,
+        and its extra row is discarded. A pass that fails ends its requests.
         """
         step = self._scheduler.schedule()
         for preempted in self._scheduler.preempted:
@@ -142,10 +141,10 @@ class Loop:
             self.land()
             return True
         except EngineError:
-            raise  # the runner is gone
-        except Exception as error:  # whatever a pass raises is its requests' failure: the engine and the others go on
+            raise  # the ranks were closed: no pass can run any more
+        except Exception as error:  # any failure of a pass is its requests' failure, not the engine's
             self._fail(step, error)
-            self.land()  # before anything is scheduled again: who was preempted may wait for a token of that pass
+            self.land()  # before the next schedule: a preempted request may wait for a token of the pass in flight
             return True
         self._count(step)
         self.land()
@@ -156,14 +155,14 @@ class Loop:
         return True
 
     def land(self) -> bool:
-        """Wait for the pass under way and hand out its tokens; False if there is none."""
+        """Wait for the pass in flight and deliver its tokens; return False if there is none."""
         inflight, self._inflight = self._inflight, None
         if inflight is None:
             return False
         try:
             result = inflight.launched.wait()
         except EngineError:
-            raise  # the runner is gone
+            raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # a device reports what went wrong when it is waited for
             for chunk in inflight.step.chunks:
                 if chunk.sequence in self._states:
@@ -177,7 +176,7 @@ class Loop:
         return True
 
     def add(self, state: RequestState) -> None:
-        """Take a prepared request; one that can never run fails at once."""
+        """Queue a prepared request; one that can never run fails at once."""
         sequence = state.sequence
         assert sequence is not None  # it is prepared
         sequence.limit = min(sequence.limit, self.facts.max_positions)
@@ -188,7 +187,7 @@ class Loop:
             self._scheduler.add(sequence)
 
     def end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
-        """End a request now, with the tokens it has, wherever it stands."""
+        """End a request now, queued or running, with the tokens it has."""
         if state.sequence is not None and state.sequence in self._states:
             self._cached_tokens += state.sequence.cached or 0
             self._scheduler.remove(state.sequence)
@@ -197,27 +196,27 @@ class Loop:
 
     def close(self) -> None:
         """Wait for the pass in flight, of which nothing may be freed, and release the device."""
-        with suppress(EngineError):  # the runner is gone, and its pass with it
+        with suppress(EngineError):  # the ranks were closed, and their pass with them
             self.land()
         self.runner.close()
 
     def reset_caches(self) -> None:
-        """Forget every prefix and view that nobody uses."""
+        """Forget every unused prefix and view."""
         self.blocks.reset()
         self.vision.clear()
 
     @property
     def states(self) -> list[RequestState]:
-        """Requests that compute or wait for their turn."""
+        """Requests that run or wait in the queue."""
         return list(self._states.values())
 
     @property
     def waiting(self) -> int:
-        """Prepared requests that wait for their turn."""
+        """Number of prepared requests in the queue."""
         return len(self._scheduler.waiting)
 
     def stats(self) -> Stats:
-        """Figures of this moment."""
+        """Return current figures."""
         (used, count), (local_used, local_count) = self.blocks.usage()
         return Stats(
             running=len(self._scheduler.running),
@@ -236,7 +235,7 @@ class Loop:
         )
 
     def _refusal(self, state: RequestState, sequence: Tokens) -> SettingError | None:
-        """Why a request can never run here."""
+        """Return why a request can never run here, or None."""
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
         if sequence.prompt_tokens >= self.facts.max_positions:
             return SettingError(f"{what}; the model's context ends at {self.facts.max_positions}")
@@ -319,7 +318,7 @@ class Loop:
             raise _LostImageError(state, error) from error
 
     def _watched(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
-        """Rows that a verdict watches: whose they are, and their position there."""
+        """Return the sequence and position of each row that a verdict watches, by row."""
         found = {}
         for chunk, offset in zip(step.chunks, flat.offsets.tolist(), strict=False):
             watched = self._states[chunk.sequence].watched
@@ -329,7 +328,7 @@ class Loop:
         return found
 
     def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
-        """Which of the sampled sequences wait for a token of the pass in flight, and its index there."""
+        """Return which sampled sequences wait for a token of the pass in flight, and its index in that pass."""
         waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
         if not waiting or self._inflight is None:
             return [], NO_ROWS

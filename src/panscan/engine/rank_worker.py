@@ -97,9 +97,7 @@ class _Worker:
                     self._drop_runner()
                     self._send(Done())
                 case Peaks():
-                    self._send(Done(peaks=peak_memory()))
-                    if message.reset:
-                        reset_peak_memory()
+                    self._send(Done(peaks=self._peaks(reset=message.reset)))
                 case _:
                     raise TypeError(f"unknown command {type(message).__name__}")
         except PanscanError as error:
@@ -127,9 +125,18 @@ class _Worker:
 
     def _start(self, start: StartRunner) -> RunnerFacts:
         assert self._loaded is not None and self._ranks is not None  # LoadShard comes first
+        if self._runner is not None:  # its engine failed to start, and did not stop it
+            self._drop_runner()
         self._session = start.session
         self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
         return self._runner.facts
+
+    @staticmethod
+    def _peaks(*, reset: bool) -> dict[str, int | None]:
+        found = peak_memory()
+        if reset:
+            reset_peak_memory()
+        return found
 
     def _execute(self, batch: FlatBatch) -> None:
         number = next(self._passes)
@@ -187,6 +194,8 @@ class _Worker:
         else:
             runner.pixels.forget(message.handles)
         with self._arrived:
+            if self._runner is not runner:
+                return  # dropped meanwhile, and its pixels with it
             if isinstance(message, Put):
                 self._held |= {*message.handles}
             else:
