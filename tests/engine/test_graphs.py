@@ -14,8 +14,8 @@ from tests.engine.test_attention import BLOCKS, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes, padded
-from panscan.engine.scheduling.batch import FlatBatch, flatten
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import TritonBackend, TritonPlan
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24

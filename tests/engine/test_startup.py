@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,15 +37,19 @@ def test_the_gpu_path_has_the_answers_of_the_trained_model(mini: GenerateRunner,
 
 
 def same_tokens(runner: GenerateRunner, reference: Reference, asked: list[Request]) -> None:
-    options = EngineOptions(kv_cache_gb=0.05, attention_backend="triton", max_num_seqs=2, vision_batch_size=2)
+    """Interpreted kernels are slow, so answers are short."""
+    options = EngineOptions(
+        kv_cache_gb=0.05, attention_backend="triton", max_num_seqs=2, vision_batch_size=2, prefill_chunk_size=200
+    )
+    short = [replace(request, sampling=replace(request.sampling, max_new_tokens=4)) for request in asked]
     with Engine(runner.loaded, options) as engine:
         loop = engine._loop
         assert isinstance(loop.runner, ModelRunner) and loop.runner.graphs is not None
         assert loop.facts.overlaps, "passes overlap as on a GPU"
-        results = engine.generate(asked)
+        results = engine.generate(short)
         assert engine.stats().steps > 2
         assert len(loop.runner.pixels) == 0
-    assert [result.token_ids for result in results] == [reference(request).token_ids for request in asked]
+    assert [result.token_ids for result in results] == [reference(request).token_ids[:4] for request in asked]
 
 
 def test_a_start_that_fails_leaves_no_thread_and_the_model_usable(tiny: GenerateRunner, reference: Reference) -> None:
