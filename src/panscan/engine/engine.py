@@ -345,7 +345,15 @@ class Engine:
 
 
 def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:
-    return Loop(loaded, options, None if ranks is None else ranks.start(options))
+    """Build the loop on this process's device, or on ranks."""
+    if ranks is None:
+        return Loop(loaded, options)
+    session = ranks.start(options)
+    try:
+        return Loop(loaded, options, session)
+    except BaseException:
+        session.close()
+        raise
 
 
 def _close_both(worker: Worker, ranks: RankGroup) -> None:
