@@ -39,7 +39,7 @@ __all__ = [
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
-"""What the engine attends with; see :func:`panscan.engine.startup.choose_backend`."""
+"""What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
 Level = Literal["load", "call"]
 
 
