@@ -146,7 +146,7 @@ def test_a_record_may_hold_settings_that_were_removed() -> None:
         recorded_settings({"unheard_of": 1})
 
 
-def test_one_model_on_several_gpus_goes_with_each_way_to_name_all_of_them() -> None:
+def test_tensor_parallelism_accepts_every_device_without_an_index() -> None:
     for device in ("auto", "cpu", "cuda"):
         assert Settings(tensor_parallel_size=2, device=device).tensor_parallel_size == 2
 

@@ -73,7 +73,7 @@ def test_the_preset_holds_what_is_not_default_and_says_where_it_is_from(
         assert f"\n# {comment}" in text
 
 
-def test_runs_with_settings_that_were_removed_lead_to_a_preset_and_their_machine_is_left_out(
+def test_presets_omit_removed_settings_and_machine_settings_of_a_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = {"runner": "engine", "fast_start": True, "tensor_parallel_size": 2, "gpu_memory_gb": 40.0}

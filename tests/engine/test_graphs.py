@@ -154,7 +154,7 @@ def test_tiles_and_tables_of_a_pass_do_not_outlive_it(kinds: tuple[bool, ...]) -
     assert compared.check([text(3, 2, 3, 300)])
 
 
-def test_passes_of_more_rows_or_chunks_than_any_graph_are_left_to_the_caller() -> None:
+def test_passes_larger_than_every_graph_return_none() -> None:
     compared = Compared((False,), 16, decode_rows=2, chunk_rows=32)
     assert compared.check([text(number, 0, 2, 10 * number) for number in range(15)])
     assert not compared.check([text(number, 0, 2, 10 * number) for number in range(16)])

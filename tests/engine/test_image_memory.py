@@ -142,7 +142,7 @@ def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_p
         assert (memory.taken, driver.pixels) == (0, 0)
 
 
-def test_pixels_of_a_second_image_that_cannot_be_resized_take_the_first_ones_along(
+def test_pixels_of_the_first_image_are_dropped_when_the_second_fails(
     tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pixels of the first image wait already when the second fails."""

@@ -246,7 +246,7 @@ FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "aborted": (lambda group: os.kill(group.processes[0], signal.SIGABRT), "rank 0 was killed by SIGABRT"),
     "raised": (
-        lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._gone),
+        lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._raise_closed),
         "rank 1: RuntimeError: a batch came before its model runner was built",
     ),
 }
@@ -288,7 +288,7 @@ def test_a_lost_rank_ends_every_request(fault: str, tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_that_one_rank_cannot_obey_ends_the_group() -> None:
+def test_a_command_that_fails_on_one_rank_ends_the_group() -> None:
     descriptors = psutil.Process().num_fds()
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)

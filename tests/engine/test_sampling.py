@@ -43,7 +43,7 @@ def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
             chain.append(TopPLogitsWarper(how.top_p))
         if how.min_p is not None:
             chain.append(MinPLogitsWarper(how.min_p))
-    known = [token for token in row.seen or () if token < VOCABULARY]  # Transformers 5.17 fails at others
+    known = [token for token in row.token_ids or () if token < VOCABULARY]  # Transformers 5.17 fails at others
     scores: torch.Tensor = chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
     return scores
 

@@ -158,12 +158,12 @@ def test_generate_gives_the_same_tokens_before_during_and_after_an_engine(
     assert torch.equal(model.generate(**two_asked, max_new_tokens=8), expected)
 
 
-class Special(nn.Linear):
-    """A linear layer that may compute anything."""
+class LinearSubclass(nn.Linear):
+    """A subclass of ``nn.Linear``, whose forward may be different."""
 
 
-class Split(torch.Tensor):
-    """A tensor with values of another kind behind it, as DTensor and torchao's are."""
+class TensorSubclass(torch.Tensor):
+    """A tensor subclass, like those of DTensor and torchao."""
 
 
 def hooked(linear: nn.Linear) -> nn.Linear:
@@ -177,14 +177,14 @@ def by_accelerate(linear: nn.Linear) -> nn.Module:
 
 
 def of_a_subclass(linear: nn.Linear) -> nn.Linear:
-    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Split))
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(TensorSubclass))
     return linear
 
 
 NOT_PLAIN: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "a hook": hooked,
     "accelerate's hook": by_accelerate,
-    "another class": lambda _: Special(12, 5),
+    "another class": lambda _: LinearSubclass(12, 5),
     "values of another kind": of_a_subclass,
     "values elsewhere": lambda linear: linear.to("meta"),
 }
@@ -214,7 +214,7 @@ def test_a_forward_is_a_modules_own_whatever_its_weights_are() -> None:
     assert runs_own_forward(of_a_subclass(nn.Linear(12, 5)), nn.Linear)
     for change in (hooked, by_accelerate):
         assert not runs_own_forward(change(nn.Linear(12, 5)), nn.Linear)
-    assert not runs_own_forward(Special(12, 5), nn.Linear)
+    assert not runs_own_forward(LinearSubclass(12, 5), nn.Linear)
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ def test_logits_are_float32_and_rounded_as_the_model_rounds(name: str) -> None:
 
 
 @BOTH
-def test_offloaded_weights_are_computed_with_where_their_hooks_put_them(name: str) -> None:
+def test_offloaded_weights_run_on_their_execution_device(name: str) -> None:
     model, _ = random_model(MODELS[name], dtype=torch.float32, device="cpu")
     expected = expected_logits(model)
     layers = TextLayers(cpu_offload(model, execution_device=torch.device("cpu")))

@@ -165,7 +165,7 @@ def _threads_each(replicas: int, size: int, *, on_cpu: bool) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if on_cpu and replicas * size > cores:
         processes = f"--replicas {replicas}" + (f" of {size} processes each" if size > 1 else "")
-        message = f"{processes} share {cores} CPU core(s): they wait for each other"
+        message = f"{processes} share {cores} CPU core(s), which slows all of them down"
         warnings.warn(message, PanscanWarning, stacklevel=2)
     return max(1, cores // (replicas * size))
 

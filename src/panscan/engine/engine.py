@@ -140,7 +140,7 @@ class Engine:
 
     @classmethod
     def _over_ranks(cls, settings: Settings, max_queued_requests: int) -> Engine:
-        """Start processes of its own, which end with the engine."""
+        """Return an engine that owns its rank processes; closing it ends them."""
         loaded = load_outline_for(settings)
         ranks = RankGroup(settings)
         try:

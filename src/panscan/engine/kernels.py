@@ -70,8 +70,8 @@ def decode_sizes(head_size: int, itemsize: int, group: int) -> Sizes:
 
 
 def choose_splits(programs: int, wanted: int) -> int:
-    """Return how many programs share the keys of one: the smallest power of two, at most 16, that makes as many
-    programs as wanted.
+    """Return the number of splits of the keys: the smallest power of two, at most 16, that gives the wanted number of
+    programs.
 
     It does not depend on the number of keys, so a captured graph stays valid as sequences grow.
     """
@@ -195,23 +195,24 @@ def _precision(query: torch.Tensor) -> str:
 
 @kernel()
 def _absorb(
-    top, total, sums, query, k_cache, v_cache, page, at_key, held, seen, kv_head, scale,
+    top, total, sums, query, k_cache, v_cache, page, at_key, valid, mask, kv_head, scale,
     page_size: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax of rows (highest score, sum of weights, weighted sum of values) with more keys.
 
-    ``page`` and ``at_key``: page and position of each key; ``held``: keys that may be read; ``seen``: rows by keys.
+    ``page`` and ``at_key``: page and position of each key. ``valid``: keys that may be read. ``mask``: attention mask,
+    rows by keys.
     """
     d = tl.arange(0, head_size)
-    place = (page.to(tl.int64) * page_size + at_key % page_size) * (kv_heads * head_size) + kv_head * head_size
-    key = tl.load(k_cache + place[None, :] + d[:, None], mask=held[None, :], other=0.0)
-    score = tl.where(seen, tl.dot(query, key, input_precision=precision) * scale, float("-inf"))
+    offset = (page.to(tl.int64) * page_size + at_key % page_size) * (kv_heads * head_size) + kv_head * head_size
+    key = tl.load(k_cache + offset[None, :] + d[:, None], mask=valid[None, :], other=0.0)
+    score = tl.where(mask, tl.dot(query, key, input_precision=precision) * scale, float("-inf"))
     # "top" starts finite: the difference of infinities would be NaN in a row that has not had a key yet.
     higher = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - higher[:, None])
     before = tl.exp2(top - higher)
     # Masked too: unwritten slots hold arbitrary values, and the product of a weight of 0 and NaN is NaN.
-    value = tl.load(v_cache + place[:, None] + d[None, :], mask=held[:, None], other=0.0)
+    value = tl.load(v_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0)
     sums = tl.dot(weight.to(value.dtype), value, sums * before[:, None], input_precision=precision)
     return higher, total * before + tl.sum(weight, 1), sums
 
@@ -253,11 +254,11 @@ def _prefill(
     page = tl.load(table + at_key // page_size, mask=(at_key >= first) & (at_key < last), other=0)
     for begin in range(begin_at, end, keys):
         at_key = begin + tl.arange(0, keys)
-        held = (at_key >= first) & (at_key < last)
-        seen = (at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None])
+        valid = (at_key >= first) & (at_key < last)
+        mask = (at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None])
         ahead = tl.load(table + (at_key + keys) // page_size, mask=at_key + keys < last, other=0)
         top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, page, at_key, held, seen, kv_head, scale,
+            top, total, sums, query, k_cache, v_cache, page, at_key, valid, mask, kv_head, scale,
             page_size, kv_heads, head_size, precision,
         )  # fmt: skip
         page = ahead
@@ -299,10 +300,10 @@ def _decode(
     sums = tl.full([rows, head_size], 0.0, tl.float32)
     for begin in range(first, last, keys):
         at_key = begin + tl.arange(0, keys)
-        held = at_key < last
-        page = tl.load(table + at_key // page_size, mask=held, other=0)
+        valid = at_key < last
+        page = tl.load(table + at_key // page_size, mask=valid, other=0)
         top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, page, at_key, held, held[None, :], kv_head, scale,
+            top, total, sums, query, k_cache, v_cache, page, at_key, valid, valid[None, :], kv_head, scale,
             page_size, kv_heads, head_size, precision,
         )  # fmt: skip
     to = sequence * heads + head

@@ -154,7 +154,7 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
 
 
 def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, str | None]:
-    """Return the bytes for the KV cache, perhaps negative, and the option that limits them; None: what is free does."""
+    """Return the bytes available for the KV cache (may be negative) and the limiting option; None: free memory."""
     vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
     if facts.device.type == "cuda":
         budget = MemoryBudget.of(options, memory.total)

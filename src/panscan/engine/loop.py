@@ -48,9 +48,9 @@ __all__ = ["FORKED", "Loop", "PassExecutor", "Stats", "Worker"]
 
 
 class PassExecutor(PixelIntake, Protocol):
-    """What computes passes: a :class:`panscan.engine.model_runner.ModelRunner`, or several in processes of their own.
+    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or one in each rank process.
 
-    ``facts``: what the loop must know of it.
+    ``facts``: properties that the loop needs.
     """
 
     facts: RunnerFacts
@@ -73,7 +73,7 @@ class _InFlight:
         sampled: the sequences whose next token it gives, in order.
         watched: position in its sequence of each row that a verdict watches, in order.
         observed: sequences among ``sampled`` whose logits a verdict watches, in order.
-        sees: requests some of whose views are encoded or used in this pass.
+        image_requests: requests with image blocks in this pass; empty if the pass encodes no view.
         launched: the runner's handle.
     """
 
@@ -81,7 +81,7 @@ class _InFlight:
     sampled: list[Tokens]
     watched: list[tuple[Tokens, int]]
     observed: list[Tokens]
-    sees: list[RequestState]
+    image_requests: list[RequestState]
     launched: Launched
 
 
@@ -169,7 +169,7 @@ class Loop:
                     self.end(self._states[chunk.sequence], "error", _explained(error))
             return True
         if result.vision is not None:
-            for state in inflight.sees:
+            for state in inflight.image_requests:
                 if not state.ended:
                     state.saw(*result.vision)
         self._deliver(self._settle(inflight, result), result.landed)
@@ -195,7 +195,7 @@ class Loop:
         state.end(reason, error)
 
     def close(self) -> None:
-        """Wait for the pass in flight, of which nothing may be freed, and release the device."""
+        """Wait for the pass in flight, which still uses its memory, and release the device."""
         with suppress(EngineError):  # the ranks were closed, and their pass with them
             self.land()
         self.runner.close()
@@ -255,7 +255,7 @@ class Loop:
 
     def _launch(self, step: Step) -> _InFlight:
         """Write the step into a flat batch and launch it."""
-        slots, encode, seen = self._place_views(step)
+        slots, encode, requests = self._place_views(step)
         try:
             flat = flatten(step.chunks, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
             sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
@@ -277,12 +277,12 @@ class Loop:
         finally:
             self.vision.release()
         observers = [sampled[at] for at in observed]
-        return _InFlight(step, sampled, list(watched.values()), observers, seen if encode else [], launched)
+        return _InFlight(step, sampled, list(watched.values()), observers, requests if encode else [], launched)
 
     def _place_views(
         self, step: Step
     ) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:  # fmt: skip
-        """Give every view whose image block the step computes a slot of the vision cache.
+        """Assign a vision cache slot to every view whose image block the step computes.
 
         Returns:
             Slots by view key, what must be encoded first, and the requests that the views belong to.
@@ -332,17 +332,17 @@ class Loop:
         waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
         if not waiting or self._inflight is None:
             return [], NO_ROWS
-        places = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
-        return waiting, np.array([places[sampled[at]] for at in waiting], np.int64)
+        indices = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
+        return waiting, np.array([indices[sampled[at]] for at in waiting], np.int64)
 
     def _row(self, tokens: Tokens) -> SamplingRow:
         state = self._states[tokens]
         sampling = state.request.sampling if state.watched is None else Sampling()
-        seen = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
-        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, seen)
+        token_ids = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
+        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids)
 
     def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, Chosen]:
-        """Return the tokens of a pass that is over, of the sequences that are still there."""
+        """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
             for (tokens, place), *found in zip(inflight.watched, result.hidden, result.logits, strict=True):
                 if (watch := self._watch_of(tokens)) is not None:

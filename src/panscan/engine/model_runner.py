@@ -50,7 +50,7 @@ _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes 
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:
-    """What the loop must know of its runner, as plain values.
+    """Properties of a model runner that the loop needs, as plain values.
 
     Args:
         device: type of the device: cuda, cpu or mps.
@@ -152,10 +152,10 @@ class _LaunchedHere:
 
 
 class ModelRunner:
-    """Computes passes on one device, or one rank's part of them.
+    """The model, caches and kernels of one device, or of one rank, which compute passes.
 
-    ``facts``: what a loop must know. ``cache``: keys and values. ``graphs``: the recorded passes, where there are any.
-    ``pixels``: where views wait.
+    ``facts``: properties that the loop needs. ``cache``: keys and values. ``graphs``: recorded passes, or None.
+    ``pixels``: pixels that wait for the vision tower.
 
     Args:
         loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
@@ -187,7 +187,7 @@ class ModelRunner:
             raise
 
     def close(self) -> None:
-        """Lift the memory limit. The memory goes with the last reference to the runner."""
+        """Lift the memory limit. Memory is freed with the last reference to the runner."""
         while self._undo:
             self._undo.pop()()
 
@@ -282,7 +282,7 @@ class ModelRunner:
         return int(_SLACK * largest) + graphs + _FIXED_BYTES
 
     def _peak_of(self, run: Callable[[], None]) -> int:
-        """Most bytes that tensors take on the GPU while ``run`` runs, beside those that are there."""
+        """Return the peak GPU bytes that ``run`` allocates, without those allocated before."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         run()
@@ -291,7 +291,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def _try_text(self, rows: int) -> None:
-        """Run the largest prefill pass on a cache of one block, and choose as many tokens as sequences may run."""
+        """Run the largest prefill pass on a cache of one block, and sample ``max_num_seqs`` tokens."""
         options, text = self._options, self._text
         cache = KVCache(text.layers, (0, 0), options.block_size)
         batch = padded(FlatBatch.empty(options.block_size, text.window), 0, rows, cache.spare)
@@ -405,7 +405,7 @@ class ModelRunner:
         self._say(f"{what}: {now() - started:.1f} s")
 
     def _say(self, decision: str) -> None:
-        """Keep a decision, and log it on a GPU, where startup takes long enough to be watched."""
+        """Record a startup decision and log it: at level INFO on a GPU, where startup takes longer, else DEBUG."""
         self._decisions.append(decision)
         log.log(logging.INFO if self._device.type == "cuda" else logging.DEBUG, "%s", decision)
 

@@ -1,8 +1,8 @@
 """Tensor parallelism, the parent's side: one process per rank, joined by messages of plain data.
 
 Every rank gets the same batches in the same order; rank 0 sends the results back. Pixels have a separate connection, so
-that a page does not hold up a pass. A watchdog ends the group when a rank dies, fails or hangs, and with it every wait
-for a rank.
+that a large image does not delay a pass. A watchdog ends the group when a rank exits, fails or hangs; every wait for a
+rank then raises ``EngineError``.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class RankGroup:
         return [answer.peaks for answer in answers if answer.peaks is not None]
 
     def start(self, options: EngineOptions) -> _Session:
-        """Build model runners of these sizes and return what drives them.
+        """Build a model runner on every rank and return the session that drives them.
 
         Raises:
             PanscanError: a rank cannot build it.
@@ -272,7 +272,7 @@ class RankGroup:
         message = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
         number, self._launched = self._launched, self._launched + 1
         for rank in self._ranks:
-            rank.send(message, self._gone)
+            rank.send(message, self._raise_closed)
         return number
 
     def result(self, number: int) -> PassResult:
@@ -285,7 +285,7 @@ class RankGroup:
             self._check()
             landed = self._results.get()  # ended by _kill()
             if landed is None:
-                self._gone()
+                self._raise_closed()
             if landed.number == number:
                 return landed.result
 
@@ -311,7 +311,7 @@ class RankGroup:
             if own:
                 chosen = None if views is None else [views[at] for at in own]
                 sent = levels[own] if views is None else levels
-                rank.send_pixels(Put(session, [refs[at].handle for at in own], sent, chosen), self._gone)
+                rank.send_pixels(Put(session, [refs[at].handle for at in own], sent, chosen), self._raise_closed)
         return refs
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
@@ -320,8 +320,8 @@ class RankGroup:
         for rank in self._ranks:
             handles = [ref.handle for ref in held if ref.rank == rank.number]
             if handles:
-                with suppress(EngineError):  # the pixels are gone with the rank
-                    rank.send_pixels(Forget(handles), self._gone)
+                with suppress(EngineError):  # the rank has exited, and its pixels with it
+                    rank.send_pixels(Forget(handles), self._raise_closed)
 
     def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[Done]:
         """Send each rank its command, wait until all are done, and return their answers by rank.
@@ -333,7 +333,7 @@ class RankGroup:
         with self._commanding:
             self._check()
             for rank, message in zip(self._ranks, messages, strict=True):
-                rank.send(pickle.dumps(message), self._gone)
+                rank.send(pickle.dumps(message), self._raise_closed)
             answers = self._collect(seconds)
         errors = [answer.error for answer in answers.values() if isinstance(answer, CommandFailed)]
         if len(answers) < self._size or 0 < len(errors) < self._size:
@@ -355,7 +355,7 @@ class RankGroup:
             except queue.Empty:
                 break
             if answer is None:
-                self._gone()
+                self._raise_closed()
             answers[rank] = answer
         return answers
 
@@ -374,10 +374,10 @@ class RankGroup:
 
     def _check(self) -> None:
         if self._closed.is_set():
-            self._gone()
+            self._raise_closed()
 
-    def _gone(self) -> NoReturn:
-        """Raise the reason why the ranks are gone."""
+    def _raise_closed(self) -> NoReturn:
+        """Raise an error with the reason why the group was closed."""
         self._closed.wait(_EXIT_SECONDS)  # the watchdog is about to find it
         raise EngineError(self._reason or "the engine's processes were closed")
 
@@ -400,7 +400,7 @@ class RankGroup:
         self._landed_before = self._landed
 
     def _trouble(self) -> str | None:
-        """Return why the group cannot compute, the cause before what may be its effects; None: it can."""
+        """Return why the group has failed, preferring causes over their effects; None if it has not."""
         exits = (rank.exit_reason() for rank in self._ranks)
         hangs = (rank.hang_reason() for rank in self._ranks)
         stalled = f"a pass took more than {self._pass_seconds:.0f} s" if self._stalled > self._pass_seconds else None
@@ -488,21 +488,21 @@ class _Rank:
         self._listener = threading.Thread(target=self._listen, name=f"panscan-rank-{number}", daemon=True)
         self._listener.start()
 
-    def send(self, message: bytes, gone: Callable[[], NoReturn]) -> None:
-        """Send a pickled command or batch; ``gone`` raises if the process has exited."""
+    def send(self, message: bytes, raise_closed: Callable[[], NoReturn]) -> None:
+        """Send a pickled command or batch; call ``raise_closed`` if the process has exited."""
         try:
             with self._sending:
                 self._control.send_bytes(message)
         except OSError:
-            gone()
+            raise_closed()
 
-    def send_pixels(self, message: Put | Forget, gone: Callable[[], NoReturn]) -> None:
-        """Send pixels; any thread may."""
+    def send_pixels(self, message: Put | Forget, raise_closed: Callable[[], NoReturn]) -> None:
+        """Send pixels. Thread-safe."""
         try:
             with self._sending_pixels:
                 self._pixels.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except OSError:
-            gone()
+            raise_closed()
 
     def exit_reason(self) -> str | None:
         """Return how the process exited; None: it runs."""
@@ -515,7 +515,7 @@ class _Rank:
         return f"rank {self.number} {how}{self._last_words()}"
 
     def hang_reason(self) -> str | None:
-        """Return why the process cannot be talked to; None: it answers."""
+        """Return why the process is considered unresponsive; None if it answers."""
         if self._lost:
             return f"rank {self.number} closed its connection"
         limit = SILENCE_SECONDS if self._heard else _IMPORT_SECONDS

@@ -61,9 +61,9 @@ class Watched:
         """Return all that was observed."""
         found = Observation(tokens, self.forced_tokens.places, torch.stack(self.answer))
         if self.forced_tokens.places:
-            seen = [self.places[place] for place in self.forced_tokens.places]
-            found.image_hidden = torch.stack([hidden for hidden, _ in seen])
-            found.image = torch.stack([logits for _, logits in seen])
+            watched = [self.places[position] for position in self.forced_tokens.places]
+            found.image_hidden = torch.stack([hidden for hidden, _ in watched])
+            found.image = torch.stack([logits for _, logits in watched])
         return found
 
 

@@ -192,9 +192,9 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         penalty = row.sampling.repetition_penalty
         if penalty is None or penalty == 1:
             continue
-        if row.seen is None:
+        if row.token_ids is None:
             raise ValueError("a repetition penalty needs the ids seen so far")
-        seen = [(index, token) for token in set(row.seen) if token < logits.shape[-1]]
+        seen = [(index, token) for token in set(row.token_ids) if token < logits.shape[-1]]
         places += seen
         penalties += [penalty] * len(seen)
     if not places:

@@ -164,22 +164,22 @@ class TritonBackend:
 
 def pack(arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
     """Return the bytes of all arrays in one buffer, so that one copy takes them to a device."""
-    *places, total = _places(arrays)
+    *offsets, total = _offsets(arrays)
     packed = np.zeros(max(total, _ALIGNMENT), np.uint8)  # PyTorch cannot change the dtype of views of an empty array
-    for array, place in zip(arrays, places, strict=True):
-        packed[place : place + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    for array, offset in zip(arrays, offsets, strict=True):
+        packed[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     return packed
 
 
 def unpack(packed: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-    """Return tensors of the shapes and dtypes of the arrays, which share the memory of their :func:`pack`."""
+    """Return views into a packed buffer (see :func:`pack`) with the shapes and dtypes of the arrays."""
     return [
-        packed[place : place + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
-        for array, place in zip(arrays, _places(arrays)[:-1], strict=True)
+        packed[offset : offset + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for array, offset in zip(arrays, _offsets(arrays)[:-1], strict=True)
     ]
 
 
-def _places(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Return the first byte of each array in their buffer, and the size of the buffer."""
+def _offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Return the byte offset of each array in the packed buffer, and the size of the buffer."""
     sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
     return list(accumulate(sizes, initial=0))

@@ -33,7 +33,7 @@ class PixelRef:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Pixels ``[3, size, size]``, and the CUDA event behind which they are there; None: they are."""
+    """Pixels ``[3, size, size]``, and the CUDA event after which they are ready; None if they are ready now."""
 
     pixels: torch.Tensor
     ready: Any

@@ -76,7 +76,7 @@ class VisionCache:
         return slot
 
     def place(self, key: bytes) -> int:
-        """Give a view that has none a slot, pinned; the least recently used unpinned view makes room.
+        """Assign a pinned slot to a new view, evicting the least recently used unpinned view if necessary.
 
         Raises:
             SettingError: pinned views hold all slots.

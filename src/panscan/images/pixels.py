@@ -62,7 +62,7 @@ def resized_pil(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> N
 def normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
     """Return float32 ``[views, 3, size, size]`` of uint8 levels ``[views, size, size, 3]``.
 
-    A table holds what each of the 256 levels becomes: scaled in float64 as in Transformers, which not every device has.
+    Uses a table of the 256 levels, computed on the host: Transformers scales in float64, which some devices lack.
     """
     scaled = (np.arange(256) * spec.rescale).astype(np.float32)[:, None]
     mean, std = (np.array(value, dtype=np.float32) for value in (spec.mean, spec.std))

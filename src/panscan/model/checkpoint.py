@@ -159,7 +159,7 @@ def load_random(name: str, shape: str, dtype: torch.dtype, device: torch.device)
 def load_random_shard(
     name: str, shape: str, rank: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Loaded, int]:  # fmt: skip
-    """One rank's part of :func:`load_random`, and the rows of the whole vocabulary.
+    """Load one rank's part of :func:`load_random`; return it with the size of the full vocabulary.
 
     Raises:
         UnsupportedError: ``size`` does not divide the shape.
@@ -182,10 +182,10 @@ def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch
 def load_shard_of(
     name: str, rank: int, size: int, dtype: torch.dtype, device: torch.device, *, revision: str | None = None
 ) -> tuple[Loaded, int]:  # fmt: skip
-    """One rank's part of a checkpoint, and the rows of the whole vocabulary.
+    """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
 
-    The whole model is read into the host's memory (its files are mapped, where the precision stays) and only the
-    rank's part goes to the device.
+    The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
+    copied to the device.
 
     Raises:
         ModelError: as :func:`load_model`.

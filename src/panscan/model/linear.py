@@ -1,4 +1,4 @@
-"""The seam that every matrix product of our layers goes through: one product for projections of the same input.
+"""Matrix products of our layers: projections of the same input are fused into one product.
 
 Weights stay where Transformers' modules find them: a module's parameter becomes a block of rows of the fused weight, so
 ``generate()``, the float32 truth and the engine share one copy.
@@ -70,12 +70,11 @@ class SummedLinear:
 
 
 def linear_of(*modules: Any) -> Linear:
-    """Return one product for modules that read the same input, their outputs next to each other in this order.
+    """Return one product for modules that take the same input; it concatenates their outputs in this order.
 
-    The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one tensor, group
-    by group, so memory grows by one group for a moment. Names, shapes and values stay. Called again, for another
-    engine, it finds the tensor that is there. A replacement of a parameter's ``data`` is not seen afterwards; changes
-    in place are.
+    The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
+    This temporarily takes extra memory of the size of one group. Names, shapes and values do not change. Later calls
+    reuse the fused tensor. In-place changes of a parameter affect the product; replacing its ``data`` does not.
     """
     if not _fit_together(modules):
         return ModuleLinear(modules)
@@ -111,7 +110,7 @@ def _fit_together(modules: Sequence[Any]) -> bool:
 
 
 def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Return the parameters one below the other in one tensor, of which each becomes a block of rows."""
+    """Concatenate parameters along their first dimension; each becomes a view into the result."""
     first = parameters[0]
     if len(parameters) == 1:
         return first.data

@@ -52,7 +52,7 @@ def random_shard(
     """Build one rank's shard of :func:`random_model` without ever holding more than one whole parameter.
 
     Returns:
-        The shard, what feeds it, and the rows of the whole vocabulary.
+        The shard, its processor or tokenizer, and the size of the full vocabulary.
 
     Raises:
         SettingError: an unknown name.

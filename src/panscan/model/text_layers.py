@@ -90,7 +90,7 @@ class TextLayers:
         vocab_size: rows of the whole output matrix; None: as the configuration says.
 
     Raises:
-        UnsupportedError: the layers are spread over devices, attend to later text, or rotate by the longest position.
+        UnsupportedError: the layers are on several devices, or text attention is bidirectional.
     """
 
     def __init__(self, loaded_model: Any, ranks: Ranks = ALONE, *, vocab_size: int | None = None) -> None:
@@ -117,7 +117,7 @@ class TextLayers:
         self.kernels = False
 
     def use_kernels(self) -> None:
-        """Compute what lies between the products with Triton kernels, if norms and activation are Gemma 3's own."""
+        """Use Triton kernels between the matrix products, if norms and activation are the standard Gemma 3 ones."""
         if self._all_plain():
             self.kernels, self._ops = True, _KernelOps()
 
@@ -358,6 +358,6 @@ def _max_positions(config: Any) -> int:
 
 
 def _device(model: Any) -> torch.device:
-    """Where ids go; hooks of offloaded modules move them along."""
+    """Return the device for input ids; hooks of offloaded modules move them to the module's device."""
     weight = model.get_input_embeddings().weight
     return torch.device("cpu") if weight.is_meta else weight.device

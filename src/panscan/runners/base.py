@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class MeasuresMemory(Protocol):
-    """A runner that knows its peak memory better than this process does, since others compute for it."""
+    """A runner whose model may run in other processes, and which measures their peak memory."""
 
     def reset_peak_memory(self) -> None:
         """Start new peaks."""

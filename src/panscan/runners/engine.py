@@ -93,8 +93,11 @@ class EngineRunner:
             self._ranks.peak_memory(reset=True)
 
     def peak_memory(self) -> dict[str, int | None]:
-        """Peak bytes since :meth:`reset_peak_memory` (see :func:`panscan.model.machine.peak_memory`), of this process
-        and its ranks together: each peak is a process's own, so their sum is an upper bound."""
+        """Return peak bytes since :meth:`reset_peak_memory`, summed over this process and its ranks.
+
+        Processes may peak at different times, so the sum is an upper bound. See
+        :func:`panscan.model.machine.peak_memory`.
+        """
         found = [peak_memory()]
         if self._ranks is not None and not self._ranks.failed:
             found += self._ranks.peak_memory()
@@ -122,7 +125,7 @@ class EngineRunner:
             release_memory()  # before another cache is sized by what is free
 
     def _ranks_of(self, settings: Settings) -> RankGroup | None:
-        """The processes of a tensor parallel engine, which outlive engines of other sizes; new ones after a failure."""
+        """Return the rank processes, restarted if they have failed or TF32 changed; None without tensor parallelism."""
         if settings.tensor_parallel_size == 1:
             return None
         if self._ranks is None or self._ranks.failed or self._ranks_tf32 != settings.tf32:

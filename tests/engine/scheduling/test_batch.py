@@ -128,7 +128,7 @@ def test_a_batch_survives_pickling(seed: int, block_size: int, window: int) -> N
         pending_rows=np.array([0]),
         pending_sources=np.array([2]),
         sampled=np.array([0]),
-        sampling=(SamplingRow(Sampling(), seed, 3, seen=[1, 2]),),
+        sampling=(SamplingRow(Sampling(), seed, 3, token_ids=[1, 2]),),
         watched=np.array([0]),
         watched_samples=np.array([0]),
     )

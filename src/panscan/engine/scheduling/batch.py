@@ -42,19 +42,19 @@ class ViewToEncode:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How the next token of one request is chosen.
+    """Sampling parameters and state for the next token of one request.
 
     Args:
         sampling: the request's sampling parameters.
         seed: seed of the request's random stream; any integer.
         position: index of the token in the answer, starting at 0.
-        seen: ids of the prompt and the answer so far; only needed with a repetition penalty.
+        token_ids: ids of the prompt and the answer so far; only needed with a repetition penalty.
     """
 
     sampling: Sampling
     seed: int
     position: int
-    seen: Rows[int] | None = None
+    token_ids: Rows[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
