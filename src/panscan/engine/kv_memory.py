@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import psutil
@@ -29,6 +28,7 @@ __all__ = [
 
 _CPU_SHARE = 0.9  # of available memory; passes need the rest
 _CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
+_limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines, of which the lowest holds
 _GPU_MARGIN = 0.01  # of a GPU's memory: libraries allocate some outside PyTorch's allocator
 
 
@@ -120,9 +120,15 @@ def limit_process_memory(device: torch.device, bound: int) -> Callable[[], None]
     if device.type != "cuda":
         return lambda: None
     index = torch.cuda.current_device() if device.index is None else device.index
-    total = torch.cuda.mem_get_info(index)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, bound / total), index)
-    return partial(torch.cuda.set_per_process_memory_fraction, 1.0, index)
+    limits = _limits.setdefault(index, [])
+    limits.append(min(1.0, bound / torch.cuda.mem_get_info(index)[1]))
+    torch.cuda.set_per_process_memory_fraction(min(limits), index)
+
+    def lift(limit: float = limits[-1]) -> None:
+        limits.remove(limit)
+        torch.cuda.set_per_process_memory_fraction(min(limits, default=1.0), index)
+
+    return lift
 
 
 def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory | None = None) -> tuple[int, int]:

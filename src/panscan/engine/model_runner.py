@@ -37,7 +37,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 from panscan.model.sharding import ALONE, Ranks
 from panscan.model.text_layers import LayerFacts, TextLayers
-from panscan.model.vision_layers import VisionLayers
+from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
 __all__ = ["BackendChoice", "Launched", "ModelRunner", "PassResult", "RunnerFacts", "choose_backend"]
@@ -45,6 +45,7 @@ __all__ = ["BackendChoice", "Launched", "ModelRunner", "PassResult", "RunnerFact
 log = logging.getLogger("panscan.engine")
 
 _SLACK = 1.2  # of the working memory that was measured: the allocator cannot use all that it reserves
+_PIXEL_SHARE = 250  # 1/250 of the memory limit is for pixels that wait: 33 views of 40 GB
 _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
 
@@ -175,6 +176,7 @@ class ModelRunner:
         self._decisions: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self.graphs: Graphs | None = None
+        self._pixel_bytes: int | None = None  # that may wait on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
         try:
             self._start(vocab_size)
@@ -223,8 +225,7 @@ class ModelRunner:
         self._backend = choice.backend
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
-            budget = MemoryBudget.of(options, torch.cuda.mem_get_info(self._device)[1])
-            self._undo.append(limit_process_memory(self._device, budget.bytes))
+            self._limit_memory()
         self._say(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()
@@ -238,11 +239,23 @@ class ModelRunner:
             self._record_graphs()
         self.facts = self._facts(overlaps=slow is None)
 
+    def _limit_memory(self) -> None:
+        """Limit what PyTorch reserves on the GPU, and a share of that for pixels that wait."""
+        budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
+        held = torch.cuda.memory_allocated(self._device)
+        if held >= budget.bytes:
+            raise UnsupportedError(
+                f"{budget.option}: the model's weights take {held / 1e9:.3g} GB of {self._device}: raise it, or use"
+                " --tensor-parallel-size"
+            )
+        self._undo.append(limit_process_memory(self._device, budget.bytes))
+        self._pixel_bytes = budget.bytes // _PIXEL_SHARE
+
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
-        self._vision = VisionLayers(loaded.model) if loaded.reader.reads_images else None
+        self._vision = self._vision_layers() if loaded.reader.reads_images else None
         spec = loaded.reader.pixels or PixelSpec()
-        self.pixels = PixelStore(self._device, loaded.dtype, spec)
+        self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes)
         encode = self._vision or _no_vision
         self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
         if self._vision is None or self._device.type != "cuda":
@@ -252,6 +265,13 @@ class ModelRunner:
             for power in range(options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
                 blank = torch.zeros(1 << power, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
+
+    def _vision_layers(self) -> VisionLayers:
+        """Build the vision tower with the same attention kernel on every rank: each has measured for itself."""
+        vision = VisionLayers(self._loaded.model)
+        [agreed] = self._ranks.least([ATTENTION_KERNELS.index(vision.attention)])
+        name = ATTENTION_KERNELS[agreed]
+        return vision if name == vision.attention else VisionLayers(self._loaded.model, name)
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
@@ -279,7 +299,7 @@ class ModelRunner:
         with self._stage("working memory of the largest pass"):
             largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(self._try_vision))
         graphs = text.working_bytes(tokens=options.max_num_seqs + MOST_CHUNK_ROWS, rows=0)
-        return int(_SLACK * largest) + graphs + _FIXED_BYTES
+        return int(_SLACK * largest) + graphs + _FIXED_BYTES + (self._pixel_bytes or 0)
 
     def _peak_of(self, run: Callable[[], None]) -> int:
         """Return the peak GPU bytes that ``run`` allocates, without those allocated before."""

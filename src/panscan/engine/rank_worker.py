@@ -64,6 +64,7 @@ class _Worker:
         self._sending = threading.Lock()
         self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
+        self._failed = threading.Event()
         self._arrived = threading.Condition()
         self._held: set[int] = set()  # handles of pixels that have arrived
         self._passes = count()
@@ -140,6 +141,8 @@ class _Worker:
 
     def _execute(self, batch: FlatBatch) -> None:
         number = next(self._passes)
+        if self._failed.is_set():
+            return  # in a later pass, the other ranks would take this one's sums for those of the pass that failed
         try:
             runner, ranks = self._runner, self._ranks
             if runner is None or ranks is None:
@@ -221,6 +224,7 @@ class _Worker:
         release_memory()
 
     def _break(self, error: Exception) -> None:
+        self._failed.set()
         traceback.print_exc()
         self._send(Broken(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 

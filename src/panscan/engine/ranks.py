@@ -366,7 +366,8 @@ class RankGroup:
                 pass
             case Landed():
                 self._landed = message.number + 1
-                self._results.put(message)
+                if self._broken is None:  # else it may hold sums of different passes
+                    self._results.put(message)
             case Broken():
                 self._broken = self._broken or f"rank {rank}: {message.reason}"
             case _:

@@ -37,6 +37,7 @@ class _Waiting:
 
     pixels: torch.Tensor
     ready: Any
+    on_device: bool = True
 
 
 class PixelStore:
@@ -46,14 +47,18 @@ class PixelStore:
         device: where they wait.
         dtype: what they are cast to, after normalisation in float32.
         spec: the checkpoint's pixel settings.
+        limit: bytes on the device; beyond them pixels wait in the host's memory. None: no limit.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, spec: PixelSpec) -> None:
-        self._device, self._dtype, self._spec = device, dtype, spec
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, spec: PixelSpec, limit: int | None = None
+    ) -> None:  # fmt: skip
+        self._device, self._dtype, self._spec, self._limit = device, dtype, spec, limit
+        self._bytes = 0  # on the device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._waiting: dict[int, _Waiting] = {}
         self._handles = count()
-        self._numbering = threading.Lock()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -66,7 +71,7 @@ class PixelStore:
                 ``[height, width, 3]``, which the device cuts and resizes.
             views: of a whole image; None for resized views.
         """
-        with self._numbering:
+        with self._lock:
             handles = [next(self._handles) for _ in range(len(levels) if views is None else len(views))]
         self.put_as(handles, levels, views)
         return [PixelRef(handle) for handle in handles]
@@ -79,6 +84,9 @@ class PixelStore:
             else:
                 pixels = pixels_torch(levels_to_device(levels, self._device), views, self._spec).to(self._dtype)
             for handle, each in zip(handles, pixels, strict=True):
+                if not self._reserve(each.nbytes):
+                    self._waiting[handle] = _Waiting(each.cpu(), None, on_device=False)
+                    continue
                 own = each.clone() if len(handles) > 1 else each  # a slice would keep them all
                 self._waiting[handle] = _Waiting(own, None if self._stream is None else mark(self._device))
 
@@ -89,6 +97,9 @@ class PixelStore:
             KeyError: nothing waits under this handle.
         """
         waiting = self._waiting.pop(handle)
+        if not waiting.on_device:
+            return waiting.pixels.to(self._device)
+        self._release(waiting)
         if waiting.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(waiting.ready)
@@ -98,7 +109,20 @@ class PixelStore:
     def forget(self, handles: Iterable[int]) -> None:
         """Drop pixels that are not needed any more; unknown handles are ignored."""
         for handle in handles:
-            self._waiting.pop(handle, None)
+            if (waiting := self._waiting.pop(handle, None)) is not None and waiting.on_device:
+                self._release(waiting)
+
+    def _reserve(self, size: int) -> bool:
+        """Count bytes on the device; return False, and count nothing, if they exceed the limit."""
+        with self._lock:
+            if self._limit is not None and self._bytes + size > self._limit:
+                return False
+            self._bytes += size
+            return True
+
+    def _release(self, waiting: _Waiting) -> None:
+        with self._lock:
+            self._bytes -= waiting.pixels.nbytes
 
 
 class ViewFeatures:

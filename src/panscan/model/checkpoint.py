@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
-_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # left out, Transformers would ask on the terminal
 _NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of Transformers
 _PICKLED = (
@@ -148,11 +148,21 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     return reader
 
 
-def load_random(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """A model of a released shape with random weights, for speed without a download."""
+def load_random(
+    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None
+) -> Loaded:
+    """A model of a released shape with random weights, for speed without a download.
+
+    Args:
+        name: of the model, for messages and records.
+        shape: its shape.
+        dtype: of the weights.
+        device: of the model.
+        drawn_on: device that draws the weights, as each kind of device draws others; None: ``device``.
+    """
     from panscan.model.random_weights import random_model
 
-    model, tools = random_model(shape, dtype=dtype, device=device)
+    model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on)
     return _prepared(model, _reader_of(name, tools, model.config))
 
 
@@ -203,12 +213,11 @@ def load_shard_of(
 
 
 def drop_weights(loaded: Loaded) -> None:
-    """Drop all weights but the embedding, which turns a truth's hidden states into logits; that moves to the host."""
-    model = loaded.model
-    device, weight = loaded.device, model.get_input_embeddings().weight.detach().cpu()
+    """Drop all weights but the output matrix, which turns a truth's hidden states into logits; it moves to the host."""
+    model, device = loaded.model, loaded.device
+    weight = model.get_output_embeddings().weight.detach().cpu()
     loaded.model = model.to("meta")
-    kept = torch.nn.Parameter(weight, requires_grad=False)
-    model.get_input_embeddings().weight = model.get_output_embeddings().weight = kept  # Gemma 3 ties them
+    _keep_head(model, weight)
     model.hf_device_map = {"": str(device)}
 
 
@@ -276,20 +285,40 @@ def load_outline(
     with _explained(name):
         with torch.device("meta"):
             model = kind.from_config(_config(name, source, revision), dtype=dtype, **_NO_CODE)
-        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+        model.generation_config = _generation_config(model, source, revision)
         if embedding:
-            weight = torch.nn.Parameter(_stored_embedding(source, revision).to(device, dtype), requires_grad=False)
-            model.get_input_embeddings().weight = model.get_output_embeddings().weight = weight  # Gemma 3 ties them
+            _keep_head(model, _stored_head(source, revision, tied=_is_tied(model)).to(device, dtype))
     model.hf_device_map = {"": str(device)}  # as Transformers says where parts are that compute elsewhere
     return _prepared(model, reader)
 
 
-def _stored_embedding(source: str, revision: str | None) -> torch.Tensor:
-    """The embedding's values, ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
-    files = _weight_files(source, revision)
-    file = next((file for name, file in files.items() if name.endswith(_EMBEDDING)), SAFE_WEIGHTS_NAME)
+def _generation_config(model: Any, source: str, revision: str | None) -> GenerationConfig:
+    """The checkpoint's generation settings; without a file of them those that its configuration implies."""
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:
+        return GenerationConfig.from_model_config(model.config)
+
+
+def _is_tied(model: Any) -> bool:
+    """Whether the output matrix is the embedding, as in all published models."""
+    return bool(getattr(model.config, "tie_word_embeddings", True))
+
+
+def _keep_head(model: Any, weight: torch.Tensor) -> None:
+    """Give a model on the meta device its output matrix ``[vocabulary, hidden]``, which may also be its embedding."""
+    kept = torch.nn.Parameter(weight, requires_grad=False)
+    model.get_output_embeddings().weight = kept
+    if _is_tied(model):
+        model.get_input_embeddings().weight = kept
+
+
+def _stored_head(source: str, revision: str | None, *, tied: bool) -> torch.Tensor:
+    """The output matrix ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
+    files, wanted = _weight_files(source, revision), _EMBEDDING if tied else _HEAD
+    file = next((file for name, file in files.items() if name.endswith(wanted)), SAFE_WEIGHTS_NAME)
     with safe_open(cached_file(source, file, revision=revision), "pt") as weights:
-        name = next(name for name in weights.keys() if name.endswith(_EMBEDDING))  # noqa: SIM118 - it is no dict
+        name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - it is no dict
         values: torch.Tensor = weights.get_tensor(name)
     return values
 

@@ -37,7 +37,7 @@ def load_for(settings: Settings) -> Loaded:
         with suppress(torch.OutOfMemoryError):
             return _load(settings, device, dtype)
         release_memory()
-        device = torch.device("cpu")
+        return _load(settings, torch.device("cpu"), dtype, drawn_on=device)
     return _load(settings, device, dtype)
 
 
@@ -81,13 +81,13 @@ def load_outline_for(settings: Settings) -> Loaded:
     return loaded
 
 
-def _load(settings: Settings, device: torch.device, dtype: torch.dtype) -> Loaded:
+def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on: torch.device | None = None) -> Loaded:
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
         warnings.warn(message, PanscanWarning, stacklevel=2)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        return load_random(settings.model_name, settings.model_shape, dtype, device)
+        return load_random(settings.model_name, settings.model_shape, dtype, device, drawn_on=drawn_on)
     placement = Placement(
         device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
         quantization_config(settings.quantization, dtype),

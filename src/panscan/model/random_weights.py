@@ -26,8 +26,9 @@ _DEVIATION = 0.02
 
 @torch.no_grad()
 def random_model(
-    shape: str | Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
+    shape: str | Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
+    drawn_on: torch.device | None = None,
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
     With it comes what feeds it: the processor, or for a text-only shape the tokenizer, a bundled model's either way.
@@ -35,12 +36,24 @@ def random_model(
     at zero, is drawn like the rest. The embedding keeps all its rows; ids beyond the tokenizer's decode to nothing.
     The same seed gives the same weights on the same kind of device. Global random states stay as they are.
 
+    Args:
+        shape: what to build.
+        dtype: of the weights.
+        device: of the model.
+        seed: of the weights.
+        drawn_on: another device to draw the weights on, one parameter at a time.
+
     Raises:
         SettingError: for an unknown name.
     """
     shape, device = _named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
-    model = _undrawn(shape, gemma3_config(shape, tokenizer), dtype, device)
+    config = gemma3_config(shape, tokenizer)
+    model = _undrawn(shape, config, dtype, device)
+    if drawn_on is not None:
+        whole = _undrawn(shape, config, dtype, torch.device("meta"))
+        fill_shard(model, _drawn(whole, torch.Generator(drawn_on).manual_seed(seed), dtype, drawn_on), 0, 1)
+        return _with_reader(model, shape, tokenizer)
     for _ in _drawn(model, torch.Generator(device).manual_seed(seed), dtype, device):
         pass  # each parameter was filled in place
     return _with_reader(model, shape, tokenizer)

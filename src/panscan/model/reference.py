@@ -108,10 +108,10 @@ def one_view_at_a_time(model: Any) -> Iterator[None]:
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Next-token logits, float32 ``[positions, vocabulary]``, of final hidden states float32 ``[positions, hidden]``.
 
-    The output matrix is the embedding (Gemma 3 ties them), which no quantisation touches; it is upcast block by block.
+    No quantisation touches the output matrix; it is upcast block by block.
     Never in TF32, whatever a cell has switched on. Of a model split over processes, all of them must call this.
     """
-    weight = model.get_input_embeddings().weight.detach()
+    weight = model.get_output_embeddings().weight.detach()
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()
     hidden = hidden.to(weight.device)

@@ -113,8 +113,10 @@ def check_divides(config: Any, size: int) -> None:
     """Check that a model can be split over ``size`` ranks.
 
     Raises:
-        UnsupportedError: heads, KV heads or the MLP's width cannot be divided.
+        UnsupportedError: heads, KV heads or the MLP's width cannot be divided, or the checkpoint is quantised.
     """
+    if size > 1 and getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(f"--tensor-parallel-size {size}: the checkpoint's quantised weights cannot be split")
     text = config.get_text_config()
     counts = {
         "attention heads": text.num_attention_heads,
@@ -138,6 +140,7 @@ def shard_config(config: Any, size: int) -> Any:
     text.num_key_value_heads //= size
     text.intermediate_size //= size
     text.vocab_size = -(-text.vocab_size // size)
+    text.pad_token_id = None  # may lie beyond the shard's rows; nothing is padded here
     return shard
 
 

@@ -33,7 +33,7 @@ from transformers.models.siglip.modeling_siglip import (
 from panscan.core import UnsupportedError
 from panscan.model.linear import Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 
-__all__ = ["VisionLayers", "choose_vision_attention", "fastest"]
+__all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
 
 log = logging.getLogger("panscan.engine")
 
@@ -42,6 +42,8 @@ _LIBRARY_KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
+"""Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
 _HEADS, _PATCHES = 16, 4096  # of one view, in every published model with vision
 _ROUNDS, _CALLS = 5, 8  # timed rounds, after one that is not, of several calls each: launch latency must not count
 
@@ -199,6 +201,8 @@ def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value:
             try:
                 for _ in range(_CALLS):
                     attend(query, key, value, query.shape[-1] ** -0.5)
+            except torch.OutOfMemoryError:
+                raise  # it says nothing about the kernel
             except Exception as error:  # a library or Triton's compiler may raise anything; another kernel is chosen
                 log.debug("a vision attention kernel refused: %s: %s", type(error).__name__, error)
                 return None

@@ -33,6 +33,7 @@ class EngineRunner:
         self._engine: Engine | None = None
         self._ranks: RankGroup | None = None
         self._ranks_tf32 = settings.tf32
+        self._weights_dropped = False
         if settings.tensor_parallel_size > 1:
             check_divides(loaded.model.config, settings.tensor_parallel_size)
 
@@ -106,10 +107,11 @@ class EngineRunner:
     def drop(self) -> None:
         """Drop the engine and give its memory back; the model is as it was loaded."""
         self._close_engine()
-        if self._ranks is not None:
-            self._close_ranks()
+        self._close_ranks()
+        if self._weights_dropped:
             self.loaded.model = load_for(self.settings).model
             apply_attention(self.loaded.model, self.settings.attention)
+            self._weights_dropped = False
 
     def close(self) -> None:
         """Drop the engine and the model."""
@@ -130,8 +132,10 @@ class EngineRunner:
             return None
         if self._ranks is None or self._ranks.failed or self._ranks_tf32 != settings.tf32:
             self._close_ranks()
-            drop_weights(self.loaded)
-            release_memory()
+            if not self._weights_dropped:
+                drop_weights(self.loaded)
+                self._weights_dropped = True
+                release_memory()
             self._ranks, self._ranks_tf32 = RankGroup(settings), settings.tf32
         return self._ranks
 
