@@ -111,3 +111,13 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
     assert [each.data_ptr() for each in features._slots.values()] == held
     means = encoded(features, [0, 1, 2]).mean((1, 2)).tolist()
     assert means == pytest.approx([expected[0], expected[3], expected[2]], abs=1e-5)
+
+
+def test_pixels_beyond_the_limit_wait_elsewhere_and_are_the_same() -> None:
+    free, bound = store(), PixelStore(CPU, torch.float32, SPEC, limit=2 * 3 * SIDE * SIDE * 4)
+    refs = list(zip(free.put(levels(5), None), bound.put(levels(5), None), strict=True))
+    bound.forget([refs[0][1].handle, refs[4][1].handle])
+    refs += zip(free.put(levels(1), None), bound.put(levels(1), None), strict=True)
+    for one, other in [*refs[1:4], refs[5]]:
+        assert torch.equal(free.take(one.handle), bound.take(other.handle))
+    assert len(bound) == 0

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from panscan.core import UnsupportedError
 from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.random_weights import random_model, random_outline, random_shard
+from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Alone, check_divides, fill_shard, shard_config, shard_of
 from panscan.model.text_layers import TextLayers
@@ -213,6 +214,46 @@ def test_a_size_that_does_not_divide_the_model_names_those_that_do(
     with pytest.raises(UnsupportedError, match=message):
         check_divides(model.config, size)
     check_divides(model.config, 1)
+
+
+def test_a_padding_token_may_lie_beyond_a_shard() -> None:
+    model = model_of(SHAPES["text only"])
+    config = shard_config(model.config, 2)
+    assert config.pad_token_id is None
+    config = model.config
+    before, config.pad_token_id = config.pad_token_id, config.vocab_size - 1
+    try:
+        assert len(empty_shard(model, 2).get_input_embeddings().weight) == 2501
+    finally:
+        config.pad_token_id = before
+
+
+def test_a_quantised_checkpoint_is_refused() -> None:
+    config = shard_config(model_of(SHAPES["sees"]).config, 1)
+    config.quantization_config = {"quant_method": "gptq"}
+    check_divides(config, 1)
+    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2: the checkpoint's quantised weights"):
+        check_divides(config, 2)
+
+
+def test_an_untied_model_without_weights_keeps_its_output_matrix() -> None:
+    loaded = load_random("t", "tiny", torch.float32, torch.device("cpu"))
+    model = loaded.model
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    hidden = torch.randn(3, model.lm_head.weight.shape[1])
+    expected = model.lm_head(hidden)
+    torch.testing.assert_close(head_logits(model, hidden), expected)
+    drop_weights(loaded)
+    torch.testing.assert_close(head_logits(loaded.model, hidden), expected)
+    assert loaded.model.get_input_embeddings().weight.is_meta
+
+
+def test_random_weights_drawn_elsewhere_are_the_same() -> None:
+    one, _ = random_model(SHAPES["sees"], dtype=torch.float32, device="cpu")
+    other, _ = random_model(SHAPES["sees"], dtype=torch.float32, device="cpu", drawn_on=torch.device("cpu"))
+    for (name, first), (_, second) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(first, second), name
 
 
 def test_a_model_without_weights_keeps_its_embedding() -> None:
