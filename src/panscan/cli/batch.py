@@ -61,7 +61,10 @@ moves to answers.jsonl.torn.
 
 @click.command("batch", epilog=EPILOG, short_help="Ask about many documents; goes on where it was stopped.")
 @click.argument("sources", nargs=-1, required=True, metavar="DIR|GLOB|FILE|URL|QUESTIONS.jsonl...")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file of answers.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default=Path("answers.jsonl"), show_default=True,
+    help="File for the answers (JSON Lines).",
+)  # fmt: skip
 @click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
 @click.option("--system", help="A system message for every request.")
 @click.option("--raw-prompt", is_flag=True, help="Prompts as they are, with <start_of_image>: for base checkpoints.")
