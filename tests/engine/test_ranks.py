@@ -244,7 +244,6 @@ def engine_request(prompt: str, runner: EngineRunner) -> Request:
 FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "killed": (lambda group: os.kill(group.processes[1], signal.SIGKILL), "rank 1 was killed by SIGKILL"),
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
-    "aborted": (lambda group: os.kill(group.processes[0], signal.SIGABRT), "rank 0 was killed by SIGABRT"),
     "raised": (
         lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._raise_closed),
         "rank 1: RuntimeError: a batch came before its model runner was built",
