@@ -25,7 +25,7 @@ def judge(noise: float = 0.0, **settings: Any) -> Judge:
     """A model whose hidden states are its logits."""
     head = SimpleNamespace(weight=torch.eye(VOCABULARY))
     model = SimpleNamespace(
-        generation_config=SimpleNamespace(suppress_tokens=[SUPPRESSED]), get_input_embeddings=lambda: head
+        generation_config=SimpleNamespace(suppress_tokens=[SUPPRESSED]), get_output_embeddings=lambda: head
     )
     reader = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: f"<{ids[0]}>"))
     loaded = SimpleNamespace(model=model, reader=reader, eos_ids=frozenset({END}))

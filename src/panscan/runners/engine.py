@@ -88,7 +88,8 @@ class EngineRunner:
         return self._engine
 
     def reset_peak_memory(self) -> None:
-        """Start new peaks, here and on the ranks."""
+        """Start new peaks, here and on the ranks. Opens the engine, so that its startup is not measured."""
+        self.engine  # noqa: B018 - opened on first use
         reset_peak_memory()
         if self._ranks is not None and not self._ranks.failed:
             self._ranks.peak_memory(reset=True)
