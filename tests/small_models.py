@@ -108,5 +108,6 @@ def odd_model(config: Any) -> Loaded:
     gains = {module.weight for module in model.modules() if isinstance(module, nn.LayerNorm)}
     for parameter in model.parameters():
         parameter.normal_(float(parameter in gains), 0.02, generator=generator)
-    reader: Any = Reader("odd", None, None, None, PixelSpec(SIDE) if sees else None)  # type: ignore[arg-type]
+    # Model runners read a checkpoint's pixel settings alone.
+    reader: Any = Reader("odd", None, None, None, PixelSpec(SIDE) if sees else None)  # type: ignore[arg-type]  # unused
     return Loaded(model, reader)
