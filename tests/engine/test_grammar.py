@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import printed
-from tests.engine.driving import Reference, crops, requests
+from tests.engine.driving import Driver, Reference, crops, requests
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.core import SettingError
@@ -102,15 +102,15 @@ def test_answers_satisfy_their_schema_whatever_runs_beside_them(
         schema = SCHEMAS[name.split()[0]]
         assert result.finish_reason == "stop" or name.startswith("number"), (name, result.text)
         assert result.finish_reason == "length" or satisfies(json.loads(result.text), schema, schema), result.text
-    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.004, max_num_seqs=12, overlap=True)) as small:
-        for _ in range(2):
-            results = answers(small, *PLAIN, *ASKED.values())
-            plain, found = results[: len(PLAIN)], dict(zip(ASKED, results[len(PLAIN) :], strict=True))
-            assert [result.token_ids for result in plain] == [reference(each).token_ids for each in PLAIN]
-            for name, result in found.items():
-                assert result.token_ids == alone[name].token_ids, name
-        assert small.stats().preemptions
-        assert any(result.cached_tokens for result in results)
+    driver = Driver(tiny, EngineOptions(kv_cache_gb=0.0024, max_num_seqs=16, overlap=True))
+    for _ in range(2):
+        plain, beside = [driver.add(each) for each in PLAIN], {name: driver.add(each) for name, each in ASKED.items()}
+        driver.run()
+        assert [each.tokens for each in plain] == [reference(each).token_ids for each in PLAIN]
+        for name, each in beside.items():
+            assert each.tokens == alone[name].token_ids, name
+    assert driver.loop.stats().preemptions
+    assert any(each.results[0].cached_tokens for each in beside.values())
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
