@@ -134,3 +134,38 @@ class Result:
     def stages_ms(self) -> dict[str, float]:
         """Milliseconds of each stage that was seen (see :meth:`Stamps.stages`)."""
         return {name: 1e3 * seconds for name, seconds in self.stamps.stages().items() if seconds is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an engine holds now, and what it has done since it started.
+
+    Args:
+        running: requests that compute.
+        waiting: prepared requests that wait for a slot.
+        steps: passes through the model.
+        prompt_tokens: tokens computed in prefill; those of a preempted request count each time.
+        cached_tokens: prompt tokens found in the prefix cache.
+        output_tokens: tokens generated.
+        preemptions: times that a request gave its blocks back, to be computed again.
+        views_encoded: views that went through the vision tower.
+        views_reused: views found in the vision cache.
+        vision_cache_bytes: size of the encoded views in the cache.
+        kv_blocks_used: blocks in use of global and of local layers; cached blocks without a request do not count.
+        kv_blocks: blocks of global and of local layers.
+        block_size: tokens per block.
+    """
+
+    running: int
+    waiting: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    views_encoded: int
+    views_reused: int
+    vision_cache_bytes: int
+    kv_blocks_used: tuple[int, int]
+    kv_blocks: tuple[int, int]
+    block_size: int
