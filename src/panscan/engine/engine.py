@@ -35,6 +35,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import RequestState, Watched
 from panscan.model.checkpoint import Loaded
+from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_outline_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
@@ -276,6 +277,40 @@ class Engine:
             del self._streams[name]
             raise
         return stream
+
+    def start(
+        self,
+        request: Request,
+        on_event: Callable[[TokenEvent], None] | None,
+        on_end: Callable[[Result], None],
+    ) -> Callable[[], None]:
+        """Answer one request through callbacks, for callers that do their own queueing; return what cancels it.
+
+        Args:
+            request: what to answer.
+            on_event: called with each event, from the engine's threads; it must not block. None: only the result counts.
+            on_end: called with the result after the last event, likewise.
+
+        Raises:
+            EngineError: the engine is closed, or belongs to another process.
+        """
+        state = self._state(request, on_event or _ignore, on_end)
+        self._worker.accept(state)
+
+        def cancel() -> None:
+            with suppress(EngineError):  # closed: the request is already cancelled
+                self._worker.cancel(state)
+
+        return cancel
+
+    def count(self, request: Request) -> tuple[list[int], int, int]:
+        """Return a prompt's token ids, how many of them are image tokens, and its views. Computes nothing.
+
+        Raises:
+            SettingError: the prompt is malformed or too long.
+            ImageError: an image cannot be read.
+        """
+        return count_prompt(checked_request(request), self.loaded.reader)
 
     def cancel(self, id: str) -> None:
         """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
