@@ -59,13 +59,14 @@ export class AnswerCard {
   }
 
   #showFigures() {
-    const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = this.usage;
+    const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = this.usage;
     const timing = this.timing ?? {};
     const pairs = [
       ["Views", String(timing.views ?? this.usage.views ?? "–")],
+      ["Image tokens", (details?.image_tokens ?? 0).toLocaleString("en")],
       ["Prompt tokens", prompt.toLocaleString("en")],
-      ["of them cached", (details?.cached_tokens ?? 0).toLocaleString("en")],
-      ["Output tokens", completion.toLocaleString("en")],
+      ["Cached tokens", (details?.cached_tokens ?? 0).toLocaleString("en")],
+      ["Output tokens", output.toLocaleString("en")],
       ["TTFT", milliseconds(timing.ttft_ms)],
       ["TPOT", milliseconds(timing.tpot_ms)],
       ["E2E", milliseconds(timing.e2e_ms)],

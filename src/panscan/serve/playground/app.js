@@ -37,7 +37,7 @@ function showDocument() {
 
 function showDocumentError(error) {
   if (error instanceof ApiError && connection.report(error)) return;
-  const field = fieldOf(error.param);
+  const field = fieldOf(error);
   if (field && field.id !== "drop") showFieldError(field, error.message);
   else say(byId("document-error"), error.message);
 }
@@ -136,7 +136,7 @@ function showAskError(card, error) {
     card.fail(error.message);
     return;
   }
-  const field = fieldOf(error.param);
+  const field = fieldOf(error);
   if (field?.id === "drop") say(byId("document-error"), error.message);
   else if (field) {
     const details = field.closest("details");

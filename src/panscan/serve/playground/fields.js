@@ -31,12 +31,16 @@ export function clearFieldErrors() {
 /**
  * Return the field that an error of the server concerns; null if it concerns none on the page.
  *
- * @param {string|null} param path of the field in the request, such as `mm_processor_kwargs.do_pan_and_scan`.
+ * The server names the field by its path, such as `response_format.json_schema`. A path that ends above the field,
+ * such as `mm_processor_kwargs`, is completed by the field's name in the message.
+ *
+ * @param {ApiError} error
  */
-export function fieldOf(param) {
-  const names = (param ?? "").split(/[.[\]]+/).filter((name) => name && !/^\d+$/.test(name));
-  for (const name of names.reverse()) {
-    const field = [...document.querySelectorAll("[data-param]")].find((each) => each.dataset.param.split(" ").includes(name));
+export function fieldOf({ param, message }) {
+  if (!param) return null;
+  const fields = [...document.querySelectorAll("[data-param]")];
+  for (const name of [...param.split(".").reverse(), ...(message.match(/\w+/g) ?? [])]) {
+    const field = fields.find((each) => each.dataset.param.split(" ").includes(name));
     if (field) return field;
   }
   return null;
