@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from panscan.core.errors import PanscanError
+from panscan.core.process import now
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """``stop``: an end mark, stop text or stop id; ``length``: ``max_new_tokens`` or the end of the context."""
@@ -125,6 +126,15 @@ class Result:
     cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     error: PanscanError | None = None
+
+    @classmethod
+    def unanswered(cls, id: str, accepted: float, error: PanscanError | None = None) -> Result:
+        """Return the result of a request that ends without an answer: cancelled, or failed with an error."""
+        reason: FinishReason = "cancelled" if error is None else "error"
+        return cls(
+            id=id, text="", token_ids=[], finish_reason=reason, views=0, crops=0, image_tokens=0, prompt_tokens=0,
+            stamps=Stamps(accepted=accepted, end=now()), error=error,
+        )  # fmt: skip
 
     @property
     def output_tokens(self) -> int:

@@ -288,7 +288,8 @@ class Engine:
 
         Args:
             request: what to answer.
-            on_event: called with each event, from the engine's threads; it must not block. None: only the result counts.
+            on_event: called with each event, from the engine's threads; it must not block.
+                None: only the result counts.
             on_end: called with the result after the last event, likewise.
 
         Raises:

@@ -111,7 +111,7 @@ def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
 
 
 def count_prompt(request: Request, reader: Reader) -> tuple[list[int], int, int]:
-    """Return the token ids of a request's prompt, how many of them are image tokens, and its views. No pixel is decoded.
+    """Return the token ids of a request's prompt, the number of image tokens and of views. No pixel is decoded.
 
     Raises:
         ImageError: an image's header cannot be read.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
-from panscan.core import EngineError, InputError, PanscanError, Request, Result, Stamps, Stats, TokenEvent, now
+from panscan.core import EngineError, InputError, PanscanError, Request, Result, Stats, TokenEvent, now
 from panscan.engine.detokenizer import token_bytes
 from panscan.engine.engine import Engine
 from panscan.model.checkpoint import Loaded
@@ -18,14 +18,14 @@ from panscan.runners.base import Runner
 from panscan.serve.backend import ModelInfo, TokenCounts
 from panscan.settings import Settings
 
-__all__ = ["Target", "open_target"]
+__all__ = ["LoadedModel", "open_model"]
 
 OnEvent = Callable[[TokenEvent], None]
 OnEnd = Callable[[Result], None]
 Cancel = Callable[[], None]
 
 
-class Target(Protocol):
+class LoadedModel(Protocol):
     """A loaded model that answers requests through callbacks. Thread-safe."""
 
     info: ModelInfo
@@ -43,7 +43,7 @@ class Target(Protocol):
         ...
 
     def stats(self) -> Stats:
-        """Return current figures. Waits for the step under way, so a target that hangs does not answer."""
+        """Return current figures. Waits for the step under way, so one that hangs does not answer."""
         ...
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Target(Protocol):
         ...
 
 
-def open_target(settings: Settings) -> Target:
+def open_model(settings: Settings) -> LoadedModel:
     """Load the model that settings name, in the runner that they name.
 
     Raises:
@@ -61,10 +61,10 @@ def open_target(settings: Settings) -> Target:
 
     quiet_libraries()
     if settings.runner == "engine":
-        return _EngineTarget(Engine.from_settings(settings))
+        return _EngineModel(Engine.from_settings(settings))
     from panscan.runners.factory import ready_runner
 
-    return _RunnerTarget(ready_runner(settings))
+    return _RunnerModel(ready_runner(settings))
 
 
 def _info(loaded: Loaded, settings: Settings, *, max_concurrency: int, decisions: tuple[str, ...] = ()) -> ModelInfo:
@@ -85,8 +85,8 @@ def _count(request: Request, loaded: Loaded) -> TokenCounts:
     return TokenCounts(tuple(ids), image_tokens, views)
 
 
-class _EngineTarget:
-    """The engine as a :class:`Target`."""
+class _EngineModel:
+    """The engine as a :class:`LoadedModel`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -95,28 +95,28 @@ class _EngineTarget:
         )
 
     def start(self, request: Request, on_event: OnEvent | None, on_end: OnEnd) -> Cancel:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return self._engine.start(request, on_event, on_end)
 
     def count(self, request: Request) -> TokenCounts:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return _count(request, self._engine.loaded)
 
     def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return [token_bytes(self._engine.loaded.reader.tokenizer, token) for token in ids]
 
     def stats(self) -> Stats:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         self._engine.close()
 
 
-class _RunnerTarget:
-    """A runner without continuous batching as a :class:`Target`: batches of ``--batch-size``, one after another.
+class _RunnerModel:
+    """A runner without continuous batching as a :class:`LoadedModel`: batches of ``--batch-size``, one after another.
 
     Requests that share a batch share their sampling settings. All tokens of an answer come when its batch ends.
     """
@@ -133,7 +133,7 @@ class _RunnerTarget:
         self._thread.start()
 
     def start(self, request: Request, on_event: OnEvent | None, on_end: OnEnd) -> Cancel:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         queued = _Queued(request, on_event, on_end, accepted=now())
         with self._changed:
             if self._closed:
@@ -143,15 +143,15 @@ class _RunnerTarget:
         return lambda: self._cancel(queued)
 
     def count(self, request: Request) -> TokenCounts:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return _count(request, self._runner.loaded)
 
     def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return [token_bytes(self._runner.loaded.reader.tokenizer, token) for token in ids]
 
     def stats(self) -> Stats:
-        """See :class:`Target`."""
+        """See :class:`LoadedModel`."""
         return Stats(
             running=self._running, waiting=len(self._queue), steps=0, prompt_tokens=self._prompt_tokens,
             cached_tokens=0, output_tokens=self._output_tokens, preemptions=0, views_encoded=0, views_reused=0,
@@ -159,7 +159,7 @@ class _RunnerTarget:
         )  # fmt: skip
 
     def close(self) -> None:
-        """See :class:`Target`. The batch under way runs to its end, because ``generate()`` cannot be interrupted."""
+        """See :class:`LoadedModel`. Waits for the batch under way: ``generate()`` cannot be interrupted."""
         with self._changed:
             self._closed = True
             left = list(self._queue)
@@ -234,12 +234,7 @@ class _Queued:
 
     def end_early(self, error: PanscanError | None = None) -> None:
         """Deliver the end of a request without an answer: cancelled, or failed."""
-        reason = "cancelled" if error is None else "error"
-        stamps = Stamps(accepted=self._accepted, end=now())
+        result = Result.unanswered(self.request.id, self._accepted, error)
         if self._on_event is not None:
-            self._on_event(TokenEvent(None, "", now(), finish_reason=reason))
-        result = Result(
-            id=self.request.id, text="", token_ids=[], finish_reason=reason, views=0, crops=0, image_tokens=0,
-            prompt_tokens=0, stamps=stamps, error=error,
-        )  # fmt: skip
+            self._on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
         self._on_end(result)
