@@ -58,7 +58,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
             pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
         return [[by_id[id]] for id in ranked]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002 - Ray passes it
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Book a request on the replica that has accepted it."""
         request_id = pending_request.metadata.internal_request_id
         self._router.assign(request_id, replica_id.unique_id, _work(pending_request))
