@@ -7,20 +7,11 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from panscan.serve.backend import Work
-from panscan.serve.routing import Router
+from panscan.serve.routing import open_books
 
-__all__ = ["WorkRouter", "books"]
+__all__ = ["WorkRouter"]
 
-_BOOKS: dict[str, Router] = {}
 _NO_WORK = Work(views=0, prompt_tokens=0, max_new_tokens=0)
-
-
-def books(app: str) -> Router | None:
-    """Return the books of an application's router in this process; None before the router has started.
-
-    Ray creates the router, on a thread that belongs to Ray, and gives no access to it.
-    """
-    return _BOOKS.get(app)
 
 
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
@@ -28,7 +19,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
 
     def initialize_state(self, **_options: Any) -> None:
         """Start with empty books. Ray calls this once, before the first replica is known."""
-        self._router = _BOOKS[self.app_name] = Router()
+        self._router = open_books(self.app_name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that run now."""

@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from panscan.core import EngineError, PanscanError, QueueFullError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.serve.backend import ModelInfo, TokenCounts, Work
 from panscan.serve.options import ServeOptions
-from panscan.serve.ray_router import books
+from panscan.serve.routing import books
 
 __all__ = ["ReplicaBackend"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from panscan.serve.backend import Work
 
-__all__ = ["CostModel", "Router"]
+__all__ = ["CostModel", "Router", "books", "open_books"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +145,21 @@ class Router:
 
 def _known(replica: _Replica, work: Work) -> list[bool]:
     return [image in replica.seen for image in work.keys]
+
+
+_BOOKS: dict[str, Router] = {}
+
+
+def open_books(app: str) -> Router:
+    """Return new books for the router of an application.
+
+    Ray creates its routers, on a thread that belongs to Ray, from a copy of their module. This module is not copied, so
+    :func:`books` finds them here.
+    """
+    _BOOKS[app] = Router()
+    return _BOOKS[app]
+
+
+def books(app: str) -> Router | None:
+    """Return the books of an application's router in this process; None before Ray has created the router."""
+    return _BOOKS.get(app)
