@@ -38,7 +38,8 @@ from panscan.core.process import (
     waits_noted,
 )
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
-from panscan.core.result import FinishReason, Result, Stamps, TokenEvent, TokenLogprobs
+from panscan.core.result import FinishReason, Result, Stamps, Stats, TokenEvent, TokenLogprobs
+from panscan.core.streams import Stream
 from panscan.core.text import escape_controls
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "Sampling",
     "SettingError",
     "Stamps",
+    "Stats",
+    "Stream",
     "TokenEvent",
     "TokenLogprobs",
     "UnsupportedError",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from panscan.core.errors import PanscanError
+from panscan.core.process import now
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """``stop``: an end mark, stop text or stop id; ``length``: ``max_new_tokens`` or the end of the context."""
@@ -126,6 +127,15 @@ class Result:
     logprobs: list[TokenLogprobs] | None = None
     error: PanscanError | None = None
 
+    @classmethod
+    def unanswered(cls, id: str, accepted: float, error: PanscanError | None = None) -> Result:
+        """Return the result of a request that ends without an answer: cancelled, or failed with an error."""
+        reason: FinishReason = "cancelled" if error is None else "error"
+        return cls(
+            id=id, text="", token_ids=[], finish_reason=reason, views=0, crops=0, image_tokens=0, prompt_tokens=0,
+            stamps=Stamps(accepted=accepted, end=now()), error=error,
+        )  # fmt: skip
+
     @property
     def output_tokens(self) -> int:
         return len(self.token_ids)
@@ -134,3 +144,38 @@ class Result:
     def stages_ms(self) -> dict[str, float]:
         """Milliseconds of each stage that was seen (see :meth:`Stamps.stages`)."""
         return {name: 1e3 * seconds for name, seconds in self.stamps.stages().items() if seconds is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an engine holds now, and what it has done since it started.
+
+    Args:
+        running: requests that compute.
+        waiting: prepared requests that wait for a slot.
+        steps: passes through the model.
+        prompt_tokens: tokens computed in prefill; those of a preempted request count each time.
+        cached_tokens: prompt tokens found in the prefix cache.
+        output_tokens: tokens generated.
+        preemptions: times that a request gave its blocks back, to be computed again.
+        views_encoded: views that went through the vision tower.
+        views_reused: views found in the vision cache.
+        vision_cache_bytes: size of the encoded views in the cache.
+        kv_blocks_used: blocks in use of global and of local layers; cached blocks without a request do not count.
+        kv_blocks: blocks of global and of local layers.
+        block_size: tokens per block.
+    """
+
+    running: int
+    waiting: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    views_encoded: int
+    views_reused: int
+    vision_cache_bytes: int
+    kv_blocks_used: tuple[int, int]
+    kv_blocks: tuple[int, int]
+    block_size: int

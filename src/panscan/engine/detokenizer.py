@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "token_bytes"]
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -124,3 +124,19 @@ class _Bytes:
         text = "".join(self._characters) if whole else _BROKEN * self._count
         self._start()
         return text
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes that one token stands for; empty for special tokens and ids beyond the vocabulary.
+
+    Args:
+        tokenizer: as for :class:`Detokenizer`.
+        token: the token id.
+    """
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None:
+        return b""
+    if (byte := _BYTE.fullmatch(name)) is not None:
+        return bytes([int(byte[1], 16)])
+    text: str = tokenizer.decode([token], skip_special_tokens=True)
+    return text.encode()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import secrets
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,17 +22,20 @@ from panscan.core import (
     Result,
     SettingError,
     Stamps,
+    Stats,
+    Stream,
     TokenEvent,
     now,
 )
 from panscan.core.ranges import Range
 from panscan.core.request import checked_request, request_list
 from panscan.engine.admission import Admission
-from panscan.engine.loop import FORKED, Loop, Stats, Worker
+from panscan.engine.loop import Loop, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import RequestState, Watched
 from panscan.model.checkpoint import Loaded
+from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_outline_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
@@ -42,7 +43,7 @@ from panscan.model.support import require_supported
 from panscan.presets.parse import single_preset
 from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_from
 
-__all__ = ["Engine", "Stream"]
+__all__ = ["Engine"]
 
 MAX_QUEUED_REQUESTS = 1024
 """Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
@@ -277,6 +278,41 @@ class Engine:
             raise
         return stream
 
+    def start(
+        self,
+        request: Request,
+        on_event: Callable[[TokenEvent], None] | None,
+        on_end: Callable[[Result], None],
+    ) -> Callable[[], None]:
+        """Answer one request through callbacks, for callers that do their own queueing; return what cancels it.
+
+        Args:
+            request: what to answer.
+            on_event: called with each event, from the engine's threads; it must not block.
+                None: only the result counts.
+            on_end: called with the result after the last event, likewise.
+
+        Raises:
+            EngineError: the engine is closed, or belongs to another process.
+        """
+        state = self._state(request, on_event or _ignore, on_end)
+        self._worker.accept(state)
+
+        def cancel() -> None:
+            with suppress(EngineError):  # closed: the request is already cancelled
+                self._worker.cancel(state)
+
+        return cancel
+
+    def count(self, request: Request) -> tuple[list[int], int, int]:
+        """Return a prompt's token ids, how many of them are image tokens, and its views. Computes nothing.
+
+        Raises:
+            SettingError: the prompt is malformed or too long.
+            ImageError: an image cannot be read.
+        """
+        return count_prompt(checked_request(request), self.loaded.reader)
+
     def cancel(self, id: str) -> None:
         """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
         self._worker.check_process()
@@ -400,64 +436,3 @@ def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, disable=not (console.is_terminal if shown is None else shown)) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)
-
-
-class Stream:
-    """An asynchronous iterator of a request's events; the last has a ``finish_reason``. Of a request that fails, the
-    iteration ends by raising its error. One reader at a time: a second one is refused.
-
-    Leaving an ``async for`` before its end cancels the request, once the iterator is closed or collected.
-
-    Args:
-        id: of the request; :meth:`panscan.engine.engine.Engine.cancel` takes it.
-        cancel: ends the request.
-    """
-
-    def __init__(self, id: str, cancel: Callable[[], None]) -> None:
-        self.id = id
-        self.cancel = cancel
-        self._asyncio = asyncio.get_running_loop()
-        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        self._result: asyncio.Future[Result] = self._asyncio.create_future()
-        self._ended = self._reading = False
-        self._process = os.getpid()
-
-    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        self._check_process()
-        if self._reading:
-            raise SettingError(f"request {self.id!r}: another reader has its stream; submit it once per reader")
-        self._reading = True
-        try:
-            while not self._ended:
-                event = await self._events.get()
-                self._ended = event.finish_reason is not None
-                yield event
-        finally:
-            self._reading = False
-            if not self._ended:
-                self.cancel()
-        if (error := (await self.result()).error) is not None:
-            raise error
-
-    async def result(self) -> Result:
-        """What became of the request, once it has ended. A failed request's result has its ``error``."""
-        self._check_process()
-        return await asyncio.shield(self._result)
-
-    def on_event(self, event: TokenEvent) -> None:
-        """From the engine's thread."""
-        self._call(lambda: self._events.put_nowait(event))
-
-    def on_end(self, result: Result) -> None:
-        """From the engine's thread."""
-        self._call(lambda: self._result.set_result(result))
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise EngineError(FORKED)
-
-    def _call(self, function: Callable[[], object]) -> None:
-        try:
-            self._asyncio.call_soon_threadsafe(function)
-        except RuntimeError:  # the event loop is closed: nobody listens any more
-            self.cancel()

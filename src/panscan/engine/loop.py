@@ -26,8 +26,10 @@ from panscan.core import (
     PanscanError,
     Sampling,
     SettingError,
+    Stats,
     UnsupportedError,
 )
+from panscan.core.streams import FORKED
 from panscan.engine.daemons import DaemonThreads
 from panscan.engine.model_runner import Launched, ModelRunner, PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
@@ -44,7 +46,7 @@ from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 
-__all__ = ["FORKED", "Loop", "PassExecutor", "Stats", "Worker"]
+__all__ = ["Loop", "PassExecutor", "Worker"]
 
 
 class PassExecutor(PixelIntake, Protocol):
@@ -414,7 +416,6 @@ def _explained(error: Exception) -> PanscanError:
     return PanscanError(f"the engine's pass failed: {type(error).__name__}: {text}")
 
 
-FORKED = "the engine was made in another process: create the Engine after the fork, or start the process with 'spawn'"
 _THREADS = 4  # that decode and resize; Pillow lets go of the interpreter while it does
 Answer = TypeVar("Answer")
 
@@ -585,38 +586,3 @@ class Worker:
 
     def _left(self) -> list[RequestState]:
         return [*self.loop.states, *self._preparing, *self._accepted]
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What an engine holds now, and what it has done since it was made.
-
-    Args:
-        running: requests that compute.
-        waiting: prepared requests that wait for their turn.
-        steps: passes through the model.
-        prompt_tokens: computed in prefill; those of a preempted request as often as they were computed.
-        cached_tokens: of prompts, taken over from requests before.
-        output_tokens: written.
-        preemptions: times that a request gave its blocks back, to be computed again.
-        views_encoded: views that went through the vision tower.
-        views_reused: views that were needed and did not have to.
-        vision_cache_bytes: of encoded views that are kept.
-        kv_blocks_used: of global and of local layers; those that only wait to be reused are not used.
-        kv_blocks: of global and of local layers.
-        block_size: tokens of a block.
-    """
-
-    running: int
-    waiting: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    preemptions: int
-    views_encoded: int
-    views_reused: int
-    vision_cache_bytes: int
-    kv_blocks_used: tuple[int, int]
-    kv_blocks: tuple[int, int]
-    block_size: int

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -30,6 +30,7 @@ __all__ = [
     "ConcealedUrl",
     "conceal",
     "fetch",
+    "fetch_from",
     "is_public",
     "named_url",
     "rewritten",
@@ -118,7 +119,7 @@ def fetch(url: str) -> bytes:
     full = url.full if isinstance(url, ConcealedUrl) else url
     if f"{_HIDDEN}@" in full or f"={_HIDDEN}" in full:
         raise image_error(url, "its credentials are not stored in records: pass the full URL again")
-    private = os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true", "yes", "on")
+    private = _allows_private()
     key = full, private
     with _LOCK:
         if key in _CACHE:
@@ -132,11 +133,41 @@ def fetch(url: str) -> bytes:
     return content
 
 
-class _Download:
-    """One transfer and its deadline. ``name`` is what messages call the URL."""
+def fetch_from(url: str, domains: Collection[str], *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the bytes behind ``url`` if it and every redirect lead to one of ``domains``; never from memory.
 
-    def __init__(self, name: str, *, private: bool) -> None:
+    Args:
+        url: an http(s) URL.
+        domains: lower-case host names that are allowed; their subdomains are not.
+        max_bytes: a longer answer is refused while it arrives.
+
+    Raises:
+        ImageError: see :func:`fetch`; also for another host.
+    """
+    name = named_url(url)
+    download = _Download(name, private=_allows_private(), domains=domains, max_bytes=max_bytes)
+    return download.run(name.full if isinstance(name, ConcealedUrl) else name)
+
+
+def _allows_private() -> bool:
+    return os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true", "yes", "on")
+
+
+class _Download:
+    """One transfer and its deadline.
+
+    Args:
+        name: what messages call the URL.
+        private: whether it may lead to addresses that are not public.
+        domains: the only hosts that it may lead to; None: any.
+        max_bytes: of the answer.
+    """
+
+    def __init__(
+        self, name: str, *, private: bool, domains: Collection[str] | None = None, max_bytes: int = MAX_BYTES
+    ) -> None:  # fmt: skip
         self.name, self.private = name, private
+        self._domains, self._max_bytes = domains, max_bytes
         self._end = now() + TRANSFER_S
 
     def run(self, url: str) -> bytes:
@@ -165,6 +196,8 @@ class _Download:
         for _ in range(MAX_REDIRECTS + 1):
             if url.scheme not in ("http", "https") or not url.host:
                 raise httpx.InvalidURL("a URL needs http:// or https:// and a host")
+            if self._domains is not None and url.host.lower().rstrip(".") not in self._domains:
+                raise self.failed(f"{url.host} is not an allowed domain")
             found = self._get(url, login)
             if isinstance(found, bytes):
                 return found
@@ -191,8 +224,8 @@ class _Download:
             content = bytearray()
             for piece in response.iter_stream():
                 content += piece
-                if len(content) > MAX_BYTES:
-                    raise image_error(self.name, f"more than {MAX_BYTES} bytes")
+                if len(content) > self._max_bytes:
+                    raise image_error(self.name, f"more than {self._max_bytes} bytes")
         return bytes(content)
 
     def _pool(self, url: httpx.URL) -> httpcore.ConnectionPool:

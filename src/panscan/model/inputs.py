@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import Request, View
-from panscan.images.files import Page, PageBytes, expand_images, open_image
+from panscan.images.files import Page, PageBytes, expand_images, image_size, open_image
 from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded, Reader
@@ -22,6 +22,7 @@ __all__ = [
     "Prepared",
     "Read",
     "collate",
+    "count_prompt",
     "count_views",
     "images_of",
     "plan_request",
@@ -107,6 +108,21 @@ def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
     """The views of each image, and the prompt with their places."""
     plans = [plan_views(*image.size, read.request.pan_and_scan) for image in read.images]
     return plans, reader.prompts.write(read.request, [plan.crops for plan in plans])
+
+
+def count_prompt(request: Request, reader: Reader) -> tuple[list[int], int, int]:
+    """Return the token ids of a request's prompt, the number of image tokens and of views. No pixel is decoded.
+
+    Raises:
+        ImageError: an image's header cannot be read.
+        SettingError: see :meth:`panscan.model.prompt.PromptWriter.write`.
+    """
+    images = images_of(request)
+    plans = [plan_views(*image_size(image), request.pan_and_scan) for image in images]
+    views = sum(len(plan.views) for plan in plans)
+    reader.prompts.check_length(request, views)
+    prompt = reader.prompts.write(replace(request, images=images), [plan.crops for plan in plans])
+    return prompt.ids, prompt.image_tokens, views
 
 
 def view_pixels(

@@ -1,0 +1,399 @@
+"""The engine in a process of its own, seen from the HTTP server: started, watched, restarted if it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from panscan.core import (
+    EngineError,
+    PanscanError,
+    QueueFullError,
+    Request,
+    Result,
+    Stats,
+    Stream,
+    TokenEvent,
+    now,
+)
+from panscan.core.process import time_line
+from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.messages import (
+    Answered,
+    Ask,
+    Cancel,
+    CountTokens,
+    Ended,
+    Events,
+    LoadFailed,
+    Open,
+    Query,
+    ReadStats,
+    Ready,
+    Submit,
+    TokenTexts,
+)
+from panscan.settings import Settings
+
+__all__ = ["EngineProcess"]
+
+log = logging.getLogger("panscan.serve")
+
+_ATTEMPTS = 3  # processes that may compute one request: a request that kills every process must end
+_RESTARTS = 3  # processes in a row that die without having answered a request
+_QUERY_SECONDS = 30.0
+_WATCH_SECONDS = 5.0
+_HANG_SECONDS = 600.0  # without an answer between two steps: on a CPU a step may take minutes
+_EXIT_SECONDS = 10.0
+
+
+class EngineProcess:
+    """A :class:`panscan.serve.backend.Backend` over one engine process.
+
+    If the process dies, it is started again. Requests without a reader for their events are computed again; streams
+    end with an error. ``failed`` is set once the process has died too often.
+
+    Args:
+        settings: what to load.
+        max_queued_requests: requests that wait besides those that compute.
+    """
+
+    def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
+        self._settings, self._max_queued = settings, max_queued_requests
+        self._child: _Child | None = None
+        self._flying: dict[str, _Flight] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count()
+        self._ready = asyncio.Event()
+        self._deaths = 0  # in a row
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._info: ModelInfo | None = None
+        self._retried = 0
+        self.failed = asyncio.Event()
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """See :class:`panscan.serve.backend.Backend`."""
+        return self._info
+
+    @property
+    def retried(self) -> int:
+        """See :class:`panscan.serve.backend.Backend`."""
+        return self._retried
+
+    @property
+    def ready(self) -> bool:
+        """See :class:`panscan.serve.backend.Backend`."""
+        return self._ready.is_set()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; None while there is none."""
+        return None if self._child is None else self._child.process.pid
+
+    async def start(self) -> None:
+        """See :class:`panscan.serve.backend.Backend`."""
+        await self._open()
+        self._spawn(self._watch())
+
+    async def close(self) -> None:
+        """See :class:`panscan.serve.backend.Backend`."""
+        self._closed = True
+        self._ready.clear()
+        for task in self._tasks:
+            task.cancel()
+        if self._child is not None:
+            await asyncio.to_thread(self._child.close)
+        self._end_all(EngineError("the server is shutting down"))
+
+    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+        """See :class:`panscan.serve.backend.Backend`."""
+        if self.failed.is_set() or self._closed or self._info is None:
+            raise EngineError("the engine is not running")
+        most = self._info.max_concurrency + self._max_queued
+        if len(self._flying) >= most:
+            raise QueueFullError(f"{most} requests run or wait already (--max-queued-requests {self._max_queued})")
+        flight = _Flight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
+        self._flying[request.id] = flight
+        if self.ready:
+            self._send(flight)
+        return flight.stream
+
+    async def count(self, request: Request) -> TokenCounts:
+        """See :class:`panscan.serve.backend.Backend`."""
+        found: TokenCounts = await self._ask(CountTokens(request))
+        return found
+
+    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
+        """See :class:`panscan.serve.backend.Backend`."""
+        found: list[bytes] = await self._ask(TokenTexts(tuple(ids)))
+        return found
+
+    async def stats(self) -> Mapping[str, Stats]:
+        """See :class:`panscan.serve.backend.Backend`."""
+        try:
+            return {"0": await self._ask(ReadStats())}
+        except EngineError:
+            return {}
+
+    async def _open(self) -> None:
+        """Start a process and wait until it is ready.
+
+        Raises:
+            PanscanError: it cannot load the model, or died.
+        """
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[Ready] = loop.create_future()
+        child = _Child(lambda child, messages: _call(loop, lambda: self._take(child, messages, opened)))
+        self._child = child
+        child.send(Open(self._settings, time_line()))
+        ready = await opened
+        self._info = ready.info
+        self._ready.set()
+        for flight in list(self._flying.values()):
+            self._send(flight)
+
+    def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[Ready]) -> None:
+        """Take messages of a process, or the reason why it has ended."""
+        if child is not self._child:  # an earlier one
+            return
+        if isinstance(messages, str):
+            if not opened.done():
+                opened.set_exception(EngineError(messages))
+            elif not self._closed:
+                self._lose(messages)
+            return
+        for message in messages:
+            self._take_one(message, opened)
+
+    def _take_one(self, message: Any, opened: asyncio.Future[Ready]) -> None:
+        match message:
+            case Events():
+                self._deliver(message)
+            case Ended():
+                self._deaths = 0
+                if (flight := self._flying.pop(message.id, None)) is not None:
+                    flight.end(message.result)
+            case Answered():
+                if (answer := self._answers.pop(message.number, None)) is not None and not answer.done():
+                    _resolve(answer, message.answer)
+            case Ready():
+                opened.set_result(message)
+            case LoadFailed():
+                opened.set_exception(message.error)
+
+    def _deliver(self, message: Events) -> None:
+        for id, event in message.events:
+            if (flight := self._flying.get(id)) is not None:
+                flight.stream.on_event(event)
+
+    def _send(self, flight: _Flight) -> None:
+        assert self._child is not None  # it is ready
+        flight.attempts += 1
+        self._child.send(Submit(flight.request, flight.streams))
+
+    def _cancel(self, id: str) -> None:
+        if (flight := self._flying.get(id)) is None:
+            return
+        if self.ready and self._child is not None:
+            self._child.send(Cancel(id))
+        else:  # it waits for a process
+            del self._flying[id]
+            flight.fail(None)
+
+    def _lose(self, reason: str) -> None:
+        """The process died: end streams, keep what can be computed again, and start another process."""
+        self._ready.clear()
+        self._deaths += 1
+        log.error("%s", reason)
+        error = EngineError(f"{reason}; send the request again")
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._answers.clear()
+        for id, flight in list(self._flying.items()):
+            if flight.streams or flight.attempts >= _ATTEMPTS:
+                del self._flying[id]
+                flight.fail(error)
+            else:
+                self._retried += 1
+        if self._deaths > _RESTARTS:
+            self._give_up(f"the engine's process died {self._deaths} times in a row: {reason}")
+        else:
+            self._spawn(self._restart())
+
+    async def _restart(self) -> None:
+        await asyncio.sleep(min(2.0 ** (self._deaths - 1) - 1, 30.0))
+        log.warning("starting the engine's process again")
+        try:
+            await self._open()
+        except PanscanError as error:
+            self._give_up(f"the engine's process could not be started again: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        log.error("%s", reason)
+        self._end_all(EngineError(reason))
+        self.failed.set()
+
+    def _end_all(self, error: EngineError) -> None:
+        for flight in self._flying.values():
+            flight.fail(error)
+        self._flying.clear()
+
+    async def _ask(self, query: Query, seconds: float = _QUERY_SECONDS) -> Any:
+        if not self.ready or self._child is None:
+            raise EngineError("the engine is not ready")
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._child.send(Ask(number, query))
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise EngineError(f"the engine did not answer within {seconds:g} s") from None
+        finally:
+            self._answers.pop(number, None)
+
+    async def _watch(self) -> None:
+        """Kill the process if it hangs; its end is then handled as any other."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            child = self._child
+            if not self.ready or child is None:
+                continue
+            try:
+                await self._ask(ReadStats(), _HANG_SECONDS)
+            except EngineError:
+                if self.ready and child is self._child:
+                    log.error("the engine has not answered for %g s: killing its process", _HANG_SECONDS)
+                    child.kill()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request under way.
+
+    Args:
+        request: what to answer.
+        stream: where its events and its result go.
+        streams: whether its events are read.
+        attempts: processes that have begun to compute it.
+    """
+
+    request: Request
+    stream: Stream
+    streams: bool
+    attempts: int = 0
+
+    def end(self, result: Result) -> None:
+        """Deliver its result."""
+        self.stream.on_end(result)
+
+    def fail(self, error: PanscanError | None) -> None:
+        """End it without an answer: with an error, or cancelled."""
+        result = Result.unanswered(self.request.id, now(), error)
+        if self.streams:
+            self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
+        self.stream.on_end(result)
+
+
+class _Child:
+    """One engine process, its connection, and a thread for each direction.
+
+    Args:
+        take: called with the child and each list of messages, in its reading thread; at the end with the reason.
+    """
+
+    def __init__(self, take: Callable[[_Child, list[Any] | str], None]) -> None:
+        self._take = take
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        with theirs:
+            self.process = subprocess.Popen(
+                # -P: a module in the working directory must not shadow a library. A session of its own: Ctrl-C in a
+                # terminal is for the server, which lets the engine finish.
+                [sys.executable, "-P", "-m", "panscan.serve.engine_worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._receive, "panscan-receive"), (self._transmit, "panscan-transmit"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Any) -> None:
+        """Send a message. If the process has died, the end of its connection says so."""
+        self._outgoing.put(message)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+
+    def close(self) -> None:
+        """Kill the process and wait for its end."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
+            self.process.wait(_EXIT_SECONDS)
+        self._outgoing.put(None)
+        for thread in self._threads:
+            thread.join(_EXIT_SECONDS)
+        self._connection.close()
+
+    def _exit_reason(self) -> str:
+        """Return how the process ended, once its connection has closed."""
+        try:
+            code = self.process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return "the engine's process was killed by SIGKILL (by the system, if the host ran out of memory)"
+        if code < 0:
+            return f"the engine's process was killed by {signal.Signals(-code).name}"
+        return f"the engine's process exited with code {code}; its log is above"
+
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # it ended, or was cut off
+            while True:
+                self._take(self, pickle.loads(self._connection.recv_bytes()))
+        self._take(self, self._exit_reason())
+
+    def _transmit(self) -> None:
+        while (message := self._outgoing.get()) is not None:
+            try:
+                self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            except OSError:
+                return
+
+
+def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
+    if isinstance(answer, PanscanError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server has ended
+        loop.call_soon_threadsafe(function)

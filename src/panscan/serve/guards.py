@@ -1,0 +1,115 @@
+"""What a request must pass before it is handled: host, origin, key and size of its body."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from panscan.serve.options import ServeOptions
+from panscan.serve.replies import error_body
+
+__all__ = ["BodyTooLargeError", "Guard"]
+
+_OPEN = ("/", "/health", "/ready")  # without a key: nothing that they show is private
+_OPEN_PREFIX = "/playground/"
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class BodyTooLargeError(Exception):
+    """The body of a request exceeds the server's limit; raised while it is read."""
+
+
+class Guard:
+    """ASGI middleware that refuses requests with 401, 403 or 413 before any handler sees them.
+
+    - Key: if the server has API keys, ``Authorization: Bearer KEY`` is required except for the
+      playground's static files and the health checks.
+    - Host: a server on a loopback address answers only to local names, so DNS rebinding cannot reach it.
+    - Origin: a browser's cross-origin request is refused. There are no CORS headers either.
+
+    Args:
+        app: what handles the requests that pass.
+        options: the server's keys, hosts and limits.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._keys = app, options.api_keys
+        self._hosts = _allowed_hosts(options)
+        self._limit = round(options.max_body_mb * 1e6)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request, or pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            await _refuse(send, *refusal)
+            return
+        await self._app(scope, _limited(receive, self._limit), send)
+
+    def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
+        """Return status and reason of a refusal; None if the request may pass."""
+        host = headers.get("host", "")
+        if self._hosts is not None and _name(host) not in self._hosts:
+            return 403, "this host name is not allowed; add it with --allowed-hosts"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return 403, "cross-origin requests are not allowed"
+        if self._keys and path not in _OPEN and not path.startswith(_OPEN_PREFIX):
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not self._keys.accept(key.strip()):
+                return 401, "a valid API key is required: Authorization: Bearer KEY"
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._limit:
+            return 413, f"the body may have {self._limit} bytes (--max-body-mb)"
+        return None
+
+
+def _allowed_hosts(options: ServeOptions) -> frozenset[str] | None:
+    """Return host names that requests may be addressed to; None: any."""
+    named = frozenset(host.lower() for host in options.allowed_hosts)
+    try:
+        loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        return named or None
+    own = f"[{options.host}]" if ":" in options.host else options.host
+    return named | _LOOPBACK | {own.lower()}
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """Return ``receive`` that counts the bytes of the body: a header may lie, or be absent."""
+    total = 0
+
+    async def counted() -> Message:
+        nonlocal total
+        message = await receive()
+        total += len(message.get("body", b""))
+        if total > limit:
+            raise BodyTooLargeError(f"the body exceeds {limit} bytes (--max-body-mb)")
+        return message
+
+    return counted
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body = json.dumps(error_body(reason, status)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if status == 413:  # the body is not read, so the connection cannot be used again
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

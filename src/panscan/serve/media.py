@@ -1,0 +1,145 @@
+"""Images and documents of requests: where they may come from, and how large they may be. No pixel is decoded here."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from panscan.core import ImageError
+from panscan.images.decode import count_pages, image_error
+from panscan.images.fetch import fetch_from
+from panscan.images.files import PageBytes, image_size
+from panscan.serve.options import ServeOptions
+
+__all__ = ["Document", "MediaReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An image, or a document of several pages.
+
+    Args:
+        pages: its pages, each with the bytes of the whole file.
+        sizes: (width, height) of each page as its header says, perhaps not upright yet.
+        digest: SHA-256 of the file.
+    """
+
+    pages: tuple[PageBytes, ...]
+    sizes: tuple[tuple[int, int], ...]
+    digest: bytes
+
+
+class MediaReader:
+    """Reads what the URLs of a request refer to, within the server's limits. Blocks: call it in a thread.
+
+    Args:
+        options: which sources are allowed, and the limits.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._domains = frozenset(domain.lower().rstrip(".") for domain in options.allowed_media_domains)
+        root = options.allowed_local_media_path
+        self._root = None if root is None else root.resolve()
+        self._max_bytes = round(options.max_body_mb * 1e6)
+
+    def read(self, url: str, uploads: Mapping[str, bytes], name: str) -> Document:
+        """Return the document behind a URL.
+
+        Args:
+            url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
+            uploads: files of a multipart body, by field name.
+            name: what messages call the document, such as ``image 2``.
+
+        Raises:
+            ImageError: the source is not allowed, or it cannot be read, or exceeds a limit.
+        """
+        content = self._content(url, uploads, name)
+        most = self._options.max_pages
+        count = count_pages(BytesIO(content), name, most)
+        if count > most:
+            raise image_error(name, f"has more than {most} pages, this server's limit")
+        found = tuple(PageBytes(content, page, name) for page in range(1, count + 1))
+        sizes = tuple(image_size(page) for page in found)
+        for number, (width, height) in enumerate(sizes, start=1):
+            if width * height > self._options.max_pixels:
+                page = f"page {number}: " if len(sizes) > 1 else ""
+                problem = f"{page}{width}x{height} pixels exceed this server's limit of {self._options.max_pixels}"
+                raise image_error(name, problem)
+        return Document(found, sizes, hashlib.sha256(content).digest())
+
+    def _content(self, url: str, uploads: Mapping[str, bytes], name: str) -> bytes:
+        scheme = url.partition(":")[0].lower()
+        match scheme:
+            case "data":
+                return _data(url, name)
+            case "attachment":
+                field = url.partition(":")[2]
+                if field not in uploads:
+                    raise image_error(name, f"the multipart body has no file field {field!r}")
+                return uploads[field]
+            case "http" | "https":
+                return self._fetched(url, name)
+            case "file":
+                return self._local(url, name)
+        raise image_error(name, "expected a data:, https:, file: or attachment: URL")
+
+    def _fetched(self, url: str, name: str) -> bytes:
+        if not self._domains:
+            problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
+            raise image_error(name, problem)
+        try:
+            return fetch_from(url, self._domains, max_bytes=self._max_bytes)
+        except ImageError as error:
+            raise image_error(name, str(error)) from error
+
+    def _local(self, url: str, name: str) -> bytes:
+        """Return the bytes of a file below the allowed directory; links are resolved first."""
+        if self._root is None:
+            problem = "local files are disabled on this server (--allowed-local-media-path); send a data: URL"
+            raise image_error(name, problem)
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise image_error(name, "a file: URL must not name a host")
+        refused = image_error(name, "not a readable file below --allowed-local-media-path")
+        try:
+            path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
+            if not path.is_relative_to(self._root):
+                raise refused
+            # The resolved path has no links; one that is put there meanwhile is not followed.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise refused from error
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise refused
+            if found.st_size > self._max_bytes:
+                raise image_error(name, f"more than {self._max_bytes} bytes")
+            return file.read(self._max_bytes)
+
+
+def _data(url: str, name: str) -> bytes:
+    """Return the bytes of a ``data:`` URL.
+
+    Raises:
+        ImageError: it is not base64, or empty.
+    """
+    header, comma, payload = url.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise image_error(name, "a data: URL must be base64: data:image/png;base64,...")
+    try:
+        content = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise image_error(name, f"the data: URL is not valid base64 ({error})") from error
+    if not content:
+        raise image_error(name, "the data: URL is empty")
+    return content

@@ -1,0 +1,117 @@
+"""Messages between the HTTP server's process and the engine's. Plain data, pickled over a socket pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from panscan.core import PanscanError, Request, Result, TokenEvent
+from panscan.serve.backend import ModelInfo
+from panscan.settings import Settings
+
+__all__ = [
+    "Answered",
+    "Ask",
+    "Cancel",
+    "CountTokens",
+    "Ended",
+    "Events",
+    "LoadFailed",
+    "Open",
+    "Query",
+    "ReadStats",
+    "Ready",
+    "Submit",
+    "TokenTexts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """To the engine, first: load this model. ``time_line``: see :func:`panscan.core.process.join_time_line`."""
+
+    settings: Settings
+    time_line: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To the engine: answer a request. ``stream``: whether its events are sent, or only its result."""
+
+    request: Request
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """To the engine: end a request with the tokens it has. Ignored if it has ended."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CountTokens:
+    """Question: the tokens of a prompt, answered with :class:`panscan.serve.backend.TokenCounts`."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """Question: the bytes of each token, answered with a list of bytes."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """Question: current figures, answered with :class:`panscan.core.Stats` between two steps."""
+
+
+Query = CountTokens | TokenTexts | ReadStats
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """To the engine: answer a question. ``number``: comes back in the answer."""
+
+    number: int
+    query: Query
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the engine: the model is loaded and warm."""
+
+    info: ModelInfo
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """From the engine: the model cannot be loaded."""
+
+    error: PanscanError
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """From the engine: events of requests, by id, in order."""
+
+    events: list[tuple[str, TokenEvent]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """From the engine: a request has ended; its events have been sent."""
+
+    id: str
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """From the engine: the answer to a question, or the error that it raised."""
+
+    number: int
+    answer: Any | PanscanError

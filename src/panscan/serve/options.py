@@ -1,0 +1,132 @@
+"""Options of the server: limits, keys, and what it may fetch or read. Plain data, which Ray can send to replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from panscan.core import SettingError
+from panscan.core.ranges import Range
+from panscan.images.decode import MAX_PIXELS
+from panscan.settings import Settings
+
+__all__ = ["SERVE_RANGES", "ApiKeys", "ServeOptions", "read_api_keys"]
+
+SERVE_RANGES = {
+    "port": Range(whole=True, least=0, most=65_535, note="0 takes a free port"),
+    "max_body_mb": Range(above=0, most=4096),
+    "max_images": Range(whole=True, least=0, most=10_000),
+    "max_pages": Range(whole=True, least=1, most=1_000_000),
+    "max_pixels": Range(whole=True, least=1, most=MAX_PIXELS),
+    "max_output_tokens": Range(whole=True, least=1, most=2**20),
+    "max_choices": Range(whole=True, least=1, most=128),
+    "max_queued_requests": Range(whole=True, least=0, most=1_000_000),
+    "request_timeout": Range(above=0, most=86_400, note="seconds"),
+    "drain_timeout": Range(least=0, most=86_400, note="seconds"),
+}
+"""The numbers that each option accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """Keys that clients may present. Only their SHA-256 digests are kept."""
+
+    digests: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> ApiKeys:
+        """Return the keys; surrounding spaces do not belong to a key.
+
+        Raises:
+            SettingError: a key is empty or has spaces inside.
+        """
+        found = [key.strip() for key in keys]
+        if not all(key and key.isprintable() and " " not in key for key in found):
+            raise SettingError("--api-key: a key is empty, or contains spaces or control characters")
+        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in found))
+
+    def accept(self, key: str) -> bool:
+        """Whether this is one of the keys. Takes the same time whichever key it is, and however much of it is right."""
+        digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+        matches = [hmac.compare_digest(digest, each) for each in self.digests]
+        return any(matches)
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+
+def read_api_keys(path: Path) -> list[str]:
+    """Return the keys of a file: one per line; empty lines and lines that start with # are ignored.
+
+    Raises:
+        SettingError: the file cannot be read, or has no key.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--api-key-file {path}: {error}") from error
+    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise SettingError(f"--api-key-file {path}: contains no key; write one per line")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What a server runs and allows.
+
+    Args:
+        settings: the model, the runner, sizes, and the defaults of requests.
+        host: address to bind.
+        port: TCP port; 0 for a free one.
+        served_model_name: the model's name in the API; None: the name of the checkpoint.
+        api_keys: keys that clients may present; none: no authentication.
+        allowed_hosts: host names that requests may be addressed to, besides the bound address.
+        allowed_media_domains: domains from which images may be fetched; empty: no remote images.
+        allowed_local_media_path: directory below which ``file:`` URLs may lie; None: no local files.
+        max_body_mb: size of a request body, in MB (10^6 bytes).
+        max_images: images and documents of one request.
+        max_pages: pages of one document.
+        max_pixels: pixels of one image or page, checked before it is decoded.
+        max_output_tokens: output tokens of one answer.
+        max_choices: answers of one request (``n``).
+        max_queued_requests: requests that wait besides those that compute; more are answered 429.
+        request_timeout: seconds from acceptance to the end of an answer.
+        drain_timeout: seconds that running requests have to finish after SIGTERM.
+        otlp_traces_endpoint: where OpenTelemetry traces are sent; None: nowhere.
+
+    Raises:
+        SettingError: a number out of its range.
+    """
+
+    settings: Settings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: Path | None = None
+    max_body_mb: float = 64.0
+    max_images: int = 16
+    max_pages: int = 50
+    max_pixels: int = MAX_PIXELS
+    max_output_tokens: int = 16_384
+    max_choices: int = 16
+    max_queued_requests: int = 256
+    request_timeout: float = 600.0
+    drain_timeout: float = 60.0
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.name in SERVE_RANGES:
+                SERVE_RANGES[item.name].check(f"--{item.name.replace('_', '-')}", getattr(self, item.name))
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or self.settings.model_name

@@ -1,0 +1,323 @@
+"""Request bodies: the supported fields of OpenAI's API, with vLLM's extensions. All other fields are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from panscan.core import SettingError
+from panscan.settings import nearest
+
+__all__ = [
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "FieldError",
+    "FilePart",
+    "ImagePart",
+    "MmProcessorKwargs",
+    "ResponseFormat",
+    "SamplingFields",
+    "TextPart",
+    "TokenizeRequest",
+    "ViewsRequest",
+    "parse",
+]
+
+_MOST_STOPS = 16
+_LONGEST_STOP = 1024  # characters
+_MOST_MESSAGES = 4096
+_LONGEST_REFERENCE = 2**31  # characters of a data URL; the size of the body is limited
+
+
+class FieldError(SettingError):
+    """A field of a request body that the server does not accept. ``param``: its path, as in OpenAI's errors."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class _Body(BaseModel):
+    """Refuses unknown fields; ``null`` means that a field is absent.
+
+    ``NEUTRAL``: fields of OpenAI's API that are accepted with these values only, which change nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, accepted in cls.NEUTRAL.items():
+            if name in given and not any(type(given[name]) is type(each) and given[name] == each for each in accepted):
+                values = " or ".join(repr(each) for each in accepted)
+                hint = f"; it may be {values}" if accepted else ""
+                raise PydanticCustomError("unsupported", "{name} is not supported{hint}", {"name": name, "hint": hint})
+            given.pop(name, None)
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        if unknown is not None:
+            hint = nearest(unknown, cls.model_fields)
+            raise PydanticCustomError("unknown", "{name} is not supported{hint}", {"name": unknown[:100], "hint": hint})
+        return given
+
+
+class MmProcessorKwargs(_Body):
+    """Pan-and-scan settings of one request, with the names of Transformers' processor. Absent: the server's."""
+
+    do_pan_and_scan: bool | None = None
+    pan_and_scan_min_crop_size: int | None = None
+    pan_and_scan_max_num_crops: int | None = None
+    pan_and_scan_min_ratio_to_activate: float | None = None
+
+
+class TextPart(_Body):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class _ImageUrl(_Body):
+    url: str = Field(max_length=_LONGEST_REFERENCE)
+    detail: Literal["auto", "high"] = "auto"
+
+
+class ImagePart(_Body):
+    """An image or document of a message, by ``data:``, ``https:``, ``file:`` or ``attachment:`` URL."""
+
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+
+class _File(_Body):
+    file_data: str = Field(max_length=_LONGEST_REFERENCE)
+    filename: str | None = Field(default=None, max_length=1024)
+
+
+class FilePart(_Body):
+    """A document of a message: ``file_data`` is a ``data:`` or ``attachment:`` URL."""
+
+    type: Literal["file"]
+    file: _File
+
+
+Part = Annotated[TextPart | ImagePart | FilePart, Field(discriminator="type")]
+
+
+def _content_kind(value: Any) -> str:
+    return "text" if isinstance(value, str) else "parts"
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts"), Field(min_length=1, max_length=_MOST_MESSAGES)],
+    Discriminator(_content_kind),
+]
+
+
+class ChatMessage(_Body):
+    """One turn of a conversation."""
+
+    NEUTRAL: ClassVar = {
+        "tool_calls": ([],), "refusal": (), "audio": (), "function_call": (), "annotations": ([],), "name": (),
+    }  # fmt: skip
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class _JsonSchema(_Body):
+    """Field names as OpenAI's; ``schema`` itself would hide a method of pydantic."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=False)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        known = ("name", "schema", "strict", "description")
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            hint = nearest(unknown, known)
+            raise PydanticCustomError("unknown", "{name} is not supported{hint}", {"name": unknown[:100], "hint": hint})
+        return given
+
+
+class ResponseFormat(_Body):
+    """What the answer must look like: any text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema goes with type 'json_schema'")
+        return self
+
+
+class _StreamOptions(_Body):
+    NEUTRAL: ClassVar = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+
+def _stop_kind(value: Any) -> str:
+    return "text" if isinstance(value, str) else "list"
+
+
+class SamplingFields(_Body):
+    """What chat and plain completions have in common."""
+
+    NEUTRAL: ClassVar = {
+        "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "logit_bias": ({},), "best_of": (1,),
+        "store": (False,), "service_tier": ("auto", "default"), "echo": (False,), "suffix": (),
+    }  # fmt: skip
+
+    model: str | None = Field(default=None, max_length=1024)
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("text")] | Annotated[list[Stop], Tag("list"), Field(max_length=_MOST_STOPS)],
+            Discriminator(_stop_kind),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOPS)] | None = None
+    n: int = Field(default=1, ge=1)
+    ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    mm_processor_kwargs: MmProcessorKwargs | None = None
+    user: str | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
+    metadata: dict[str, str] | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options goes with stream: true")
+        return self
+
+
+class ChatRequest(SamplingFields):
+    """Body of ``/v1/chat/completions``."""
+
+    NEUTRAL: ClassVar = {
+        **SamplingFields.NEUTRAL,
+        "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",),
+        "parallel_tool_calls": (True, False), "modalities": (["text"],), "audio": (), "prediction": (),
+        "reasoning_effort": ("none",), "web_search_options": (), "verbosity": (),
+    }  # fmt: skip
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs goes with logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """Body of ``/v1/completions``: raw text, continued without a turn template."""
+
+    prompt: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[str], Tag("list"), Field(min_length=1, max_length=128)],
+        Discriminator(_stop_kind),
+    ]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class TokenizeRequest(_Body):
+    """Body of ``/tokenize``: a conversation or a raw prompt."""
+
+    NEUTRAL: ClassVar = {"add_generation_prompt": (True,), "add_special_tokens": (True, False)}
+
+    model: str | None = Field(default=None, max_length=1024)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = None
+    prompt: str | None = None
+    mm_processor_kwargs: MmProcessorKwargs | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise PydanticCustomError("prompt", "give either messages or prompt")
+        return self
+
+
+class ViewsRequest(_Body):
+    """Body of ``/v1/views``: an image, or only its size."""
+
+    image: str | None = Field(default=None, max_length=_LONGEST_REFERENCE)
+    width: int | None = Field(default=None, ge=1, le=2**20)
+    height: int | None = Field(default=None, ge=1, le=2**20)
+    mm_processor_kwargs: MmProcessorKwargs | None = None
+    preview: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> ViewsRequest:
+        if (self.image is None) == (self.width is None) or (self.width is None) != (self.height is None):
+            raise PydanticCustomError("image", "give either image, or width and height")
+        return self
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """Return the parsed body.
+
+    Raises:
+        FieldError: it is not JSON, or a field is unknown or has a wrong value.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _path(first["loc"]) or None
+    if first["type"] == "json_invalid":
+        raise FieldError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if first["type"] in ("unknown", "unsupported"):
+        name = first["msg"].split(" ", 1)[0]
+        param = name if param is None else f"{param}.{name}"
+        raise FieldError(first["msg"] if "." not in param else f"{param.rpartition('.')[0]}: {first['msg']}", param)
+    raise FieldError(f"{param}: {first['msg']}" if param else first["msg"], param)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Return the path of a field as its client wrote it: without the tags of unions that pydantic adds."""
+    tagged = ("content", "stop", "prompt")
+    steps = zip(location, (None, *location), strict=False)
+    return ".".join(str(part) for part, before in steps if isinstance(part, int) or not _is_tag(part, before, tagged))
+
+
+def _is_tag(part: str, before: int | str | None, tagged: tuple[str, ...]) -> bool:
+    return part in ("text", "image_url", "file", "parts", "list") and (isinstance(before, int) or before in tagged)

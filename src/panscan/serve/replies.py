@@ -1,0 +1,225 @@
+"""Results and events become OpenAI's response bodies: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from panscan.core import (
+    EngineError,
+    ImageError,
+    PanscanError,
+    QueueFullError,
+    Result,
+    SettingError,
+    TokenEvent,
+    TokenLogprobs,
+    UnsupportedError,
+)
+from panscan.serve.backend import Backend
+from panscan.serve.protocol import FieldError
+
+__all__ = ["DONE", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
+
+DONE = b"data: [DONE]\n\n"
+_NAMES = 100_000  # token texts that are remembered
+
+Kind = Literal["chat", "text"]
+
+
+def server_sent(body: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_status(error: PanscanError) -> int:
+    """Return the HTTP status of an error: 400 for what the client can change."""
+    match error:
+        case QueueFullError():
+            return 429
+        case EngineError():
+            return 503
+        case SettingError() | ImageError():
+            return 400
+        case UnsupportedError():  # out of memory in a pass, which smaller requests may avoid
+            return 503
+    return 500
+
+
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+    500: "server_error", 503: "server_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's shape."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_of(error: PanscanError) -> dict[str, Any]:
+    """Return an exception in OpenAI's shape."""
+    param = error.param if isinstance(error, FieldError) else None
+    return error_body(str(error), error_status(error), param)
+
+
+@dataclass(slots=True)
+class TokenNames:
+    """Bytes of tokens, asked of the backend once each."""
+
+    backend: Backend
+    _known: dict[int, bytes] = field(default_factory=dict)
+
+    async def learn(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:
+        """Ask for the bytes of all tokens that :meth:`entry` will name.
+
+        Raises:
+            EngineError: the backend cannot answer.
+        """
+        wanted = {*tokens, *(id for each in logprobs if each is not None for id, _ in each.top)}
+        if missing := sorted(wanted - self._known.keys()):
+            texts = await self.backend.token_texts(missing)
+            if len(self._known) > _NAMES:
+                self._known.clear()
+                return await self.learn(logprobs, wanted)
+            self._known |= zip(missing, texts, strict=True)
+        return None
+
+    def text(self, token: int) -> str:
+        """Return a token's text; bytes that are not UTF-8 alone as replacement characters."""
+        return self._known[token].decode(errors="replace")
+
+    def entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        """Return one token of OpenAI's ``logprobs.content``."""
+        top = [self._one(id, value) for id, value in logprobs.top]
+        return {**self._one(token, logprobs.logprob), "top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "bytes": list(self._known[token]), "logprob": max(logprob, -9999.0)}
+
+
+class Reply:
+    """The response to one HTTP request.
+
+    Args:
+        kind: chat or text completion.
+        model: the model's name in the API.
+        names: token texts, for log-probabilities.
+        logprobs: whether the request asks for log-probabilities.
+    """
+
+    def __init__(self, kind: Kind, model: str, names: TokenNames, *, logprobs: bool) -> None:
+        self._kind, self._names, self._logprobs = kind, names, logprobs
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+
+    async def whole(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
+        """Return the response with all choices.
+
+        Args:
+            results: of all choices, prompt by prompt.
+            per_prompt: choices of each prompt.
+
+        Raises:
+            EngineError: texts of log-probabilities are needed, and the backend cannot answer.
+        """
+        if self._logprobs:
+            for result in results:
+                await self._names.learn(result.logprobs or (), result.token_ids)
+        object_name = "chat.completion" if self._kind == "chat" else "text_completion"
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        return {
+            **self._head, "object": object_name, "choices": choices, "usage": usage(results, per_prompt),
+            "panscan": figures(results),
+        }  # fmt: skip
+
+    def first(self, count: int) -> list[dict[str, Any]]:
+        """Return the chunks that open a stream: of a chat, the role of each choice."""
+        if self._kind == "text":
+            return []
+        opening = {"role": "assistant", "content": ""}
+        return [self._chunk([{"index": index, "delta": opening, "finish_reason": None}]) for index in range(count)]
+
+    async def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
+        """Return the chunk of an event; None if it shows nothing.
+
+        Raises:
+            EngineError: see :meth:`whole`.
+        """
+        reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
+        if not event.text and reason is None and (event.logprobs is None or not self._logprobs):
+            return None
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason}
+        if self._kind == "chat":
+            choice["delta"] = {"content": event.text} if event.text else {}
+        else:
+            choice["text"] = event.text
+        if self._logprobs and event.logprobs is not None and event.token_id is not None:
+            await self._names.learn([event.logprobs], [event.token_id])
+            choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs])
+        return self._chunk([choice])
+
+    def last(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
+        """Return the chunk with the usage."""
+        return {**self._chunk([]), "usage": usage(results, per_prompt), "panscan": figures(results)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        object_name = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+        return {**self._head, "object": object_name, "choices": choices}
+
+    def _choice(self, index: int, result: Result) -> dict[str, Any]:
+        logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self._logprobs else None
+        choice = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
+        if self._kind == "chat":
+            return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
+        return {**choice, "text": result.text}
+
+    def _logprobs_of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        pairs = list(zip(tokens, logprobs, strict=False))
+        if self._kind == "chat":
+            return {"content": [self._names.entry(token, each) for token, each in pairs], "refusal": None}
+        texts = [self._names.text(token) for token, _ in pairs]
+        offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+        top = [{self._names.text(id): value for id, value in each.top} for _, each in pairs]
+        values = [each.logprob for _, each in pairs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+def usage(results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
+    """Return token counts: of prompts once, of all choices together.
+
+    Args:
+        results: of all choices, prompt by prompt.
+        per_prompt: choices of each prompt.
+    """
+    prompts = results[::per_prompt]
+    prompt_tokens = sum(result.prompt_tokens for result in prompts)
+    completion_tokens = sum(result.output_tokens for result in results)
+    details = {
+        "cached_tokens": sum(result.cached_tokens for result in prompts),
+        "image_tokens": sum(result.image_tokens for result in prompts),
+    }
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens, "prompt_tokens_details": details,
+        "views": sum(result.views for result in prompts),
+    }  # fmt: skip
+
+
+def figures(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the measurements of the first choice: views, TTFT, TPOT, end-to-end latency and stages, milliseconds."""
+    result = results[0]
+    ttft, e2e, count = result.stamps.ttft, result.stamps.e2e, result.output_tokens
+    tpot = (e2e - ttft) / (count - 1) if ttft is not None and e2e is not None and count > 1 else None
+    times = {"ttft_ms": ttft, "tpot_ms": tpot, "e2e_ms": e2e}
+    return {
+        "views": result.views, "crops": result.crops, "image_tokens": result.image_tokens,
+        **{name: None if value is None else round(1e3 * value, 3) for name, value in times.items()},
+        "stages_ms": {name: round(value, 3) for name, value in result.stages_ms.items()},
+    }  # fmt: skip

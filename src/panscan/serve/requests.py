@@ -1,0 +1,236 @@
+"""Bodies of HTTP requests become the engine's requests, with their documents and what is known of their work."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from panscan.core import PanAndScan, Request, Sampling, SettingError
+from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.serve.backend import Work
+from panscan.serve.media import Document, MediaReader
+from panscan.serve.options import ServeOptions
+from panscan.serve.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    FieldError,
+    FilePart,
+    ImagePart,
+    MmProcessorKwargs,
+    ResponseFormat,
+    SamplingFields,
+    TextPart,
+)
+
+__all__ = ["Prepared", "RequestBuilder"]
+
+_CHARACTERS_PER_TOKEN = 4  # of text, about: for the estimate of a prompt's length
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What one HTTP request asks for.
+
+    Args:
+        requests: one per choice, each with an id of its own.
+        work: of one of them.
+    """
+
+    requests: list[Request]
+    work: Work
+
+
+class RequestBuilder:
+    """Builds requests for one server. Reads documents, so call it in a thread.
+
+    Args:
+        options: the server's defaults and limits.
+        cost: prompt tokens of an image; None: those of Gemma 3.
+    """
+
+    def __init__(self, options: ServeOptions, cost: PromptCost | None = None) -> None:
+        self._options, self._cost = options, cost or GEMMA3_COST
+        self._media = MediaReader(options)
+
+    def chat(self, body: ChatRequest, uploads: Mapping[str, bytes]) -> Prepared:
+        """Return the requests of a chat completion.
+
+        Raises:
+            FieldError: a value is out of its range.
+            ImageError: an image cannot be read, or exceeds a limit.
+        """
+        tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        sampling = self._sampling(body, tokens, (body.top_logprobs or 0) if body.logprobs else None)
+        messages, documents = self.conversation(body.messages, uploads)
+        pan_and_scan = self.pan_and_scan(body.mm_processor_kwargs)
+        pages = [page for document in documents for page in document.pages]
+        request = Request(
+            messages=messages, images=pages, pan_and_scan=pan_and_scan, sampling=sampling,
+            max_pages=self._options.max_pages,
+        )  # fmt: skip
+        text = sum(len(part.get("text", "")) for turn in messages for part in turn["content"])
+        work = self._work(documents, pan_and_scan, text, sampling.max_new_tokens)
+        return Prepared(self._choices(request, body.n), work)
+
+    def completion(self, body: CompletionRequest) -> Prepared:
+        """Return the requests of a plain completion: for each prompt, ``n`` choices.
+
+        Raises:
+            FieldError: a value is out of its range.
+        """
+        sampling = self._sampling(body, body.max_tokens, body.logprobs)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
+        if len(prompts) * body.n > self._options.max_choices:
+            raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
+        requests = [
+            choice
+            for prompt in prompts
+            for choice in self._choices(Request(prompt=prompt, raw=True, sampling=sampling), body.n)
+        ]
+        longest = max(map(len, prompts))
+        return Prepared(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
+
+    def conversation(
+        self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes]
+    ) -> tuple[list[dict[str, Any]], list[Document]]:
+        """Return turns as :class:`panscan.core.Request` takes them, and their documents in order.
+
+        A document of several pages takes the place of as many images.
+
+        Raises:
+            ImageError: a document cannot be read, or exceeds a limit.
+            FieldError: too many images, or a file that no part refers to.
+        """
+        found: list[Document] = []
+        turns = []
+        used: set[str] = set()
+        for message in messages:
+            parts: list[dict[str, Any]] = []
+            content = message.content
+            for part in [TextPart(type="text", text=content)] if isinstance(content, str) else content:
+                if isinstance(part, TextPart):
+                    parts.append({"type": "text", "text": part.text})
+                    continue
+                url = _url(part)
+                used.add(url.partition(":")[2] if url.startswith("attachment:") else "")
+                found.append(self._document(url, uploads, len(found) + 1))
+                parts += [{"type": "image"} for _ in found[-1].pages]
+            turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
+        if unused := uploads.keys() - used:
+            name = min(unused)
+            raise FieldError(f"{name}: no part refers to this file; use the URL attachment:{name}", name)
+        return turns, found
+
+    def document(self, url: str, uploads: Mapping[str, bytes]) -> Document:
+        """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`)."""
+        return self._media.read(url, uploads, "image")
+
+    def pan_and_scan(self, given: MmProcessorKwargs | None) -> PanAndScan:
+        """Return the server's pan-and-scan settings with those that a request gives.
+
+        Raises:
+            FieldError: a value is out of its range.
+        """
+        own = self._options.settings.pan_and_scan
+        if given is None:
+            return own
+        values = given.model_dump(exclude_none=True)
+        changed = {name.removeprefix("pan_and_scan_"): value for name, value in values.items()}
+        if "do_pan_and_scan" in changed:
+            changed["enabled"] = changed.pop("do_pan_and_scan")
+        try:
+            return replace(own, **changed)
+        except SettingError as error:
+            raise FieldError(str(error), "mm_processor_kwargs") from error
+
+    def _document(self, url: str, uploads: Mapping[str, bytes], number: int) -> Document:
+        if number > self._options.max_images:
+            raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
+        return self._media.read(url, uploads, f"image {number}")
+
+    def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
+        own = self._options.settings.sampling
+        if body.n > self._options.max_choices:
+            raise FieldError(f"n: at most {self._options.max_choices}, got {body.n}", "n")
+        tokens = own.max_new_tokens if max_tokens is None else max_tokens
+        if tokens > self._options.max_output_tokens:
+            raise FieldError(f"max_tokens: at most {self._options.max_output_tokens}, got {tokens}", "max_tokens")
+        given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+        stop = body.stop or ()
+        try:
+            return _sampling(
+                own,
+                {
+                    **given, "max_new_tokens": tokens, "logprobs": logprobs, "ignore_eos": body.ignore_eos,
+                    "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+                    "stop_token_ids": tuple(body.stop_token_ids or ()),
+                    **_schema(body.response_format),
+                },
+            )  # fmt: skip
+        except SettingError as error:
+            name = str(error).split(" ", 1)[0].rstrip(":")
+            known = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
+            param = known.get(name, name if name in SamplingFields.model_fields else None)
+            message = f"max_tokens{str(error).removeprefix(name)}" if name == "max_new_tokens" else str(error)
+            raise FieldError(message, param) from error
+
+    def _choices(self, request: Request, count: int) -> list[Request]:
+        """Return ``count`` copies with ids of their own; with a seed, each has the next one."""
+        choices = []
+        for index in range(count):
+            sampling = request.sampling
+            if index and sampling.seed is not None:
+                sampling = replace(sampling, seed=sampling.seed + index)
+            choices.append(replace(request, id=uuid.uuid4().hex, sampling=sampling))
+        return choices
+
+    def _work(
+        self, documents: Sequence[Document], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
+    ) -> Work:
+        """Return what is known of a request from its documents' headers.
+
+        Raises:
+            FieldError: pan-and-scan settings that do not fit a document (see :func:`panscan.images.views.split`).
+        """
+        try:
+            plans = [
+                plan_views(*size, pan_and_scan, self._cost) for document in documents for size in document.sizes
+            ]  # fmt: skip
+        except SettingError as error:
+            raise FieldError(str(error), "mm_processor_kwargs") from error
+        tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
+        views = sum(len(plan.views) for plan in plans)
+        return Work(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+
+
+_SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+
+
+def _sampling(own: Sampling, given: dict[str, Any]) -> Sampling:
+    """Return sampling parameters; values that switch a filter off become None.
+
+    With temperature 0 the filters cannot change the token, so they are dropped.
+    """
+    off = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
+    chosen: dict[str, Any] = {name: None if value in off.get(name, ()) else value for name, value in given.items()}
+    if chosen.get("temperature", own.temperature) == 0:
+        filters = {name: value for name, value in chosen.items() if name in off and value is not None}
+        replace(own, **{"temperature": 1.0, **filters})  # a value out of its range is refused all the same
+        chosen |= dict.fromkeys(off)
+    return replace(own, **chosen)
+
+
+def _schema(given: ResponseFormat | None) -> dict[str, str]:
+    """Return the sampling parameter of a response format; none for plain text."""
+    if given is None or given.type == "text":
+        return {}
+    schema: Any = {"type": "object"} if given.json_schema is None else given.json_schema.json_schema
+    return {"json_schema": json.dumps(schema)}
+
+
+def _url(part: ImagePart | FilePart) -> str:
+    return part.image_url.url if isinstance(part, ImagePart) else part.file.file_data
