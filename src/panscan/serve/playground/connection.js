@@ -1,0 +1,58 @@
+/** Whether the server answers, which model it serves, and the API key that it may ask for. */
+
+import { ApiError, checkReady, fetchModel, setKey } from "./api.js";
+import { byId, say } from "./dom.js";
+
+const RETRY_MS = 2_000;
+
+/** The state of the server, shown in the page's header. Retries until the server can answer. */
+export class Connection {
+  /** @param {function(object)} onModel called with the model's description once the server is ready. */
+  constructor(onModel) {
+    this.onModel = onModel;
+    this.timer = 0;
+    byId("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      setKey(byId("key").value.trim());
+      byId("key-form").hidden = true;
+      this.connect();
+    });
+  }
+
+  /** Ask the server for its model, again and again until it answers. */
+  async connect() {
+    clearTimeout(this.timer);
+    try {
+      await checkReady();
+      const model = await fetchModel();
+      this.#show("ok", [model.id, model.panscan.runner, model.panscan.dtype].join(" · "));
+      this.onModel(model);
+    } catch (error) {
+      this.report(error instanceof ApiError ? error : new ApiError(0, `The server's answer is not understood: ${error.message}`));
+    }
+  }
+
+  /** Show an error that concerns the whole server; returns whether it does. */
+  report(error) {
+    if (error.status === 401) {
+      this.#show("fair", "API key needed");
+      byId("key-form").hidden = false;
+      byId("key").focus();
+      return true;
+    }
+    if (error.status !== 0 && error.status !== 503) return false;
+    this.#show(error.status === 0 ? "bad" : "fair", error.status === 0 ? "Not connected" : "Not ready", error.message);
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.connect(), RETRY_MS);
+    return true;
+  }
+
+  #show(state, text, problem = "") {
+    byId("model").dataset.state = state;
+    if (byId("model-text").textContent !== text) byId("model-text").textContent = text;
+    const notice = byId("connection");
+    if (notice.textContent !== problem) say(notice, problem);
+    notice.classList.toggle("bad", state === "bad");
+    notice.classList.toggle("fair", state === "fair");
+  }
+}

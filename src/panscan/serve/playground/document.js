@@ -1,0 +1,133 @@
+/** The chosen document: its pages, the one on screen, and the views that the server plans for it. */
+
+import { ATTACHED, fetchViews } from "./api.js";
+import { byId, say } from "./dom.js";
+import { readKnobs } from "./knobs.js";
+import { drawFigures, drawPicture, drawTiles } from "./views.js";
+
+const DEBOUNCE_MS = 100;
+
+/** A document and its views. Every answer of the server to an earlier state is discarded. */
+export class Documents {
+  /** @param {{onError: function(Error), onChange: function()}} callbacks for failed requests and a new or removed document. */
+  constructor({ onError, onChange }) {
+    this.file = null;
+    this.maxMegabytes = Infinity;
+    this.onError = onError;
+    this.onChange = onChange;
+    this.pages = [];
+    this.index = 0;
+    this.request = new AbortController();
+    this.timer = 0;
+  }
+
+  /** Read a file chosen by the user and show its first page. */
+  async open(chosen) {
+    const signal = this.#restart();
+    this.#clear();
+    present("loading");
+    try {
+      const file = await this.#read(chosen);
+      const pages = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
+      if (signal.aborted) return;
+      Object.assign(this, { file, pages, index: 0 });
+      this.#show();
+      this.refresh();
+    } catch (error) {
+      if (signal.aborted) return;
+      this.#clear();
+      this.onError(error);
+    }
+    this.onChange();
+  }
+
+  /** Return a copy of the file in memory: the original may change, or be a folder. */
+  async #read(file) {
+    const megabytes = file.size / 1e6;
+    if (megabytes > this.maxMegabytes) {
+      const size = megabytes.toFixed(1);
+      throw new FileError(`${file.name} has ${size} MB; the server accepts ${this.maxMegabytes} MB (--max-body-mb).`);
+    }
+    try {
+      return new File([await file.arrayBuffer()], file.name || "clipboard", { type: file.type });
+    } catch {
+      throw new FileError(`${file.name} cannot be read. Choose a file, not a folder.`);
+    }
+  }
+
+  /** Forget the document. */
+  remove() {
+    this.#restart();
+    this.#clear();
+    this.onChange();
+  }
+
+  /** Show another page. */
+  turn(step) {
+    this.index = Math.min(Math.max(this.index + step, 0), this.pages.length - 1);
+    this.#show();
+    this.refresh();
+  }
+
+  /** Ask the server for the views of this page with the current settings, shortly after the last change. */
+  refresh() {
+    const signal = this.#restart();
+    if (this.file) this.timer = setTimeout(() => this.#plan(signal), DEBOUNCE_MS);
+  }
+
+  async #plan(signal) {
+    const settings = readKnobs();
+    const { index } = this;
+    if (settings === null) return;
+    const { width, height, preview } = this.pages[index];
+    try {
+      const [page] = await fetchViews({ width, height, mm_processor_kwargs: settings }, null, signal);
+      if (signal.aborted) return;
+      this.pages[index] = { ...page, preview };
+      this.#show();
+    } catch (error) {
+      if (!signal.aborted) this.onError(error);
+    }
+  }
+
+  #restart() {
+    clearTimeout(this.timer);
+    this.request.abort();
+    this.request = new AbortController();
+    return this.request.signal;
+  }
+
+  #clear() {
+    Object.assign(this, { file: null, pages: [], index: 0 });
+    say(byId("document-error"), "");
+    present("empty");
+  }
+
+  #show() {
+    const page = this.pages[this.index];
+    say(byId("document-error"), "");
+    present("picture", "toolbar", "plan-figures");
+    byId("name").textContent = `${this.file.name} · ${page.width} × ${page.height} pixels`;
+    drawPicture(page);
+    drawTiles(page);
+    drawFigures(page);
+    this.#showPager();
+  }
+
+  #showPager() {
+    const last = this.pages.length;
+    byId("pager").hidden = last < 2;
+    byId("previous").disabled = this.index === 0;
+    byId("next").disabled = this.index === last - 1;
+    byId("page-text").textContent = `Page ${this.index + 1} of ${last}`;
+    say(byId("pages-note"), last < 2 ? "" : `The question is about all ${last} pages.`);
+  }
+}
+
+/** Show these parts of the document's section and hide the others. */
+function present(...shown) {
+  for (const id of ["empty", "loading", "picture", "toolbar", "plan-figures"]) byId(id).hidden = !shown.includes(id);
+}
+
+/** A file that cannot be sent to the server. */
+export class FileError extends Error {}

@@ -1,0 +1,58 @@
+/** Errors shown at the field that they concern. */
+
+import { byId, html } from "./dom.js";
+
+function messageId(field) {
+  return `${field.id}-error`;
+}
+
+/** Show what is wrong with a field beside it, for eyes and for screen readers. */
+export function showFieldError(field, message) {
+  clearFieldError(field);
+  const text = html("p", { id: messageId(field), class: "field-error", role: "alert" }, message);
+  field.setAttribute("aria-invalid", "true");
+  field.setAttribute("aria-describedby", text.id);
+  (field.closest(".field") ?? field).after(text);
+}
+
+/** Remove the error of a field. */
+export function clearFieldError(field) {
+  if (!field.hasAttribute("aria-invalid")) return;
+  byId(messageId(field))?.remove();
+  field.removeAttribute("aria-invalid");
+  field.removeAttribute("aria-describedby");
+}
+
+/** Remove the errors of all fields. */
+export function clearFieldErrors() {
+  for (const field of document.querySelectorAll("[aria-invalid]")) clearFieldError(field);
+}
+
+/**
+ * Return the field that an error of the server concerns; null if it concerns none on the page.
+ *
+ * The server names the field by its path, such as `response_format.json_schema`. A path that ends above the field,
+ * such as `mm_processor_kwargs`, is completed by the field's name in the message.
+ *
+ * @param {ApiError} error
+ */
+export function fieldOf({ param, message }) {
+  if (!param) return null;
+  const fields = [...document.querySelectorAll("[data-param]")];
+  for (const name of [...param.split(".").reverse(), ...(message.match(/\w+/g) ?? [])]) {
+    const field = fields.find((each) => each.dataset.param.split(" ").includes(name));
+    if (field) return field;
+  }
+  return null;
+}
+
+/** Return the number in a field; shows an error and returns null if it holds none. */
+export function numberOf(field) {
+  const value = field.valueAsNumber;
+  if (Number.isFinite(value)) return value;
+  showFieldError(field, "Enter a number.");
+  return null;
+}
+
+// An error is out of date as soon as its field changes.
+document.addEventListener("input", ({ target }) => clearFieldError(target));
