@@ -14,6 +14,7 @@ from panscan.cli.options import (
     InRange,
     axis_options,
     common_options,
+    echo,
     errors,
     given_values,
     one_preset,
