@@ -91,9 +91,17 @@ def command(**options: Any) -> int:
         from panscan.serve.cluster import print_config
 
         _require("ray", "cluster")
-        echo(print_config(chosen, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"]), nl=False)
+        config = print_config(
+            chosen, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
+            api_key_file=options["api_key_file"],
+        )  # fmt: skip
+        echo(config, nl=False)
         return 0
     _require("fastapi", "serve")
+
+    def on_ready(url: str) -> None:
+        errors().print(f"Serving {chosen.model_name} on {url}", soft_wrap=True)
+
     if chosen.settings.model == "mini" and options["model"] is None and not chosen.settings.random_weights:
         say_mini()
     if clustered:
@@ -101,13 +109,13 @@ def command(**options: Any) -> int:
         from panscan.serve.cluster import run_cluster
 
         code: int = run_cluster(
-            chosen, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
+            chosen, on_ready, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
             ray_address=options["ray_address"],
         )  # fmt: skip
         return code
     from panscan.serve.server import run_server
 
-    return run_server(chosen, lambda url: errors().print(f"Serving {chosen.model_name} on {url}", soft_wrap=True))
+    return run_server(chosen, on_ready)
 
 
 def _serve_options(options: dict[str, Any]) -> ServeOptions:

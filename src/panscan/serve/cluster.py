@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,8 +26,10 @@ from panscan.settings import Settings, nearest, settings_from
 
 __all__ = ["API_KEYS_VARIABLE", "build", "print_config", "run_cluster"]
 
+log = logging.getLogger("panscan.serve")
+
 API_KEYS_VARIABLE = "PANSCAN_API_KEYS"
-"""Environment variable with the API keys of a deployed configuration, separated by commas."""
+"""Environment variable with API keys, separated by spaces: in a configuration file, keys are left out."""
 
 _POLL_SECONDS = 0.25
 _OBJECT_STORE_BYTES = 1 << 30  # request bodies on their way to replicas; Ray spills more than that to disk
@@ -81,7 +83,12 @@ def print_config(
 
 
 def run_cluster(
-    options: ServeOptions, *, replicas: int, max_replicas: int | None = None, ray_address: str | None = None
+    options: ServeOptions,
+    on_ready: Callable[[str], None],
+    *,
+    replicas: int,
+    max_replicas: int | None = None,
+    ray_address: str | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
@@ -89,7 +96,8 @@ def run_cluster(
     A second signal ends at once.
 
     Args:
-        options: what the server runs and allows.
+        options: what to serve.
+        on_ready: called with the server's URL once a request can be answered.
         replicas: replicas at least.
         max_replicas: replicas at most; None: always ``replicas``.
         ray_address: address of a Ray cluster; None: a cluster that exists on this machine only, as long as this call.
@@ -107,7 +115,8 @@ def run_cluster(
         _check_gpus(scale, gpus, local=local)
         ingress = _deploy(options, scale, gpus, local=local)
         try:
-            if _wait_until_ready(options, stop):
+            if _wait_until_ready(url := _url(options), stop):
+                on_ready(url)
                 stop.first.wait()
                 _drain(ingress, options.drain_timeout, stop)
         finally:
@@ -174,22 +183,19 @@ def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> A
     return handle
 
 
-def _wait_until_ready(options: ServeOptions, stop: _Stop) -> bool:
-    """Wait until the server answers on its port, and say so; return whether it does (False after a signal).
+def _wait_until_ready(url: str, stop: _Stop) -> bool:
+    """Wait until the server is ready; return False if a signal comes first.
 
     Raises:
         ModelError: the deployment has failed.
     """
     from ray import serve
 
-    host = "127.0.0.1" if options.host in ("0.0.0.0", "::", "") else options.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
     while not stop.first.wait(_POLL_SECONDS):
         status = serve.status().applications.get(APP)
-        if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        if status is not None and status.status == "DEPLOY_FAILED":
             raise ModelError(f"the replicas cannot start: {_reason(status)}")
         if _answers(f"{url}/ready"):
-            print(f"panscan serves {options.model_name} on {url}", file=sys.stderr, flush=True)  # noqa: T201 - its only output
             return True
     return False
 
@@ -198,7 +204,7 @@ def _reason(status: Any) -> str:
     """Return the last line of what Ray reports of a failed deployment: the exception."""
     messages = [deployment.message for deployment in status.deployments.values()]
     lines = [line.strip() for text in (*messages, status.message) for line in text.splitlines() if "Error" in line]
-    return lines[-1] if lines else status.message
+    return str(lines[-1] if lines else status.message)
 
 
 def _answers(url: str) -> bool:
@@ -210,13 +216,13 @@ def _answers(url: str) -> bool:
 
 def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
     """Refuse new requests and wait until none is in flight, the time is over, or a second signal arrives."""
-    deadline = time.monotonic() + seconds
-    while not stop.second.is_set():
-        found = ingress.broadcast("drain").results(timeout_s=5.0, return_exceptions=True)
-        busy = sum(count for count in found if isinstance(count, int))
-        if not busy or time.monotonic() > deadline:
+    drained = ingress.drain.remote()
+    deadline = time.monotonic() + seconds + _POLL_SECONDS
+    while not stop.second.is_set() and time.monotonic() < deadline:
+        with suppress(TimeoutError):
+            if not drained.result(timeout_s=_POLL_SECONDS):
+                log.warning("requests were still running after %g s (--drain-timeout)", seconds)
             return
-        stop.second.wait(_POLL_SECONDS)
 
 
 def _remove(*, local: bool, at_once: bool) -> None:
@@ -227,6 +233,11 @@ def _remove(*, local: bool, at_once: bool) -> None:
         serve.delete(APP, _blocking=not at_once)
     elif not at_once:  # otherwise the end of Ray ends everything
         serve.shutdown()
+
+
+def _url(options: ServeOptions) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
+    return f"http://{f'[{shown}]' if ':' in shown and shown[0] != '[' else shown}:{options.port}"
 
 
 def _usable_port(options: ServeOptions) -> int:
@@ -314,5 +325,5 @@ def _keys_of(source: str | None) -> ApiKeys:
     if kind == "file":
         return ApiKeys.of(read_api_keys(Path(place)))
     if kind == "env" and os.environ.get(place):
-        return ApiKeys.of(os.environ[place].split(","))
+        return ApiKeys.of(os.environ[place].split())
     raise SettingError(f"args: api_keys: {source!r} must be file:PATH, or env:NAME of a variable that is set")

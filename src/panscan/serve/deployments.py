@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from panscan.core import SettingError
+from panscan.core import PanscanError, SettingError
 from panscan.core.ranges import Range
 from panscan.serve.options import ServeOptions
 from panscan.serve.replica import EngineReplica
 
 __all__ = ["APP", "Ingress", "Scale", "application"]
+
+log = logging.getLogger("ray.serve")
 
 APP = "panscan"
 """Name of the application on a Ray cluster."""
@@ -60,21 +64,35 @@ class Ingress:
     """
 
     def __init__(self, engines: Any, options: ServeOptions, replicas: int) -> None:
+        from panscan.serve.app import create_app
         from panscan.serve.replica_backend import ReplicaBackend
 
-        self._options = options
         self._backend = ReplicaBackend(engines, options, app=APP, replicas=replicas)
+        self._app = create_app(options, self._backend)
+        self._loading = asyncio.get_running_loop().create_task(self._load())
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application. Ray calls this once."""
-        from panscan.serve.app import create_app
+        return self._app
 
-        return create_app(self._options, self._backend)
+    async def drain(self) -> bool:
+        """Refuse new requests, and return whether those in flight ended within the drain timeout."""
+        drained: bool = await self._app.state.desk.drain()
+        return drained
 
-    async def drain(self) -> int:
-        """Refuse new requests, and return how many are still in flight."""
-        self._backend.drain()
-        return self._backend.outstanding
+    async def __del__(self) -> None:
+        """Cancel what runs. Ray calls this once the ingress has drained."""
+        if hasattr(self, "_loading"):  # otherwise it did not start
+            self._loading.cancel()
+            await self._backend.close()
+            self._app.state.desk.close()
+
+    async def _load(self) -> None:
+        """Wait for the first replica. Until then, requests are answered 503."""
+        try:
+            await self._backend.start()
+        except PanscanError as error:  # Ray reports the deployment as failed
+            log.error("%s", error)
 
 
 def application(options: ServeOptions, scale: Scale, *, gpus: int) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from panscan.core import EngineError, QueueFullError, Request, Result, Stats, TokenEvent, now
 from panscan.serve.backend import ModelInfo, TokenCounts, Work
 from panscan.serve.loaded_model import open_model
+from panscan.serve.watchdog import Watchdog
 from panscan.settings import Settings
 
 __all__ = ["EngineReplica"]
@@ -18,14 +19,17 @@ __all__ = ["EngineReplica"]
 log = logging.getLogger("ray.serve")
 
 _STATS_SECONDS = 2.0  # a scrape of the metrics does not wait longer for one replica
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 20.0  # without a turn of the event loop, which waits for nothing
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
 
 
 class EngineReplica:
     """A loaded model as a Ray Serve deployment. All methods belong to the actor's event loop.
 
-    Every method takes the keyword argument ``work`` if it computes: the router reads it. A replica whose engine has
-    failed ends its process, so that Ray replaces it at once instead of after several failed health checks.
+    Methods that compute take the keyword argument ``work``, which the router reads. A replica whose engine has failed
+    ends its process, and a watchdog ends one that hangs: Ray then replaces it at once, and its requests are computed
+    again. After failed health checks Ray would first wait for them.
 
     Args:
         settings: what to load.
@@ -43,6 +47,8 @@ class EngineReplica:
         self._id = _replica_id()
         self._probe: asyncio.Future[Stats] | None = None
         self._probed = 0.0
+        self._watchdog = Watchdog(_SILENT_SECONDS)
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def answer(self, request: Request, *, work: Work) -> Result:
         """Answer a request without sending its tokens one by one. A caller that cancels the call ends the request."""
@@ -115,8 +121,16 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Free the model. Ray calls this once the replica has drained."""
-        if hasattr(self, "_model"):  # the model was loaded
+        if hasattr(self, "_beating"):  # the model was loaded
+            self._beating.cancel()
+            self._watchdog.close()
             await asyncio.to_thread(self._model.close)
+
+    async def _beat(self) -> None:
+        """Show the watchdog that the event loop turns."""
+        while True:
+            self._watchdog.beat()
+            await asyncio.sleep(_BEAT_SECONDS)
 
     def _ask_engine(self) -> asyncio.Future[Stats]:
         """Return the question under way, or ask a new one. At most one thread waits for the engine."""

@@ -7,7 +7,7 @@ import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
@@ -47,7 +47,7 @@ class ReplicaBackend:
     def __init__(self, engines: Any, options: ServeOptions, *, app: str, replicas: int) -> None:
         self._engines, self._options, self._app, self._replicas = engines, options, app, replicas
         self._flying: dict[str, asyncio.Task[None]] = {}
-        self._draining = False
+        self._closed = False
         self.info: ModelInfo | None = None
         self.retried = 0
 
@@ -55,38 +55,30 @@ class ReplicaBackend:
     def ready(self) -> bool:
         """See :class:`panscan.serve.backend.Backend`."""
         found = books(self._app)
-        return self.info is not None and not self._draining and found is not None and bool(found.replicas)
-
-    @property
-    def outstanding(self) -> int:
-        """Requests that compute or wait."""
-        return len(self._flying)
+        return self.info is not None and not self._closed and found is not None and bool(found.replicas)
 
     async def start(self) -> None:
         """See :class:`panscan.serve.backend.Backend`. Returns once the first replica has loaded the model."""
         while self.info is None:
             with suppress(_ReplicaLostError):
-                self.info = await _fresh(self._engines.info.remote)
+                info: ModelInfo = await _fresh(self._engines.info.remote)
+                self.info = replace(info, max_concurrency=self._replicas * info.max_concurrency)
 
     async def close(self) -> None:
         """See :class:`panscan.serve.backend.Backend`."""
-        self._draining = True
+        self._closed = True
         for task in self._flying.values():
             task.cancel()
         if self._flying:
             await asyncio.wait(self._flying.values(), timeout=_QUERY_SECONDS)
 
-    def drain(self) -> None:
-        """Refuse further requests. Those in flight are answered."""
-        self._draining = True
-
     def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.Backend`."""
-        if self._draining:
+        if self._closed:
             raise EngineError("the server is shutting down")
         if self.info is None:
             raise EngineError("no replica has loaded the model yet")
-        most = self._replicas * self.info.max_concurrency + self._options.max_queued_requests
+        most = self.info.max_concurrency + self._options.max_queued_requests
         if len(self._flying) >= most:
             queued = self._options.max_queued_requests
             raise QueueFullError(f"{most} requests run or wait already (--max-queued-requests {queued})")

@@ -1,0 +1,361 @@
+"""The server on Ray Serve: real replicas on this machine's CPU, killed, overloaded and shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from panscan.core import SettingError
+from panscan.serve.options import ApiKeys, ServeOptions
+from panscan.settings import Settings
+
+pytest.importorskip("ray.serve", reason="needs the extra cluster")
+
+from panscan.serve.cluster import API_KEYS_VARIABLE, build, print_config, run_cluster
+from panscan.serve.deployments import Scale
+
+SEQUENCES, QUEUED = 4, 6  # per replica; in front of all replicas
+CAPACITY = 2 * SEQUENCES + QUEUED
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
+    """Return the condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {seconds:g} s")
+
+
+class Server:
+    """``panscan serve --replicas 2`` as a process."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        command = (
+            f"{sys.executable} -m panscan serve --model mini --device cpu --replicas 2 --port 0"
+            f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
+        )
+        with log.open("w") as output:
+            self.process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
+        self.family: set[psutil.Process] = set()
+        self.url = str(wait_for(self._url, "the server's start"))
+
+    def _url(self) -> str | None:
+        self.note_processes()
+        assert self.process.poll() is None, self.log.read_text()
+        lines = [line for line in self.log.read_text().splitlines() if line.startswith("Serving mini on ")]
+        return lines[0].rpartition(" ")[2] if lines else None
+
+    def note_processes(self) -> None:
+        """Remember the processes that run now, so that the end of each can be checked."""
+        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def replicas(self) -> list[psutil.Process]:
+        """Return the processes of the engine replicas."""
+        self.note_processes()
+        return [each for each in self.family if each.is_running() and "EngineReplica" in " ".join(command_of(each))]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the server's metrics by name and labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def running(self) -> list[float]:
+        """Return the requests that compute on each replica that answers."""
+        return [value for name, value in self.metrics().items() if name.startswith("vllm:num_requests_running")]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return []
+
+
+@contextmanager
+def serving(log: Path) -> Iterator[Server]:
+    """Run a server, and leave no process behind even if the test fails."""
+    server = Server(log)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+        _, left = psutil.wait_procs(server.family, timeout=30)
+        for each in left:
+            each.kill()
+
+
+def body(tokens: int, **more: Any) -> dict[str, Any]:
+    """Return a request whose answer has exactly this many tokens."""
+    messages = [{"role": "user", "content": "What is the total?"}]
+    return {"messages": messages, "max_tokens": tokens, "ignore_eos": True, **more}
+
+
+async def ask(client: httpx.AsyncClient, tokens: int) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json=body(tokens))
+
+
+async def read_stream(client: httpx.AsyncClient, tokens: int, begun: asyncio.Event | None = None) -> list[Any]:
+    """Return the data of all events of a streamed answer; ``begun`` is set at the first text."""
+    found: list[Any] = []
+    async with client.stream("POST", "/v1/chat/completions", json=body(tokens, stream=True)) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+                found.append(data if data == "[DONE]" else json.loads(data))
+                if begun is not None and len(found) > 2:
+                    begun.set()
+    return found
+
+
+def in_client(server: Server, work: Callable[[httpx.AsyncClient], Any]) -> Any:
+    async def run() -> Any:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_answers_survives_and_ends(tmp_path):
+    """One test, because a cluster takes longest to start: each part leaves it as it found it."""
+    with serving(tmp_path / "log") as server:
+        check_both_replicas_answer(server)
+        check_ports(server)
+        check_a_full_queue_is_refused(server)
+        check_an_abandoned_stream_frees_its_replica(server)
+        check_a_killed_replica_loses_no_request(server)
+        check_sigterm_finishes_what_runs(server)
+
+
+def check_both_replicas_answer(server: Server) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*[ask(client, 20) for _ in range(2 * SEQUENCES)])
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
+        events = await read_stream(client, 20)
+        assert events[-1] == "[DONE]"
+        streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+        assert streamed == answers[0].json()["choices"][0]["message"]["content"]
+        counted = await client.post("/tokenize", json={"messages": body(1)["messages"]})
+        assert counted.json()["count"] == answers[0].json()["usage"]["prompt_tokens"]
+
+    in_client(server, work)
+    assert len(server.running()) == 2
+    served = [value for name, value in server.metrics().items() if name.startswith("vllm:prefix_cache_queries_total")]
+    assert sum(served) > 0
+
+
+def check_ports(server: Server) -> None:
+    """Ray listens on loopback only, but for one port per actor of Ray Serve, which demands the cluster's token."""
+    import grpc
+
+    server.note_processes()
+    found = [(each, address) for each in server.family if each.is_running() for address in listening(each)]
+    assert found
+    for process, (host, port) in found:
+        if host.removeprefix("::ffff:") == "127.0.0.1":
+            continue
+        assert "ServeReplica" in " ".join(command_of(process)), (process, host, port)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            call(b"", timeout=20)
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    try:
+        found = process.net_connections("tcp")
+    except psutil.Error:
+        return []
+    return [(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN]
+
+
+def check_a_full_queue_is_refused(server: Server) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*[ask(client, 40) for _ in range(2 * CAPACITY)])
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= CAPACITY
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+
+    in_client(server, work)
+
+
+def check_an_abandoned_stream_frees_its_replica(server: Server) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        begun = asyncio.Event()
+        reading = asyncio.create_task(read_stream(client, 4000, begun))
+        await begun.wait()
+        reading.cancel()
+        await asyncio.wait({reading})
+
+    in_client(server, work)
+    wait_for(lambda: not any(server.running()), "the end of an abandoned request", 30)
+
+
+def check_a_killed_replica_loses_no_request(server: Server) -> None:
+    async def work(client: httpx.AsyncClient) -> tuple[list[httpx.Response], list[list[Any]]]:
+        begun = [asyncio.Event() for _ in range(4)]
+        streams = [asyncio.create_task(read_stream(client, 300, each)) for each in begun]
+        answers = [asyncio.create_task(ask(client, 100)) for _ in range(4)]
+        await asyncio.gather(*[each.wait() for each in begun])
+        await asyncio.to_thread(wait_for, lambda: sum(server.running()) == 8, "eight requests at work")
+        server.replicas()[0].kill()
+        return await asyncio.gather(*answers), await asyncio.gather(*streams)
+
+    answers, streams = in_client(server, work)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {100}
+    cut = [events for events in streams if events[-1] != "[DONE]"]
+    assert 0 < len(cut) < len(streams)
+    for events in cut:
+        assert events[-1]["error"]["type"] == "server_error"
+        assert "[DONE]" not in events
+    assert server.metrics()['panscan:requests_retried{model_name="mini"}'] > 0
+    wait_for(lambda: len(server.running()) == 2, "the replica's return")
+
+
+def check_sigterm_finishes_what_runs(server: Server) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        begun = asyncio.Event()
+        reading = asyncio.create_task(read_stream(client, 200, begun))
+        await begun.wait()
+        server.note_processes()
+        server.process.send_signal(signal.SIGTERM)
+        while (late := await ask(client, 5)).status_code == 200:
+            assert not reading.done(), "the server took requests until the last one had ended"
+        assert late.status_code == 503
+        assert int(late.headers["retry-after"]) > 0
+        assert (await reading)[-1] == "[DONE]"
+
+    in_client(server, work)
+    assert server.process.wait(60) == 0, server.log.read_text()
+    left = psutil.wait_procs(server.family, timeout=30)[1]
+    assert not left
+
+
+OPTIONS = ServeOptions(
+    settings=Settings(model="mini", runner="engine", device="cpu", max_num_seqs=4, max_new_tokens=64),
+    port=8123,
+    allowed_hosts=("gpu.example",),
+    max_images=3,
+    drain_timeout=5.0,
+)
+
+
+def test_the_printed_configuration_is_one_that_ray_accepts_and_means_the_same():
+    from ray.serve.schema import ServeDeploySchema
+
+    text = print_config(OPTIONS, replicas=2, max_replicas=3)
+    schema = ServeDeploySchema(**yaml.safe_load(text))
+    (app,) = schema.applications
+    assert app.import_path == "panscan.serve.cluster:build"
+    assert schema.http_options.port == 8123
+    ingress = build(app.args)._bound_deployment
+    engines, options, replicas = ingress.init_args
+    assert options == OPTIONS
+    assert replicas == 3
+    assert engines._bound_deployment.init_args == (OPTIONS.settings, 2)
+    scaling = engines._bound_deployment._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 3, 4)
+
+
+def test_the_printed_configuration_has_no_keys_and_demands_them(monkeypatch, tmp_path):
+    secured = replace(OPTIONS, api_keys=ApiKeys.of(["secret"]))
+    text = print_config(secured, replicas=1)
+    assert "secret" not in text
+    assert secured.api_keys.digests[0].hex() not in text
+    args = yaml.safe_load(text)["applications"][0]["args"]
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    with pytest.raises(SettingError, match=API_KEYS_VARIABLE):
+        build(args)
+    monkeypatch.setenv(API_KEYS_VARIABLE, "other secret")
+    assert build(args)._bound_deployment.init_args[1].api_keys.accept("secret")
+    (tmp_path / "keys").write_text("secret\n")
+    args = yaml.safe_load(print_config(secured, replicas=1, api_key_file=tmp_path / "keys"))["applications"][0]["args"]
+    assert build(args)._bound_deployment.init_args[1].api_keys == secured.api_keys
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"replica": 2}, "unknown option 'replica'.*replicas"),
+        ({"replicas": 0}, "--replicas"),
+        ({"settings": {"modle": "mini"}}, "modle"),
+        ({"replicas": 3, "max_replicas": 2}, "--max-replicas 2: must be at least --replicas"),
+        ({"api_keys": "secret"}, "api_keys"),
+        ({"settings": {"device": "cuda:1"}}, "--device cuda:1"),
+    ],
+)
+def test_wrong_values_of_a_configuration_are_refused(args, message):
+    with pytest.raises(SettingError, match=message):
+        build(args)
+
+
+def test_a_taken_port_is_named_before_anything_starts():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingError, match=f"--port {port}"):
+            run_cluster(replace(OPTIONS, port=port), print, replicas=1)
+
+
+def test_tensor_parallel_replicas_lie_on_one_node():
+    from panscan.serve.deployments import application
+
+    options = replace(OPTIONS, settings=replace(OPTIONS.settings, device="cuda", tensor_parallel_size=2))
+    engines = application(options, Scale(5), gpus=2)._bound_deployment.init_args[0]._bound_deployment
+    placed = engines._replica_config
+    assert placed.placement_group_bundles == [{"CPU": 1, "GPU": 2}]
+    assert placed.placement_group_strategy == "STRICT_PACK"
+    assert engines.ray_actor_options["num_gpus"] == 2
+    assert engines.num_replicas == 5
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs POSIX signals")
+def test_the_watchdog_ends_a_process_that_hangs_and_no_other():
+    program = """if True:
+        import sys, time
+        from panscan.serve.watchdog import Watchdog
+        dog = Watchdog(0.2)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            dog.beat()
+            time.sleep(0.05)
+        if sys.argv[1] == "ends":
+            dog.close()
+            raise SystemExit(3)
+        print("hangs", flush=True)
+        time.sleep(600)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, kind], env=environment, stderr=subprocess.DEVNULL)
+        for kind in ("ends", "hangs")
+    ]
+    assert [each.wait(60) for each in started] == [3, -signal.SIGKILL]

@@ -1,0 +1,153 @@
+"""Which replica a request goes to: least predicted work, and images where they are cached."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.serve.backend import Work
+from panscan.serve.routing import CostModel, Router
+
+PAGE = Work(views=5, prompt_tokens=1400, max_new_tokens=128, keys=(b"page",))
+TEXT = Work(views=0, prompt_tokens=200, max_new_tokens=128)
+
+
+def router_of(*ids: str, **options: int) -> Router:
+    router = Router(**options)
+    router.set_replicas(ids)
+    return router
+
+
+def send(router: Router, number: int, work: Work) -> str:
+    """Route a request to the best replica and return which."""
+    chosen = router.rank(work)[0]
+    router.assign(str(number), chosen, work)
+    return chosen
+
+
+def test_requests_spread_by_work_and_not_by_count():
+    router = router_of("a", "b")
+    assert send(router, 0, PAGE) == "a"
+    texts = [send(router, number, TEXT) for number in (1, 2, 3)]
+    assert texts == ["b", "b", "b"]  # three short prompts are less work than one page
+
+
+def test_idle_replicas_take_turns():
+    router = router_of("a", "b", "c")
+    for number, expected in enumerate("abcabc"):
+        assert send(router, number, TEXT) == expected
+        router.release(str(number), expected)
+
+
+def test_an_image_goes_where_it_is_cached():
+    router = router_of("a", "b")
+    send(router, 0, PAGE)
+    router.release("0", "a")
+    assert send(router, 1, PAGE) == "a"  # although b has waited longer
+    assert router.hits == 1
+
+
+def test_affinity_yields_when_its_replica_is_behind_by_more_than_the_caches_save():
+    router = router_of("a", "b")
+    send(router, 0, PAGE)
+    router.release("0", "a")
+    cost = CostModel()
+    saved = cost.saved(PAGE, [True])
+    behind = []
+    while (chosen := send(router, len(behind) + 1, PAGE)) == "a":
+        behind.append(router.outstanding("a"))
+    assert chosen == "b"
+    assert behind[-2] <= saved < behind[-1]  # the work that a already had when it was chosen last, and when it was not
+
+
+def test_the_prefix_saves_up_to_the_first_unknown_image_only():
+    work = Work(views=4, prompt_tokens=1200, max_new_tokens=1, keys=(b"1", b"2"))
+    cost = CostModel()
+    first, last = cost.saved(work, [True, False]), cost.saved(work, [False, True])
+    assert first - last == 2 * cost.tokens_per_view
+    assert cost.saved(work, [True, True]) == first + last + 2 * cost.tokens_per_view
+    assert cost.saved(work, [False, False]) == cost.saved(TEXT, []) == 0
+
+
+def test_long_answers_count_up_to_what_is_expected():
+    cost = CostModel(expected_output=100)
+    short, long, longest = (cost.of(Work(0, 10, output)) for output in (50, 100, 10_000))
+    assert short < long == longest
+
+
+def test_a_restarted_replica_has_neither_load_nor_images():
+    router = router_of("a", "b")
+    send(router, 0, PAGE)
+    router.set_replicas(["b"])
+    assert router.rank(PAGE) == ["b"]
+    router.release("0", "a")  # the end of its request is reported late
+    router.set_replicas(["b", "a"])
+    assert router.outstanding("a") == 0
+    router.assign("1", "b", TEXT)
+    router.release("1", "b")
+    assert send(router, 2, PAGE) == "a"  # as idle as b, and unused since its restart
+    assert router.hits == 0
+
+
+def test_a_request_that_moves_is_booked_once():
+    router = router_of("a", "b")
+    router.assign("0", "a", TEXT)
+    router.assign("0", "b", TEXT)
+    assert router.outstanding("a") == 0
+    assert router.outstanding("b") == CostModel().of(TEXT)
+    router.release("0", "a")  # the replica that refused it reports late
+    assert router.outstanding("b") == CostModel().of(TEXT)
+
+
+def test_only_candidates_that_still_run_are_ranked():
+    router = router_of("a", "b", "c")
+    assert router.rank(TEXT, ["b", "gone"]) == ["b"]
+    router.assign("0", "gone", TEXT)
+    assert router.outstanding("gone") == 0
+    assert router_of().rank(TEXT) == []
+
+
+def test_remembered_images_are_bounded_and_the_oldest_go_first():
+    router = router_of("a", keys_per_replica=2)
+    for number, key in enumerate((b"1", b"2", b"1", b"3")):
+        router.assign(str(number), "a", Work(1, 300, 8, (key,)))
+    before = router.hits
+    router.assign("again", "a", Work(1, 300, 8, (b"1",)))
+    assert router.hits == before + 1
+    router.assign("forgotten", "a", Work(1, 300, 8, (b"2",)))
+    assert router.hits == before + 1
+
+
+works = st.builds(
+    Work,
+    views=st.integers(0, 50),
+    prompt_tokens=st.integers(0, 30_000),
+    max_new_tokens=st.integers(1, 16_384),
+    keys=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=3, unique=True).map(tuple),
+)
+
+
+@given(st.lists(st.tuples(works, st.booleans()), max_size=40), st.integers(1, 5))
+def test_books_balance_whatever_comes(steps, replicas):
+    router = router_of(*map(str, range(replicas)))
+    flying: dict[str, str] = {}
+    for number, (work, ends) in enumerate(steps):
+        name = str(number)
+        flying[name] = send(router, number, work)
+        if ends:
+            router.release(name, flying.pop(name))
+        loads = {id: router.outstanding(id) for id in router.replicas}
+        assert min(loads.values()) >= 0
+        assert all(loads[id] == 0 for id in router.replicas if id not in flying.values())
+    for name, id in flying.items():
+        router.release(name, id)
+    assert all(router.outstanding(id) == 0 for id in router.replicas)
+
+
+@given(st.lists(works.map(lambda work: Work(work.views, work.prompt_tokens, work.max_new_tokens)), min_size=1))
+def test_without_images_no_replica_is_ahead_by_more_than_one_request(steps):
+    router = router_of("a", "b", "c")
+    for number, work in enumerate(steps):
+        send(router, number, work)
+    loads = [router.outstanding(id) for id in router.replicas]
+    assert max(loads) - min(loads) <= max(map(CostModel().of, steps)) + 1e-6
