@@ -31,6 +31,7 @@ function showModel(model) {
 function showDocument() {
   const present = documents.file !== null;
   byId("compare").disabled = !present;
+  byId("compare").title = present ? "" : "Choose a document first.";
   if (!present) byId("compare").checked = false;
   lockSwitch(byId("compare").checked);
 }
@@ -134,6 +135,7 @@ function showAskError(card, error) {
   const shared = connection.report(error);
   if (card.started) {
     card.fail(error.message);
+    connection.connect(); // shows whether the server is still there
     return;
   }
   const field = fieldOf(error);
@@ -169,13 +171,21 @@ function openOnly(files) {
   else if (files.length > 1) say(byId("document-error"), `Choose one file at a time: got ${files.length}.`);
 }
 
+function hasFiles({ dataTransfer }) {
+  return dataTransfer.types.includes("Files");
+}
+
 function listenForFiles() {
   byId("file").addEventListener("change", ({ target }) => {
     openOnly([...target.files]);
     target.value = ""; // so that the same file can be chosen again
   });
-  window.addEventListener("paste", ({ clipboardData }) => openOnly([...clipboardData.files]));
+  window.addEventListener("paste", ({ clipboardData }) => {
+    // Spreadsheets and word processors add a picture to copied text.
+    if (!clipboardData.types.includes("text/plain")) openOnly([...clipboardData.files]);
+  });
   window.addEventListener("dragover", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     document.body.classList.add("dragging");
   });
@@ -183,6 +193,7 @@ function listenForFiles() {
     if (relatedTarget === null) document.body.classList.remove("dragging");
   });
   window.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     document.body.classList.remove("dragging");
     openOnly([...event.dataTransfer.files]);

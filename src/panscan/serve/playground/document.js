@@ -30,6 +30,7 @@ export class Documents {
       const file = await this.#read(chosen);
       const pages = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
       if (signal.aborted) return;
+      for (const page of pages) page.preview = objectUrl(page.preview);
       Object.assign(this, { file, pages, index: 0 });
       this.#show();
       this.refresh();
@@ -98,6 +99,7 @@ export class Documents {
   }
 
   #clear() {
+    for (const { preview } of this.pages) URL.revokeObjectURL(preview);
     Object.assign(this, { file: null, pages: [], index: 0 });
     say(byId("document-error"), "");
     present("empty");
@@ -122,6 +124,13 @@ export class Documents {
     byId("page-text").textContent = `Page ${this.index + 1} of ${last}`;
     say(byId("pages-note"), last < 2 ? "" : `The question is about all ${last} pages.`);
   }
+}
+
+/** Return a short URL for the content of a base64 data: URL; several elements show the same picture. */
+function objectUrl(dataUrl) {
+  const [header, content] = dataUrl.split(",");
+  const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
+  return URL.createObjectURL(new Blob([bytes], { type: header.slice("data:".length).split(";")[0] }));
 }
 
 /** Show these parts of the document's section and hide the others. */

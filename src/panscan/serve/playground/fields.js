@@ -12,7 +12,7 @@ export function showFieldError(field, message) {
   const text = html("p", { id: messageId(field), class: "field-error", role: "alert" }, message);
   field.setAttribute("aria-invalid", "true");
   field.setAttribute("aria-describedby", text.id);
-  (field.closest(".field") ?? field).after(text);
+  (field.closest(".options, #knob-grid") ?? field).after(text); // a row of narrow fields has no room for it
 }
 
 /** Remove the error of a field. */
