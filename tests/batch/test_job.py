@@ -70,6 +70,7 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
         ({"system": "In French."}, "another --system"),
         ({"raw_prompt": True}, "another --raw-prompt"),
         ({"whole_files": True}, "another --whole-files"),
+        ({"json_schema": "{}"}, "another --json-schema"),
     ],
 )
 def test_another_question_is_another_job(change: dict[str, Any], reason: str) -> None:
@@ -78,6 +79,7 @@ def test_another_question_is_another_job(change: dict[str, Any], reason: str) ->
 
 def test_files_of_other_versions_are_known() -> None:
     header = JOB.header()
+    assert difference({name: value for name, value in header.items() if name != "json_schema"}, header) is None
     assert "another version of panscan" in (difference({**header, "schema": 0}, header) or "")
     assert set(header["versions"]) == {"panscan", "torch", "transformers"}
     assert header["settings"] == asdict(JOB.settings)

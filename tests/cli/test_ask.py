@@ -205,6 +205,40 @@ def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(
     assert ("left out" in captured.err) == bool(left_out)
 
 
+SCHEMA = {"enum": ["cash", "card"]}
+
+
+def test_a_schema_constrains_the_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "schema.json").write_text(json.dumps(SCHEMA))
+    found = asked(capsys, "square.jpg", "-p", QUESTION, "--json-schema", "schema.json")
+    assert json.loads(found["text"]) in SCHEMA["enum"]
+    assert (found["runner"], found["finish_reason"]) == ("engine", "stop")
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "code", "message"),
+    [
+        (b"{", [], 2, "--json-schema schema.json: is not valid JSON"),
+        (b"[1]", [], 2, "--json-schema schema.json: must be a JSON object"),
+        (b'{"type": "banana"}', [], 2, "--json-schema schema.json: Invalid type: banana"),
+        (b'{"const": "' + b"x" * 70_000, [], 2, "at most 65,536"),
+        (b"\xff", [], 3, "--json-schema schema.json: not UTF-8 text"),
+        (None, [], 3, "--json-schema schema.json: No such file"),
+        (b"{}", ["--ignore-eos"], 2, "exclude each other"),
+        (b"{}", ["--attention", "eager"], 2, "runner generate: use --runner engine without --attention"),
+        (b"{}", ["--runner", "pipeline"], 2, "--json-schema is not supported by runner pipeline: use --runner engine"),
+    ],
+)
+def test_a_bad_schema_is_refused_before_a_model_loads(
+    folder: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, flags: list[str], code: int, message: str
+) -> None:
+    if content is not None:
+        (folder / "schema.json").write_bytes(content)
+    where = ["--model", "no/such/model", "--json-schema", "schema.json"]
+    assert run(["ask", "square.jpg", "-p", QUESTION, *where, *flags]) == code
+    assert message in capsys.readouterr().err
+
+
 def test_the_help_says_which_runner_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ask", "--help"]) == 0
     assert "[default: engine; generate where the engine lacks a setting]" in " ".join(capsys.readouterr().out.split())

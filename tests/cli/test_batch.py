@@ -199,6 +199,20 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys:
     assert [line["id"] for line in asked("docs/c.jpg", "-p", QUESTION, "--force")] == ["docs/c.jpg"]
 
 
+def test_a_schema_constrains_every_answer_and_is_part_of_the_job(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema = {"enum": ["cash", "card"]}
+    Path("schema.json").write_text(json.dumps(schema))
+    arguments = ("docs", "-p", QUESTION, "--json-schema", "schema.json")
+    lines = asked(*arguments)
+    assert all(json.loads(line["answer"]) in schema["enum"] for line in lines)
+    assert asked(*arguments, "--resume") == lines
+    Path("schema.json").write_text('{"enum": ["cash"]}')
+    assert run(["batch", *QUICK, *arguments, "--resume"]) == 3
+    assert "was made with another --json-schema" in capsys.readouterr().err
+
+
 def test_answers_can_be_written_as_they_finish(folder: Path) -> None:
     asked("docs", "-p", QUESTION)
     asked("docs", "-p", QUESTION, "--order", "finished", "--max-num-seqs", "2", output="finished.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import shutil
@@ -120,6 +121,16 @@ def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[.
         assert ours.logprobs is not None and theirs.logprobs is not None
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_answers_under_a_schema_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
+    schema = '{"type": "array", "items": {"enum": ["cash", 1, null]}, "minItems": 2, "maxItems": 2}'
+    how = Sampling(24, temperature=1.0, json_schema=schema)
+    asked = [replace(request, sampling=replace(how, seed=seed)) for seed, request in enumerate(requests()[:4])]
+    asked += requests()[4:6]
+    found, due = opened().generate(asked), single.generate(asked)
+    assert tokens(found) == tokens(due)
+    assert all(len(json.loads(result.text)) == 2 for result in found[:4])
 
 
 def test_whole_images_cut_by_the_ranks_give_the_tokens_of_one_process(

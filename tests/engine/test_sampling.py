@@ -35,6 +35,10 @@ def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     if how.repetition_penalty is not None:
         chain.append(RepetitionPenaltyLogitsProcessor(float(how.repetition_penalty)))
     chain.append(SuppressTokensLogitsProcessor(SUPPRESSED))
+    if row.allowed is not None:
+        allowed = np.flatnonzero(np.unpackbits(row.allowed, bitorder="little"))
+        others = sorted(set(range(VOCABULARY)) - set(allowed.tolist()))
+        chain.append(SuppressTokensLogitsProcessor(others))
     if not how.greedy:
         chain.append(TemperatureLogitsWarper(float(how.temperature)))
         if how.top_k is not None:
@@ -78,12 +82,16 @@ sampled = st.builds(
     repetition_penalty=penalty,
     logprobs=st.none() | st.integers(0, 4),
 )
+masks = st.sets(st.integers(0, VOCABULARY + 7), max_size=VOCABULARY).map(
+    lambda ids: np.packbits(np.isin(np.arange(VOCABULARY + 8), [*ids, 7]), bitorder="little")
+)
 row = st.builds(
     SamplingRow,
     greedy | sampled,
     st.integers(-(2**70), 2**70),
     st.integers(0, 5000),
     st.lists(st.integers(0, VOCABULARY + 2), min_size=1, max_size=9),
+    st.none() | masks,
 )
 batches = st.lists(st.tuples(logits_of_a_row, row), min_size=1, max_size=6)
 
@@ -252,10 +260,22 @@ def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Sampl
     assert together == [alone[index] for index in order]
 
 
+@pytest.mark.parametrize("width", [13, 8, 3], ids=str)
+def test_ids_beyond_a_mask_are_forbidden_and_bits_beyond_the_vocabulary_ignored(width: int) -> None:
+    mask = np.array([0b10000110], np.uint8)
+    logits = torch.arange(float(width)).expand(2, -1)
+    rows = [SamplingRow(Sampling(), 0, 0, allowed=mask), SamplingRow(Sampling(), 0, 0)]
+    assert [found.token for found in Sampler([], "cpu").choose(logits, rows)] == [7 if width > 7 else 2, width - 1]
+
+
 def test_many_rows_are_filtered_in_parts() -> None:
     how = Sampling(temperature=1.0, top_p=0.9, logprobs=2)
     logits = torch.randn(101, 50, generator=torch.Generator().manual_seed(0))
-    rows = [SamplingRow(how if index % 5 else Sampling(), index, index) for index in range(101)]
+    masks = np.random.default_rng(0).integers(1, 256, (101, 7), dtype=np.uint8)
+    rows = [
+        SamplingRow(how if index % 5 else Sampling(), index, index, allowed=mask if index % 3 else None)
+        for index, mask in enumerate(masks)
+    ]
     sampler = Sampler([], "cpu")
     assert sampler.choose(logits, rows) == [
         sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)

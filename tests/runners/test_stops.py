@@ -89,13 +89,14 @@ def test_end_marks_still_end_beside_stop_ids(runner: GenerateRunner) -> None:
     assert (found.token_ids, found.finish_reason) == (plain.token_ids, "stop")
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_runner_generate_refuses_logprobs(runner: GenerateRunner, count: int) -> None:
-    with pytest.raises(SettingError, match=r"^runner generate does not offer logprobs: use the runner engine$"):
-        answers(runner, logprobs=count)
+@pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"logprobs": 3}, {"json_schema": "{}"}], ids=str)
+def test_runner_generate_refuses_what_it_would_drop(runner: GenerateRunner, sampling: dict[str, Any]) -> None:
+    [name] = sampling
+    with pytest.raises(SettingError, match=f"^runner generate does not offer {name}: use the runner engine$"):
+        answers(runner, **sampling)
 
 
-REFUSED = [{"stop": ("a",)}, {"stop_token_ids": (7,)}, {"logprobs": 0}]
+REFUSED = [{"stop": ("a",)}, {"stop_token_ids": (7,)}, {"logprobs": 0}, {"json_schema": "{}"}]
 
 
 @pytest.mark.parametrize("sampling", REFUSED, ids=str)

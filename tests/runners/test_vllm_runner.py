@@ -167,6 +167,8 @@ def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
     drawn = sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",), logprobs=2))
     assert (drawn["temperature"], drawn["top_k"], drawn["top_p"], drawn["seed"]) == (0.7, 5, 0.9, 3)
     assert drawn["stop"] == ["END"] and drawn["logprobs"] == 2
+    with pytest.raises(SettingError, match="runner vllm does not offer json_schema: use the runner engine"):
+        sampling_arguments(Sampling(json_schema="{}"))
 
 
 def replaced(ids: list[int], tiny: GenerateRunner, request: Request) -> list[int]:

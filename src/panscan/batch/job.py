@@ -27,6 +27,8 @@ _ANSWERS_STAY = frozenset({*ENGINE_AXES, "device", "device_map", "max_memory", "
 class Job:
     """What every request of a job has in common. ``prompt`` is None where each item brings its question.
 
+    ``json_schema`` constrains every answer (see :class:`panscan.core.Sampling`).
+
     Raises:
         SettingError: it contradicts itself, so that no request can be made.
     """
@@ -37,6 +39,7 @@ class Job:
     raw_prompt: bool = False
     whole_files: bool = False
     max_pages: int = MAX_PAGES
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         self.request(BatchItem("", (), (), question=self.prompt or ""))
@@ -49,7 +52,7 @@ class Job:
             system=self.system,
             raw=self.raw_prompt,
             pan_and_scan=self.settings.pan_and_scan,
-            sampling=self.settings.sampling,
+            sampling=replace(self.settings.sampling, json_schema=self.json_schema),
             id=item.id,
             max_pages=self.max_pages,
         )
@@ -81,7 +84,7 @@ def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | Non
     """Why a file that began with one header cannot be resumed with another; None if the answers are the same."""
     if begun.get("schema") != SCHEMA:
         return f"was made by another version of panscan (schema {begun.get('schema')!r}, not {SCHEMA})"
-    for name in ("prompt", "system", "raw_prompt", "whole_files"):
+    for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema"):
         if begun.get(name) != header[name]:
             return f"was made with another --{name.replace('_', '-')}"
     for name, value in header["settings"].items():

@@ -15,8 +15,10 @@ from panscan.cli.options import (
     echo,
     errors,
     given_values,
+    json_schema_option,
     max_pages_option,
     one_preset,
+    read_json_schema,
     read_prompt,
     say_left_out,
     say_mini,
@@ -24,8 +26,8 @@ from panscan.cli.options import (
     url_options,
     utf8,
 )
-from panscan.core import Request, Result, escape_controls
-from panscan.settings import Settings, axes, choose_runner, foreign_settings
+from panscan.core import Request, Result, Sampling, SettingError, escape_controls
+from panscan.settings import ENGINE_LIMITS, Settings, axes, choose_runner, foreign_settings
 
 __all__ = ["command"]
 
@@ -37,6 +39,7 @@ Examples
   panscan ask receipt.png -p "What is the total?"
   panscan ask contract.pdf -p "Who signs?" --model google/gemma-3-4b-it
   panscan ask a.png b.png -p "What differs?" --system "Answer in French." --json
+  panscan ask receipt.png -p "Extract the total." --json-schema total.json
   cat question.txt | panscan ask page.png
 """
 
@@ -48,6 +51,7 @@ Examples
 @click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_schema_option
 @url_options
 @max_pages_option
 @axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
@@ -57,6 +61,7 @@ def command(**options: Any) -> None:
     show_warnings(errors())
     prompt = read_prompt(options["prompt"])
     settings = _settings(options)
+    sampling = _sampling(options["json_schema"], settings)
     from panscan.images.files import expand_images
 
     request = Request(
@@ -65,7 +70,7 @@ def command(**options: Any) -> None:
         system=utf8("--system", options["system"]),
         raw=options["raw_prompt"],
         pan_and_scan=settings.pan_and_scan,
-        sampling=settings.sampling,
+        sampling=sampling,
         max_pages=options["max_pages"],
     )
     # A missing file is reported before a model loads.
@@ -120,6 +125,22 @@ def _settings(options: dict[str, Any]) -> Settings:
     if runner == "engine":
         chosen["max_num_seqs"] = 1
     return Settings(**{**chosen, "runner": runner})
+
+
+def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
+    """Return the sampling settings with the schema of ``--json-schema``.
+
+    Raises:
+        InputError: the file cannot be read.
+        SettingError: the schema is invalid or unsupported, or the runner supports none.
+    """
+    if json_schema is None:
+        return settings.sampling
+    if settings.runner != "engine":
+        used = [axes()[name].flag for name, only in ENGINE_LIMITS.items() if getattr(settings, name) != only]
+        without = f" without --{', --'.join(used)}" if used else ""
+        raise SettingError(f"--json-schema is not supported by runner {settings.runner}: use --runner engine{without}")
+    return replace(settings.sampling, json_schema=read_json_schema(json_schema, ignore_eos=settings.ignore_eos))
 
 
 def _show(result: Result, runner: str, *, as_json: bool) -> None:

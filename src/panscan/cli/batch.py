@@ -22,9 +22,11 @@ from panscan.cli.options import (
     external_images_option,
     first_process,
     given_values,
+    json_schema_option,
     max_pages_option,
     one_preset,
     out,
+    read_json_schema,
     read_prompt,
     say_mini,
     show_warnings,
@@ -82,6 +84,7 @@ moves to answers.jsonl.torn.
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@json_schema_option
 @external_images_option
 @url_options
 @max_pages_option
@@ -173,6 +176,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         raw_prompt=options["raw_prompt"],
         whole_files=options["whole_files"],
         max_pages=options["max_pages"],
+        json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
     )
 
 

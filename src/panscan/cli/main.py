@@ -30,6 +30,7 @@ VERBS = {
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
+    "serve": "Serve an OpenAI-compatible API and a playground.",
 }
 
 EPILOG = """\b

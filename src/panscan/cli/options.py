@@ -8,15 +8,16 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-from panscan.core import PanscanWarning, SettingError, escape_controls
+from panscan.core import InputError, PanscanWarning, Sampling, SettingError, escape_controls
 from panscan.core.ranges import Range
-from panscan.core.request import MAX_PAGES, SAMPLING_RANGES
+from panscan.core.request import MAX_PAGES, MAX_SCHEMA_BYTES, SAMPLING_RANGES
 from panscan.settings import Axis, axes, parse_value
 
 __all__ = [
@@ -30,9 +31,11 @@ __all__ = [
     "first_process",
     "given_axes",
     "given_values",
+    "json_schema_option",
     "max_pages_option",
     "one_preset",
     "out",
+    "read_json_schema",
     "read_prompt",
     "say_left_out",
     "say_log",
@@ -132,6 +135,42 @@ def max_pages_option(command: Command) -> Command:
         "--max-pages", type=InRange(Range(whole=True, least=1, most=1_000_000)), default=MAX_PAGES, show_default=True,
         help="Refuse a PDF or TIFF with more pages.",
     )(command)  # fmt: skip
+
+
+def json_schema_option(command: Command) -> Command:
+    """``--json-schema``, on every verb that prints answers. See :func:`read_json_schema`."""
+    return click.option("--json-schema", metavar="FILE", help="Constrain answers to the JSON schema in FILE.")(command)
+
+
+def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | None:
+    """Return the checked schema of ``--json-schema``; None without a path.
+
+    Args:
+        path: value of the option.
+        ignore_eos: value of ``--ignore-eos``, which excludes a schema.
+
+    Raises:
+        InputError: the file cannot be read.
+        SettingError: it holds no JSON schema, or one that is not supported.
+    """
+    if path is None:
+        return None
+    from panscan.engine.grammar import check_schema
+
+    option = f"--json-schema {path}"
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_SCHEMA_BYTES + 1)  # not more of it: the file may be of any size
+    except OSError as error:
+        raise InputError(f"{option}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option}: not UTF-8 text: save it as UTF-8") from error
+    try:
+        Sampling(json_schema=text, ignore_eos=ignore_eos)
+        check_schema(text)
+    except SettingError as error:
+        raise SettingError(f"{option}: {str(error).removeprefix('json_schema').lstrip(': ')}") from error
+    return text
 
 
 def external_images_option(command: Command) -> Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from panscan.core.ranges import Range, shorten
 
 __all__ = [
     "MAX_PAGES",
+    "MAX_SCHEMA_BYTES",
     "PAN_AND_SCAN_RANGES",
     "SAMPLING_RANGES",
     "Message",
@@ -25,6 +27,9 @@ __all__ = [
 
 MAX_PAGES = 1000
 """Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
+
+MAX_SCHEMA_BYTES = 2**16
+"""Longest ``json_schema`` in bytes of UTF-8."""
 
 _TOKENS = 2**20  # eight times Gemma 3's context
 SAMPLING_RANGES = {
@@ -109,7 +114,8 @@ class Sampling:
     something of ``stop`` or ``stop_token_ids`` comes up. An answer ends before the first text of ``stop`` (which may
     begin and end inside tokens) and at the first id of ``stop_token_ids``. ``logprobs``: natural logarithms of the
     probabilities of each chosen token and of this many likeliest ones, before temperature and filters. With a
-    ``seed`` a token depends on it, its place in the answer and its probabilities alone.
+    ``seed`` a token depends on it, its place in the answer and its probabilities alone. ``json_schema``: a JSON schema
+    as text that the answer must satisfy (``{"type": "object"}``: any JSON object); only the engine supports it.
     """
 
     max_new_tokens: int = 128
@@ -123,6 +129,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -137,6 +144,10 @@ class Sampling:
             raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
         if self.greedy and any(v is not None for v in (self.top_k, self.top_p, self.min_p)):
             raise SettingError("top_k, top_p and min_p need a temperature above 0 (temperature 0 is greedy)")
+        if self.json_schema is not None:
+            _check_schema(self.json_schema)
+            if self.ignore_eos:
+                raise SettingError("json_schema and ignore_eos exclude each other: the schema decides where to end")
 
     @property
     def greedy(self) -> bool:
@@ -226,6 +237,27 @@ _FIELDS = (
     ("id", str, False),
 )
 """Fields of a request: name, type, whether None stands for leaving it out."""
+
+
+def _check_schema(text: object) -> None:
+    """Refuse what cannot be a JSON schema. Whether its keywords are supported is for the engine to say.
+
+    Raises:
+        SettingError: no text, too long, no JSON, or JSON of another type.
+    """
+    if not isinstance(text, str):
+        raise SettingError(f"json_schema must be a JSON schema as text, got {shorten(text)}: use json.dumps(schema)")
+    try:
+        size = len(text.encode())
+        schema = json.loads(text) if size <= MAX_SCHEMA_BYTES else None
+    except RecursionError:
+        raise SettingError("json_schema is nested too deeply: flatten it, or use $ref") from None
+    except ValueError as error:
+        raise SettingError(f"json_schema is not valid JSON: {error}") from None
+    if size > MAX_SCHEMA_BYTES:
+        raise SettingError(f"json_schema has {size:,} bytes: shorten it to at most {MAX_SCHEMA_BYTES:,}")
+    if not isinstance(schema, dict | bool):
+        raise SettingError(f"json_schema must be a JSON object, true or false, got {shorten(schema)}")
 
 
 def _listed(images: Any) -> Sequence[Any]:

@@ -341,7 +341,11 @@ class Loop:
         state = self._states[tokens]
         sampling = state.request.sampling if state.watched is None else Sampling()
         token_ids = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
-        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids)
+        allowed = None
+        if state.constraint is not None:
+            sampling = replace(sampling, json_schema=None)  # ranks need the mask, not 64 KiB of text in every pass
+            allowed = state.constraint.allowed
+        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids, allowed)
 
     def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, Chosen]:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
@@ -370,7 +374,12 @@ class Loop:
         self._output_tokens += len(chosen)
         for tokens, each in chosen.items():
             state = self._states[tokens]
-            if (reason := state.take(each, at, self.loaded.eos_ids, full=tokens.full)) is not None:
+            try:
+                reason = state.take(each, at, self.loaded.eos_ids, full=tokens.full)
+            except SettingError as error:  # its JSON schema allows no next token
+                self.end(state, "error", error)
+                continue
+            if reason is not None:
                 self.end(state, reason)
 
     def _fail(self, step: Step, error: Exception) -> None:

@@ -317,8 +317,9 @@ class ModelRunner:
         batch = padded(FlatBatch.empty(options.block_size, text.window), 0, rows, cache.spare)
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
-        rows_of = [SamplingRow(Sampling(temperature=1.0, top_p=0.9), 0, 0)] * options.max_num_seqs
-        self._sampler.launch(logits, rows_of).wait()
+        mask = np.full(-(-logits.shape[-1] // 8), 0xFF, np.uint8)
+        row = SamplingRow(Sampling(temperature=1.0, top_p=0.9), 0, 0, allowed=mask)
+        self._sampler.launch(logits, [row] * options.max_num_seqs).wait()
 
     def _try_vision(self) -> None:
         """Encode the largest batch of views."""

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import ImageError, Request, View, now, waits_noted
+from panscan.core import ImageError, Request, SettingError, View, now, waits_noted
 from panscan.engine.detokenizer import Detokenizer
+from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, Sight
@@ -58,6 +59,7 @@ class Preparer:
         self._preprocess = options.preprocess
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known, self._intake = known, intake
+        self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         self.memory = ImageMemory(round(options.image_memory_gb * 1e9))
 
     def prepare(self, state: RequestState) -> None:
@@ -102,6 +104,7 @@ class Preparer:
     def _prepare(self, state: RequestState, images: list[Page | PageBytes | Image.Image]) -> None:
         opened = [open_image(image, copy=not self._on_device) for image in images]  # their levels are copied below
         state.stamps.loaded = now()
+        state.constraint = self._constraint(state)
         plans, prompt = plan_request(Read(replace(state.request, images=opened), opened), self._reader)
         keys, sights = self._sights(state.request, opened, plans)
         state.forget = self._intake.forget
@@ -117,6 +120,15 @@ class Preparer:
         )
         state.text = Detokenizer(self._reader.tokenizer, state.request.sampling.stop if state.watched is None else ())
         state.stamps.preprocessed = now()
+
+    def _constraint(self, state: RequestState) -> Constraint | None:
+        """Return what constrains the answer, None without a JSON schema."""
+        schema = state.request.sampling.json_schema
+        if schema is None:
+            return None
+        if state.watched is not None:
+            raise SettingError("json_schema: an observed request takes none: leave it out")
+        return self._grammars.start(schema)
 
     def _sights(
         self, request: Request, images: Sequence[Image.Image], plans: Sequence[ViewPlan]

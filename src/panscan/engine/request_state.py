@@ -9,6 +9,7 @@ import torch
 
 from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
 from panscan.engine.detokenizer import Detokenizer
+from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
 from panscan.engine.sampling import Chosen
 from panscan.engine.scheduling.sequence import Sequence
@@ -84,6 +85,7 @@ class RequestState:
         text: of its answer.
         memory: its share of the memory for images, which holds its pixels.
         forget: drops pixels at the model runner; set when it is prepared.
+        constraint: the tokens that its JSON schema allows next, once it is prepared; None: all.
     """
 
     number: int
@@ -101,6 +103,7 @@ class RequestState:
     text: Detokenizer | None = None
     memory: Share | None = None
     forget: Callable[[list[PixelRef]], None] | None = None
+    constraint: Constraint | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     _preempted_at: float | None = None
@@ -118,7 +121,8 @@ class RequestState:
     @property
     def looks_back(self) -> bool:
         """Whether its next token cannot be chosen before the host knows the last one."""
-        return self.watched is not None or self.request.sampling.repetition_penalty not in (None, 1)
+        penalised = self.request.sampling.repetition_penalty not in (None, 1)
+        return self.watched is not None or self.constraint is not None or penalised
 
     def preempted(self) -> None:
         """It gave its blocks back: from now on it waits."""
@@ -153,6 +157,9 @@ class RequestState:
             at: seconds of :func:`panscan.core.now`.
             eos_ids: the checkpoint's end marks.
             full: whether there is room for no other token.
+
+        Raises:
+            SettingError: no token can follow this one; the token has been delivered.
         """
         assert self.text is not None  # it is prepared
         if not self.stamps.tokens:
@@ -165,6 +172,8 @@ class RequestState:
         if reason is not None:
             piece += self.text.finish()
         self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason))
+        if reason is None and self.constraint is not None:
+            self.constraint.advance(chosen.token)
         return reason
 
     def drop_view(self, key: bytes, *, taken: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from panscan.core import Sampling, TokenLogprobs
 from panscan.engine.readback import Readback
@@ -79,9 +80,9 @@ class Sampler:
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
         """Have the device choose one token per row; the host does not wait for it.
 
-        The order is that of ``generate()``: repetition penalty, suppressed ids, then either the first id of the
-        highest score, or temperature, ``top_k``, ``top_p``, ``min_p`` and a draw. Log-probabilities are those of
-        ``logits`` as they are.
+        The order is that of ``generate()``: repetition penalty, suppressed ids, the row's mask, then either the first
+        id of the highest score, or temperature, ``top_k``, ``top_p``, ``min_p`` and a draw. Log-probabilities are those
+        of the unchanged ``logits``.
 
         Args:
             logits: float32 ``[rows, vocabulary]``; not changed.
@@ -97,13 +98,13 @@ class Sampler:
         return Draws(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
     def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """What greedy rows take the highest of: ``[rows, vocabulary]``, penalised, suppressed ids at minus infinity."""
+        """What greedy rows take the highest of: ``[rows, vocabulary]``, penalised, forbidden ids at minus infinity."""
         scores = _penalise(logits, rows)
-        if not len(self._ids):
-            return scores
-        if self._mask is None or len(self._mask) != scores.shape[-1]:
-            self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self._ids)
-        return scores.masked_fill(self._mask, float("-inf"))
+        if len(self._ids):
+            if self._mask is None or len(self._mask) != scores.shape[-1]:
+                self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self._ids)
+            scores = scores.masked_fill(self._mask, float("-inf"))
+        return _constrain(scores, rows)
 
 
 def draw(seed: int, position: int) -> int:
@@ -203,6 +204,23 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
     penalty_at = _beside(logits, penalties, np.float32)
     before = logits[at]
     return logits.index_put(at, torch.where(before < 0, before * penalty_at, before / penalty_at))
+
+
+def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Return the scores with minus infinity for every id outside its row's mask."""
+    masks = [row.allowed for row in rows if row.allowed is not None]
+    if not masks:
+        return scores
+    places = [index for index, row in enumerate(rows) if row.allowed is not None]
+    packed, width = upload(np.stack(masks), scores.device), scores.shape[-1]
+    bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    scores = scores.clone()
+    for part in _parts(list(range(len(places)))):
+        at = _beside(scores, [places[index] for index in part], np.int64)
+        allowed = (packed[part[0] : part[-1] + 1, :, None] >> bits & 1).bool().flatten(1)
+        forbidden = ~pad(allowed, (0, width - allowed.shape[1]))  # a negative amount crops
+        scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))
+    return scores
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> list[torch.Tensor]:

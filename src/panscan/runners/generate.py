@@ -148,7 +148,7 @@ class GenerateRunner:
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """One ``generate()`` call. All requests of a batch share its sampling settings, as ``generate()`` does."""
-        sampling = one_sampling(batch, "generate", "logprobs")
+        sampling = one_sampling(batch, "generate", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
         read = [read_images(request) for request in batch]
         stamps.loaded = now()

@@ -38,7 +38,7 @@ class GenerateBatchRunner(GenerateRunner):
         """One ``generate_batch()`` call over all requests of the batch, with a cache that just holds them."""
         if any(request.images for request in batch):
             raise SettingError("runner generate_batch takes prompts without images")
-        sampling = one_sampling(batch, "generate_batch", "stop", "stop_token_ids", "logprobs")
+        sampling = one_sampling(batch, "generate_batch", "stop", "stop_token_ids", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]
         stamps.preprocessed = now()

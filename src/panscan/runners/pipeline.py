@@ -79,7 +79,7 @@ class PipelineRunner(GenerateRunner):
         return found
 
     def _one(self, request: Request) -> Result:
-        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs")
+        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()

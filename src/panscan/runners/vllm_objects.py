@@ -69,7 +69,13 @@ def llm_arguments(
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.SamplingParams``."""
+    """Return the keyword arguments of ``vllm.SamplingParams``.
+
+    Raises:
+        SettingError: a JSON schema, which this runner does not support.
+    """
+    if sampling.json_schema is not None:
+        raise SettingError("runner vllm does not offer json_schema: use the runner engine")
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,

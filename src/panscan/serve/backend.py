@@ -80,6 +80,11 @@ class Backend(Protocol):
         """Whether a request that is submitted now would be computed now."""
         ...
 
+    @property
+    def retried(self) -> int:
+        """Requests that were computed again because a process died."""
+        ...
+
     async def start(self) -> None:
         """Load the model and return when the first request can be computed.
 

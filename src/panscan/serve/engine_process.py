@@ -81,9 +81,19 @@ class EngineProcess:
         self._deaths = 0  # in a row
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.info: ModelInfo | None = None
+        self._info: ModelInfo | None = None
+        self._retried = 0
         self.failed = asyncio.Event()
-        self.retried = 0
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """See :class:`panscan.serve.backend.Backend`."""
+        return self._info
+
+    @property
+    def retried(self) -> int:
+        """See :class:`panscan.serve.backend.Backend`."""
+        return self._retried
 
     @property
     def ready(self) -> bool:
@@ -112,9 +122,9 @@ class EngineProcess:
 
     def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.Backend`."""
-        if self.failed.is_set() or self._closed or self.info is None:
+        if self.failed.is_set() or self._closed or self._info is None:
             raise EngineError("the engine is not running")
-        most = self.info.max_concurrency + self._max_queued
+        most = self._info.max_concurrency + self._max_queued
         if len(self._flying) >= most:
             raise QueueFullError(f"{most} requests run or wait already (--max-queued-requests {self._max_queued})")
         flight = _Flight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
@@ -152,7 +162,7 @@ class EngineProcess:
         self._child = child
         child.send(Open(self._settings, time_line()))
         ready = await opened
-        self.info = ready.info
+        self._info = ready.info
         self._ready.set()
         for flight in list(self._flying.values()):
             self._send(flight)
@@ -220,7 +230,7 @@ class EngineProcess:
                 del self._flying[id]
                 flight.fail(error)
             else:
-                self.retried += 1
+                self._retried += 1
         if self._deaths > _RESTARTS:
             self._give_up(f"the engine's process died {self._deaths} times in a row: {reason}")
         else:

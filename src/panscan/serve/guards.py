@@ -11,23 +11,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from panscan.serve.options import ServeOptions
 from panscan.serve.replies import error_body
 
-__all__ = ["BodyTooLarge", "Guard"]
+__all__ = ["BodyTooLargeError", "Guard"]
 
 _OPEN = ("/", "/health", "/ready")  # without a key: nothing that they show is private
 _OPEN_PREFIX = "/playground/"
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
-class BodyTooLarge(Exception):
+class BodyTooLargeError(Exception):
     """The body of a request exceeds the server's limit; raised while it is read."""
 
 
 class Guard:
     """ASGI middleware that refuses requests with 401, 403 or 413 before any handler sees them.
 
-    - Key: if the server has API keys, ``Authorization: Bearer KEY`` is required outside the playground's static files and
-      the health checks.
-    - Host: a server on a loopback address answers only to local names, so that no website can reach it by DNS rebinding.
+    - Key: if the server has API keys, ``Authorization: Bearer KEY`` is required except for the
+      playground's static files and the health checks.
+    - Host: a server on a loopback address answers only to local names, so DNS rebinding cannot reach it.
     - Origin: a browser's cross-origin request is refused. There are no CORS headers either.
 
     Args:
@@ -98,7 +98,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         total += len(message.get("body", b""))
         if total > limit:
-            raise BodyTooLarge(f"the body exceeds {limit} bytes (--max-body-mb)")
+            raise BodyTooLargeError(f"the body exceeds {limit} bytes (--max-body-mb)")
         return message
 
     return counted

@@ -216,10 +216,10 @@ def _sampling(own: Sampling, given: dict[str, Any]) -> Sampling:
     With temperature 0 the filters cannot change the token, so they are dropped.
     """
     off = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
-    chosen = {name: None if value in off.get(name, ()) else value for name, value in given.items()}
+    chosen: dict[str, Any] = {name: None if value in off.get(name, ()) else value for name, value in given.items()}
     if chosen.get("temperature", own.temperature) == 0:
-        valid: dict[str, Any] = {name: value for name, value in chosen.items() if name in off and value is not None}
-        replace(own, temperature=1.0, **valid)  # refused out of range all the same
+        filters = {name: value for name, value in chosen.items() if name in off and value is not None}
+        replace(own, **{"temperature": 1.0, **filters})  # a value out of its range is refused all the same
         chosen |= dict.fromkeys(off)
     return replace(own, **chosen)
 

@@ -49,12 +49,15 @@ class SamplingRow:
         seed: seed of the request's random stream; any integer.
         position: index of the token in the answer, starting at 0.
         token_ids: ids of the prompt and the answer so far; only needed with a repetition penalty.
+        allowed: uint8 bit mask of the ids that may be chosen: id i is bit i % 8 of byte i // 8; ids beyond it are
+            forbidden. None: all ids.
     """
 
     sampling: Sampling
     seed: int
     position: int
     token_ids: Rows[int] | None = None
+    allowed: NDArray[np.uint8] | None = field(default=None, compare=False)  # == of arrays is an array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,167 @@
+"""``panscan serve``: an OpenAI-compatible server, on one engine or on replicas over Ray Serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from panscan.cli.options import (
+    InRange,
+    axis_options,
+    common_options,
+    echo,
+    errors,
+    given_values,
+    one_preset,
+    say_left_out,
+    say_mini,
+    show_warnings,
+)
+from panscan.core import SettingError, UnsupportedError
+from panscan.core.ranges import Range
+from panscan.serve.options import SERVE_RANGES, ApiKeys, ServeOptions, read_api_keys
+from panscan.settings import Settings, axes, choose_runner, foreign_settings
+
+__all__ = ["command"]
+
+_NOT_HERE = ("equal_views", "max_concurrency")
+_DEFAULTS = {"runner": "engine; generate where the engine lacks a setting"}
+_REPLICAS = InRange(Range(whole=True, least=1, most=10_000))
+_PLAIN = {item.name: item.default for item in fields(ServeOptions)}
+
+EPILOG = """\b
+Examples
+  panscan serve --model google/gemma-3-4b-it
+  panscan serve --model google/gemma-3-27b-it --preset preset.yaml --host 0.0.0.0 --api-key-file keys.txt
+  panscan serve --model google/gemma-3-27b-it --replicas 5 --tensor-parallel-size 2
+  curl http://127.0.0.1:8000/v1/models
+
+The playground is the server's root page. Sampling and pan-and-scan options are the defaults of requests. API keys
+also come from the environment variable PANSCAN_API_KEYS, separated by spaces.
+"""
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _number(name: str, text: str) -> Callable[[_Command], _Command]:
+    """Return an option with the range and the default of :class:`ServeOptions`."""
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(flag, type=InRange(SERVE_RANGES[name]), default=_PLAIN[name], show_default=True, help=text)
+
+
+@click.command("serve", epilog=EPILOG, short_help="Serve an OpenAI-compatible API and a playground.")
+@click.option("--host", default=_PLAIN["host"], show_default=True, help="Address to bind.")
+@_number("port", "TCP port; 0 for a free one.")
+@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@click.option("--served-model-name", help="The model's name in the API.")
+@click.option("--api-key", "api_keys", multiple=True, help="Require this key; repeat it for several keys.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="Require one of the keys in this file.")
+@click.option("--allowed-hosts", multiple=True, help="Accept this host name; repeat it for several.")
+@click.option("--allowed-media-domains", multiple=True, help="Fetch images from this domain; repeat it for several.")
+@click.option("--allowed-local-media-path", type=click.Path(path_type=Path), help="Allow file: URLs below this path.")
+@_number("max_queued_requests", "Requests that wait; more are refused (429).")
+@_number("request_timeout", "Seconds until a request fails (504).")
+@_number("drain_timeout", "Seconds for running requests after SIGTERM.")
+@_number("max_body_mb", "Size of a request body, MB.")
+@_number("max_images", "Images and documents per request.")
+@_number("max_pages", "Pages per document.")
+@_number("max_pixels", "Pixels per image or page.")
+@_number("max_output_tokens", "Output tokens per answer.")
+@_number("max_choices", "Answers per request (n).")
+@click.option("--otlp-traces-endpoint", help="Send OpenTelemetry traces to this URL.")
+@click.option("--replicas", type=_REPLICAS, help="Run this many replicas on Ray Serve.")
+@click.option("--max-replicas", type=_REPLICAS, help="Scale up to this many replicas under load.")
+@click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
+@click.option("--print-config", is_flag=True, help="Print a Ray Serve config file and exit.")
+@axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
+@common_options
+def command(**options: Any) -> int:
+    """Serve Gemma 3 with pan and scan over HTTP."""
+    show_warnings(errors())
+    chosen = _serve_options(options)
+    _warn_open(chosen)
+    clustered = any(options[name] is not None for name in ("replicas", "max_replicas", "ray_address"))
+    if options["print_config"]:
+        from panscan.serve.cluster import print_config
+
+        _require("ray", "cluster")
+        echo(print_config(chosen, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"]), nl=False)
+        return 0
+    _require("fastapi", "serve")
+    if chosen.settings.model == "mini" and options["model"] is None and not chosen.settings.random_weights:
+        say_mini()
+    if clustered:
+        _require("ray", "cluster")
+        from panscan.serve.cluster import run_cluster
+
+        code: int = run_cluster(
+            chosen, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
+            ray_address=options["ray_address"],
+        )  # fmt: skip
+        return code
+    from panscan.serve.server import run_server
+
+    return run_server(chosen, lambda url: errors().print(f"Serving {chosen.model_name} on {url}", soft_wrap=True))
+
+
+def _serve_options(options: dict[str, Any]) -> ServeOptions:
+    """Return the server's options.
+
+    Raises:
+        SettingError: an option has a wrong value, or excludes another one.
+    """
+    keys = [*options["api_keys"], *os.environ.get("PANSCAN_API_KEYS", "").split()]
+    if options["api_key_file"] is not None:
+        keys += read_api_keys(options["api_key_file"])
+    media = options["allowed_local_media_path"]
+    if media is not None and not media.is_dir():
+        raise SettingError(f"--allowed-local-media-path {media}: not a directory")
+    if options["max_replicas"] is not None and options["max_replicas"] < (options["replicas"] or 1):
+        raise SettingError(f"--max-replicas {options['max_replicas']} is below --replicas {options['replicas']}")
+    names = {item.name for item in fields(ServeOptions)} - {"settings", "api_keys"}
+    plain = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in options.items()}
+    given: dict[str, Any] = {name: value for name, value in plain.items() if name in names}
+    return ServeOptions(settings=_settings(options), api_keys=ApiKeys.of(keys), **given)
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    """Return the settings; those of the preset that the runner does not have are ignored, with a note."""
+    preset = one_preset(options["preset"], "serve", [name for name in axes() if name not in _NOT_HERE])
+    given = given_values(options)
+    runner = choose_runner(given, preset)
+    idle = [
+        name
+        for name in foreign_settings(runner)
+        if name in preset and name not in given and preset[name] != axes()[name].default
+    ]
+    if idle:
+        say_left_out(options["preset"], f"runner {runner}", idle)
+    chosen = {name: value for name, value in preset.items() if name not in idle} | given
+    if runner not in ("engine", "generate"):
+        raise SettingError(f"--runner {runner}: panscan serve takes engine or generate")
+    return Settings(**{**chosen, "runner": runner})
+
+
+def _warn_open(options: ServeOptions) -> None:
+    """Warn if other machines can reach a server without keys."""
+    if options.host not in ("127.0.0.1", "::1", "localhost") and not options.api_keys:
+        message = f"warning: --host {options.host} without --api-key: any machine that reaches it can use this server"
+        errors().print(message, style="yellow", soft_wrap=True)
+
+
+def _require(module: str, extra: str) -> None:
+    """Refuse to start without an optional dependency.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise UnsupportedError(f"panscan serve needs the extra {extra!r}: pip install 'panscan[{extra}]'")

@@ -1,0 +1,210 @@
+"""JSON schemas as constraints on the next token, compiled by llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from panscan.core import SettingError
+
+__all__ = ["Constraint", "Grammars", "check_schema"]
+
+_CACHED = 64  # compiled schemas; a batch job has one
+_OPTIONS: Any = {  # no optional whitespace: a model could write it without end
+    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
+    "coerce_one_of": False,
+}  # fmt: skip
+_LIMITS = LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=100_000,  # 7 ms per token
+    step_max_items=50_000,  # 3 ms per token
+    max_lexer_states=20_000,  # 40 MB per request
+    max_grammar_size=100_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+_MOST_REMAINDERS = 100_000
+_MOST_DIGITS = 18
+_REASON_LENGTH = 300
+_UNSATISFIABLE = "no value satisfies the schema: loosen it"
+
+
+class Constraint:
+    """The tokens that may come next in one answer.
+
+    ``allowed``: uint8 bit mask over the vocabulary (see :class:`panscan.engine.scheduling.batch.SamplingRow`). When the
+    JSON value is complete, only end tokens are allowed.
+
+    Args:
+        matcher: at the start of the answer.
+
+    Raises:
+        SettingError: no value satisfies the schema, or the schema is too complex.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self.allowed = self._mask()
+
+    def advance(self, token: int) -> None:
+        """Append a token to the answer.
+
+        Raises:
+            SettingError: no token can follow, the schema is too complex, or the token was not allowed.
+        """
+        if not self._matcher.consume_token(token):
+            raise SettingError(f"json_schema: the answer cannot continue with token {token}: {_reason(self._matcher)}")
+        self.allowed = self._mask()
+
+    def _mask(self) -> NDArray[np.uint8]:
+        words = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise SettingError(f"json_schema: {_reason(self._matcher)}")
+        mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4", copy=False).view(np.uint8)
+        if not mask.any():
+            raise SettingError("json_schema: no token of the model can continue the answer: loosen the schema")
+        return mask
+
+
+class Grammars:
+    """The compiled JSON schemas of one checkpoint. Thread-safe.
+
+    The tokenizer is converted on first use: about 2 s and 200 MB for Gemma 3's vocabulary.
+
+    Args:
+        tokenizer: of Transformers, with a ``tokenizers`` backend.
+        eos_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
+        self._source, self._eos_ids = tokenizer, sorted(eos_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def start(self, schema: str) -> Constraint:
+        """Return the constraint of a new answer.
+
+        Args:
+            schema: as in :class:`panscan.core.Sampling`.
+
+        Raises:
+            SettingError: the schema is invalid, unsupported, unsatisfiable or too complex, or the checkpoint has no
+                fast tokenizer or no end token.
+        """
+        with self._lock:
+            matcher = self._compiled.get(schema)
+            if matcher is None:
+                matcher = self._compiled[schema] = self._compile(schema)
+            self._compiled.move_to_end(schema)
+            while len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+            own = matcher.deep_copy()
+        return Constraint(own)
+
+    def _compile(self, schema: str) -> LLMatcher:
+        grammar = _grammar_of(schema)
+        if self._tokenizer is None:
+            self._tokenizer = self._converted()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise SettingError(f"json_schema: {_reason(matcher)}")
+        return matcher
+
+    def _converted(self) -> LLTokenizer:
+        backend = getattr(self._source, "backend_tokenizer", None)
+        if backend is None:
+            raise SettingError("json_schema: the checkpoint has no fast tokenizer: add its tokenizer.json")
+        if not self._eos_ids:
+            raise SettingError("json_schema: the checkpoint has no end token: set eos_token_id in its configuration")
+        try:
+            return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
+        except ValueError as error:
+            raise SettingError(f"json_schema: unsupported tokenizer: {_one_line(str(error))}") from error
+
+
+def check_schema(schema: str) -> None:
+    """Refuse a schema that no checkpoint can follow. What depends on the tokenizer is checked by :class:`Grammars`.
+
+    Raises:
+        SettingError: the schema is invalid, unsupported or too complex.
+    """
+    failed, reasons = LLMatcher.validate_grammar_with_warnings(_grammar_of(schema), limits=_LIMITS)
+    if failed:
+        raise SettingError(f"json_schema: {_one_line(reasons[0])}")
+
+
+def _grammar_of(schema: str) -> str:
+    """Return a schema as llguidance's grammar.
+
+    Raises:
+        SettingError: it allows no value, overrides panscan's options, or costs more than llguidance's limits cover.
+    """
+    parsed = json.loads(schema, parse_float=Decimal)
+    if parsed is False:
+        raise SettingError(f"json_schema: {_UNSATISFIABLE}")
+    if parsed is True:  # llguidance takes objects only
+        parsed, schema = {}, "{}"
+    if "x-guidance" in parsed:
+        raise SettingError("json_schema: x-guidance is not supported: leave it out")
+    _check_remainders(parsed)
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+    except ValueError as error:
+        raise SettingError(f"json_schema: {_one_line(str(error))}") from error
+
+
+def _check_remainders(schema: Any) -> None:
+    """Bound the automata of ``multipleOf``: one state per remainder, which no limit of llguidance counts.
+
+    ``allOf`` may combine any of them, hence the least common multiple.
+
+    Raises:
+        SettingError: too many remainders.
+    """
+    divisors = [Decimal(value) for value in _numbers_under(schema, "multipleOf")]
+    if not divisors:
+        return
+    fits = all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors)
+    scale = max(0, *(-int(value.as_tuple().exponent) for value in divisors)) if fits else 0
+    if not fits or scale > 2 * _MOST_DIGITS:
+        raise SettingError("json_schema: a value of multipleOf has too many digits: round it")
+    remainders = lcm(*(int(value.scaleb(scale)) for value in divisors)) * len(divisors)
+    if remainders > _MOST_REMAINDERS:
+        raise SettingError(
+            f"json_schema: the values of multipleOf need {remainders:,} states, more than {_MOST_REMAINDERS:,}:"
+            " use fewer or smaller ones"
+        )
+
+
+def _numbers_under(schema: Any, key: str) -> Iterator[int | Decimal]:
+    """Yield each number that stands under a key, at any depth."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            found = part.get(key)
+            if isinstance(found, int | Decimal) and not isinstance(found, bool):
+                yield found
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+
+
+def _reason(matcher: LLMatcher) -> str:
+    text = _one_line(matcher.get_error())
+    return _UNSATISFIABLE if text.startswith("NoExtension") else text or "the schema does not allow it"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_REASON_LENGTH]

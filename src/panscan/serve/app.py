@@ -1,0 +1,320 @@
+"""The HTTP API: OpenAI's endpoints, health checks, metrics and the playground, over any backend."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from panscan import __version__
+from panscan.core import PanscanError
+from panscan.core import Request as ModelRequest
+from panscan.serve.backend import Backend
+from panscan.serve.generation import Desk, RefusedError, Ticket, read_body, refusal
+from panscan.serve.guards import BodyTooLargeError, Guard
+from panscan.serve.metrics import Metrics
+from panscan.serve.options import ServeOptions
+from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
+from panscan.serve.replies import Reply, TokenNames, error_body, error_of, error_status
+from panscan.serve.requests import RequestBuilder
+from panscan.serve.tracing import open_tracer
+from panscan.serve.views import page_views, size_views
+
+__all__ = ["create_app"]
+
+log = logging.getLogger("panscan.serve")
+
+_INLINE = 64 * 1024  # bytes of a body that are parsed on the event loop; more of them in a thread
+_CLOSED = 499  # nginx's status for a client that has gone: only the log sees it
+_POLICY = (
+    "default-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "png": "image/png", "svg": "image/svg+xml"}
+
+
+def create_app(options: ServeOptions, backend: Backend) -> FastAPI:
+    """Return the application. The caller starts and closes the backend.
+
+    ``app.state.desk`` is the :class:`panscan.serve.generation.Desk`, which drains.
+
+    Raises:
+        UnsupportedError: tracing is asked for, and OpenTelemetry is not installed.
+    """
+    tracer = None
+    if options.otlp_traces_endpoint is not None:
+        tracer = open_tracer(options.otlp_traces_endpoint, options.model_name)
+    app = FastAPI(title="panscan", version=__version__, docs_url=None, redoc_url=None)
+    metrics = Metrics(options.model_name)
+    app.state.desk = desk = Desk(options, backend, metrics, tracer)
+    api = _Api(options, backend, desk)
+    _add_routes(app, api)
+    _add_error_handlers(app, metrics)
+    app.add_middleware(Guard, options=options)
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # FastAPI documents this way to extend it
+    return app
+
+
+class _Api:
+    """Handlers of all endpoints."""
+
+    def __init__(self, options: ServeOptions, backend: Backend, desk: Desk) -> None:
+        self._options, self._backend, self._desk = options, backend, desk
+        self._names = TokenNames(backend)
+        self._created = int(time.time())
+        self._pages = _playground()
+
+    @property
+    def _builder(self) -> RequestBuilder:
+        info = self._backend.info
+        return RequestBuilder(self._options, None if info is None else info.cost)
+
+    async def health(self, _request: Request) -> Response:
+        """Return 200 while the process lives."""
+        return JSONResponse({})
+
+    async def ready(self, _request: Request) -> Response:
+        """Return 200 if a request would be computed now."""
+        if self._desk.draining:
+            raise RefusedError(503, "the server is shutting down", 5)
+        if not self._backend.ready:
+            raise RefusedError(503, "the model is loading", 5)
+        return JSONResponse({})
+
+    async def metrics(self, _request: Request) -> Response:
+        """Return metrics in Prometheus' text format."""
+        self._desk.metrics.retried.labels(self._options.model_name).set(self._backend.retried)
+        body = self._desk.metrics.expose(await self._backend.stats())
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, _request: Request) -> Response:
+        """Return the one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Return the model, if that is its name."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat completion."""
+        return await self._generate(request, ChatRequest)
+
+    async def completions(self, request: Request) -> Response:
+        """Answer a plain completion."""
+        return await self._generate(request, CompletionRequest)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a prompt, with its views."""
+        ticket = self._desk.admit(request)
+        try:
+            body, uploads = await self._body(request, ticket, TokenizeRequest)
+            self._check_model(body.model)
+            wanted = await self._desk.in_thread(partial(self._prompt, body, uploads))
+            counts = await self._backend.count(wanted)
+        finally:
+            ticket.release()
+        info = self._backend.info
+        found = {"count": len(counts.ids), "max_model_len": info.max_model_len if info else None}
+        return JSONResponse(
+            {**found, "tokens": counts.ids, "views": counts.views, "image_tokens": counts.image_tokens}
+        )  # fmt: skip
+
+    async def views(self, request: Request) -> Response:
+        """Return the views of an image, for given pan-and-scan settings."""
+        ticket = self._desk.admit(request)
+        try:
+            body, uploads = await self._body(request, ticket, ViewsRequest)
+            settings = self._builder.pan_and_scan(body.mm_processor_kwargs)
+            cost = self._backend.info.cost if self._backend.info is not None else None
+            if body.image is None:
+                assert body.width is not None and body.height is not None  # the body was checked
+                return JSONResponse({"pages": [size_views(body.width, body.height, settings, cost)]})
+            read = partial(self._builder.document, body.image, uploads)
+            document = await self._desk.in_thread(read)
+            pages = await self._desk.in_thread(
+                partial(page_views, document, settings, cost, preview=body.preview)
+            )  # fmt: skip
+            return JSONResponse({"pages": pages})
+        finally:
+            ticket.release()
+
+    async def page(self, request: Request) -> Response:
+        """Return a file of the playground."""
+        name = request.path_params.get("name", "index.html")
+        if name not in self._pages:
+            raise HTTPException(404)
+        headers = {
+            "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }  # fmt: skip
+        return Response(self._pages[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
+
+    async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        """Answer a completion of either kind."""
+        ticket = self._desk.admit(request)
+        handed_over = False
+        try:
+            body, uploads = await self._body(request, ticket, kind)
+            self._check_model(body.model)
+            chat = isinstance(body, ChatRequest)
+            build = partial(self._builder.chat, body, uploads) if chat else partial(self._builder.completion, body)
+            prepared = await self._desk.in_thread(build)
+            reply = Reply(
+                "chat" if chat else "text", self._options.model_name, self._names,
+                logprobs=body.logprobs not in (None, False),
+            )  # fmt: skip
+            response = await self._desk.answer(
+                request, ticket, prepared, reply, stream=body.stream,
+                include_usage=body.stream_options is not None and body.stream_options.include_usage, per_prompt=body.n,
+            )  # fmt: skip
+            handed_over = body.stream
+            return response
+        finally:
+            if not handed_over:
+                ticket.release()
+
+    async def _body(self, request: Request, ticket: Ticket, kind: type[Any]) -> tuple[Any, dict[str, bytes]]:
+        """Return the parsed body, and the files of a multipart one."""
+        content, uploads = await read_body(request, ticket)
+        work = partial(parse, kind, content)
+        return (work() if len(content) < _INLINE else await self._desk.in_thread(work)), uploads
+
+    def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes]) -> ModelRequest:
+        if body.messages is None:
+            return ModelRequest(prompt=body.prompt, raw=True)
+        messages, documents = self._builder.conversation(body.messages, uploads)
+        return ModelRequest(
+            messages=messages, images=[page for document in documents for page in document.pages],
+            pan_and_scan=self._builder.pan_and_scan(body.mm_processor_kwargs), max_pages=self._options.max_pages,
+        )  # fmt: skip
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._options.model_name):
+            message = f"the model {name!r} does not exist; this server has {self._options.model_name!r}"
+            raise RefusedError(404, message, code="model_not_found")
+
+    def _model(self) -> dict[str, Any]:
+        options, info = self._options, self._backend.info
+        limits = ("max_images", "max_pages", "max_pixels", "max_body_mb", "max_output_tokens", "max_choices")
+        own: dict[str, Any] = {
+            "pan_and_scan": options.settings.pan_and_scan.processor_kwargs(),
+            "limits": {name: getattr(options, name) for name in limits},
+        }
+        if info is not None:
+            reads = info.cost is not None
+            own |= {"runner": info.runner, "dtype": info.dtype, "reads_images": reads}
+            own |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
+        return {
+            "id": options.model_name, "object": "model", "created": self._created, "owned_by": "panscan",
+            "root": options.settings.model_name, "max_model_len": info.max_model_len if info else None, "panscan": own,
+        }  # fmt: skip
+
+
+def _add_routes(app: FastAPI, api: _Api) -> None:
+    """Register all endpoints; FastAPI documents them."""
+    get: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
+        ("/health", api.health), ("/ready", api.ready), ("/metrics", api.metrics), ("/v1/models", api.models),
+        ("/v1/models/{name:path}", api.model),
+    ]  # fmt: skip
+    post: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
+        ("/v1/chat/completions", api.chat, ChatRequest), ("/v1/completions", api.completions, CompletionRequest),
+        ("/tokenize", api.tokenize, TokenizeRequest), ("/v1/views", api.views, ViewsRequest),
+    ]  # fmt: skip
+    for path, handler in get:
+        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
+    for path, handler, body in post:
+        app.add_api_route(
+            path, handler, methods=["POST"], response_class=Response, openapi_extra={"requestBody": _body_of(body)}
+        )  # fmt: skip
+    app.add_api_route("/", api.page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/playground/{name}", api.page, methods=["GET"], include_in_schema=False)
+
+
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    """Answer every failure in OpenAI's shape."""
+
+    def reply(status: int, body: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:
+        metrics.refuse(status)
+        return JSONResponse(body, status, headers)
+
+    def panscan_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, PanscanError)  # registered for it
+        status = error_status(error)
+        return reply(status, error_of(error), {"retry-after": str(metrics.retry_after)} if status >= 429 else None)
+
+    def refused(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RefusedError)  # registered for it
+        metrics.refuse(error.status)
+        return refusal(error)
+
+    def http(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # registered for it
+        return reply(error.status_code, error_body(str(error.detail), error.status_code), dict(error.headers or {}))
+
+    def too_large(_request: Request, error: Exception) -> Response:
+        return reply(413, error_body(str(error), 413), {"connection": "close"})
+
+    def late(_request: Request, _error: Exception) -> Response:
+        return reply(504, error_body("the request's deadline has passed", 504))
+
+    def gone(_request: Request, _error: Exception) -> Response:
+        metrics.refuse(_CLOSED)
+        return Response(status_code=_CLOSED)
+
+    def bug(request: Request, error: Exception) -> Response:
+        log.error("%s %s: %r", request.method, request.url.path, error, exc_info=error)
+        return reply(500, error_body(f"internal error: {type(error).__name__}", 500))
+
+    handlers = {
+        PanscanError: panscan_error, RefusedError: refused, HTTPException: http, BodyTooLargeError: too_large,
+        TimeoutError: late, ClientDisconnect: gone, Exception: bug,
+    }  # fmt: skip
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the request body of an endpoint for the OpenAPI document."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    form = {
+        "type": "object", "properties": {"request": {"type": "string", "contentMediaType": "application/json"}},
+        "required": ["request"],
+    }  # fmt: skip
+    return {
+        "required": True,
+        "content": {"application/json": {"schema": reference}, "multipart/form-data": {"schema": form}},
+    }
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, with the schemas of request bodies."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for model in (ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= schema.pop("$defs", {})
+            schemas[model.__name__] = schema
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _playground() -> dict[str, bytes]:
+    """Return the files of the playground by name."""
+    folder = files("panscan.serve").joinpath("playground")
+    return {
+        each.name: each.read_bytes()
+        for each in (folder.iterdir() if folder.is_dir() else ())
+        if each.name.rpartition(".")[2] in _TYPES
+    }

@@ -1,0 +1,318 @@
+"""``panscan serve --replicas N``: the server on Ray Serve, on this machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from panscan.core import ModelError, SettingError, UnsupportedError
+from panscan.serve.deployments import APP, Scale, application
+from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
+from panscan.settings import Settings, nearest, settings_from
+
+__all__ = ["API_KEYS_VARIABLE", "build", "print_config", "run_cluster"]
+
+API_KEYS_VARIABLE = "PANSCAN_API_KEYS"
+"""Environment variable with the API keys of a deployed configuration, separated by commas."""
+
+_POLL_SECONDS = 0.25
+_OBJECT_STORE_BYTES = 1 << 30  # request bodies on their way to replicas; Ray spills more than that to disk
+_LOCAL_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing home
+    "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds Ray's ports to the loopback interface, on every platform
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """Return the application of a configuration file; ``import_path`` of ``serve deploy`` and KubeRay.
+
+    Args:
+        args: as :func:`print_config` writes them.
+
+    Raises:
+        SettingError: an unknown name or value, or no API keys although the configuration demands them.
+    """
+    options, scale = _options_of(args)
+    return application(options, scale, gpus=_gpus_per_replica(options.settings))
+
+
+def print_config(
+    options: ServeOptions, *, replicas: int, max_replicas: int | None = None, api_key_file: Path | None = None
+) -> str:
+    """Return the server as a configuration file of Ray Serve (YAML), for ``serve deploy`` or KubeRay.
+
+    API keys are left out: the nodes read them from ``api_key_file`` or from ``PANSCAN_API_KEYS``.
+    """
+    scale = Scale(replicas, max_replicas)
+    args: dict[str, Any] = {"settings": options.settings.changed(), "replicas": scale.replicas}
+    if scale.most is not None:
+        args["max_replicas"] = scale.most
+    if options.api_keys:
+        args["api_keys"] = f"env:{API_KEYS_VARIABLE}" if api_key_file is None else f"file:{api_key_file}"
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if item.name not in ("settings", "api_keys") and value != item.default:
+            args[item.name] = _plain(value)
+    found = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": options.host, "port": options.port},
+        "applications": [
+            {"name": APP, "route_prefix": "/", "import_path": f"{__name__}:build", "args": args},
+        ],
+    }
+    text: str = yaml.safe_dump(found, sort_keys=False)
+    return text
+
+
+def run_cluster(
+    options: ServeOptions, *, replicas: int, max_replicas: int | None = None, ray_address: str | None = None
+) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit code.
+
+    The first signal drains: new requests are refused, and running ones have ``options.drain_timeout`` seconds to end.
+    A second signal ends at once.
+
+    Args:
+        options: what the server runs and allows.
+        replicas: replicas at least.
+        max_replicas: replicas at most; None: always ``replicas``.
+        ray_address: address of a Ray cluster; None: a cluster that exists on this machine only, as long as this call.
+
+    Raises:
+        SettingError: the port is taken, or the cluster has too few GPUs.
+        ModelError: the replicas cannot load the model.
+        UnsupportedError: Ray is not installed.
+    """
+    scale = Scale(replicas, max_replicas)
+    local = ray_address is None
+    options = replace(options, port=_usable_port(options)) if local else options
+    with _connected(scale, ray_address), _signals() as stop:
+        gpus = _gpus_per_replica(options.settings)
+        _check_gpus(scale, gpus, local=local)
+        ingress = _deploy(options, scale, gpus, local=local)
+        try:
+            if _wait_until_ready(options, stop):
+                stop.first.wait()
+                _drain(ingress, options.drain_timeout, stop)
+        finally:
+            _remove(local=local, at_once=stop.second.is_set())
+    return 0
+
+
+class _Stop:
+    """The signals that have arrived."""
+
+    def __init__(self) -> None:
+        self.first, self.second = threading.Event(), threading.Event()
+
+    def take(self, *_signal: object) -> None:
+        """Handle a signal."""
+        (self.second if self.first.is_set() else self.first).set()
+
+
+@contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Collect SIGTERM and SIGINT. After Ray's start, which installs handlers that exit."""
+    stop = _Stop()
+    before = {number: signal.signal(number, stop.take) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _connected(scale: Scale, ray_address: str | None) -> Iterator[None]:
+    """Join a Ray cluster, or start one on this machine and end it afterwards."""
+    if ray_address is None:
+        os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    try:
+        import ray
+        from ray import serve  # noqa: F401 - ray can be installed without it
+    except ImportError as error:
+        raise UnsupportedError(f"--replicas needs Ray Serve: pip install 'panscan[cluster]' ({error})") from error
+    if ray_address is None:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=max(os.cpu_count() or 1, scale.bound + 2),  # logical: placement only
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+    else:
+        ray.init(address=ray_address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> Any:
+    """Start the proxies and the application, and return the handle of its ingress without waiting for it."""
+    from ray import serve
+
+    location = "HeadOnly" if local else "EveryNode"
+    serve.start(proxy_location=location, http_options={"host": options.host, "port": options.port})
+    target = serve.RunTarget(application(options, scale, gpus=gpus), name=APP, route_prefix="/")
+    (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    return handle
+
+
+def _wait_until_ready(options: ServeOptions, stop: _Stop) -> bool:
+    """Wait until the server answers on its port, and say so; return whether it does (False after a signal).
+
+    Raises:
+        ModelError: the deployment has failed.
+    """
+    from ray import serve
+
+    host = "127.0.0.1" if options.host in ("0.0.0.0", "::", "") else options.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
+    while not stop.first.wait(_POLL_SECONDS):
+        status = serve.status().applications.get(APP)
+        if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise ModelError(f"the replicas cannot start: {_reason(status)}")
+        if _answers(f"{url}/ready"):
+            print(f"panscan serves {options.model_name} on {url}", file=sys.stderr, flush=True)  # noqa: T201 - its only output
+            return True
+    return False
+
+
+def _reason(status: Any) -> str:
+    """Return the last line of what Ray reports of a failed deployment: the exception."""
+    messages = [deployment.message for deployment in status.deployments.values()]
+    lines = [line.strip() for text in (*messages, status.message) for line in text.splitlines() if "Error" in line]
+    return lines[-1] if lines else status.message
+
+
+def _answers(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between us and this machine
+    with suppress(urllib.error.URLError, OSError), opener.open(url, timeout=2.0) as reply:
+        return bool(reply.status == 200)
+    return False
+
+
+def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
+    """Refuse new requests and wait until none is in flight, the time is over, or a second signal arrives."""
+    deadline = time.monotonic() + seconds
+    while not stop.second.is_set():
+        found = ingress.broadcast("drain").results(timeout_s=5.0, return_exceptions=True)
+        busy = sum(count for count in found if isinstance(count, int))
+        if not busy or time.monotonic() > deadline:
+            return
+        stop.second.wait(_POLL_SECONDS)
+
+
+def _remove(*, local: bool, at_once: bool) -> None:
+    """Remove the application; on this machine's own cluster, Ray Serve too."""
+    from ray import serve
+
+    if not local:
+        serve.delete(APP, _blocking=not at_once)
+    elif not at_once:  # otherwise the end of Ray ends everything
+        serve.shutdown()
+
+
+def _usable_port(options: ServeOptions) -> int:
+    """Return the port, a free one for 0. Ray would report a port that is taken only in its log.
+
+    Raises:
+        SettingError: it cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except OSError as error:
+            raise SettingError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from error
+        return int(probe.getsockname()[1])
+
+
+def _gpus_per_replica(settings: Settings) -> int:
+    """Return the GPUs that each replica needs. Needs a connection to the cluster if ``--device`` is auto.
+
+    Raises:
+        SettingError: a single GPU is named, although Ray assigns them.
+    """
+    if settings.device.startswith("cuda:"):
+        raise SettingError(f"--device {settings.device}: Ray assigns GPUs to replicas; use --device cuda")
+    if settings.device in ("cpu", "mps"):
+        return 0
+    import ray
+
+    on_gpu = settings.device == "cuda" or ray.cluster_resources().get("GPU", 0) > 0
+    return settings.tensor_parallel_size if on_gpu else 0
+
+
+def _check_gpus(scale: Scale, gpus: int, *, local: bool) -> None:
+    """Check that this machine has enough GPUs; a cluster may still grow.
+
+    Raises:
+        SettingError: it has too few.
+    """
+    import ray
+
+    found = int(ray.cluster_resources().get("GPU", 0))
+    if local and scale.bound * gpus > found:
+        raise SettingError(
+            f"--replicas {scale.bound} with {gpus} GPUs each: this machine has {found}; use fewer, or --ray-address"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an option as YAML knows it."""
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def _options_of(args: Mapping[str, Any]) -> tuple[ServeOptions, Scale]:
+    """Return the options of a configuration file.
+
+    Raises:
+        SettingError: an unknown name or value.
+    """
+    known = {item.name for item in fields(ServeOptions)} | {"replicas", "max_replicas"}
+    for name in args:
+        if name not in known:
+            raise SettingError(f"args: unknown option {name!r}{nearest(name, known)}")
+    values = dict(args)
+    scale = Scale(values.pop("replicas", 1), values.pop("max_replicas", None))
+    values["settings"] = settings_from(values.get("settings", {}))
+    values["api_keys"] = _keys_of(values.get("api_keys"))
+    for name in ("allowed_hosts", "allowed_media_domains"):
+        values[name] = tuple(values.get(name, ()))
+    if values.get("allowed_local_media_path") is not None:
+        values["allowed_local_media_path"] = Path(values["allowed_local_media_path"])
+    return ServeOptions(**values), scale
+
+
+def _keys_of(source: str | None) -> ApiKeys:
+    """Return the API keys from where a configuration file says they are.
+
+    Raises:
+        SettingError: there are none.
+    """
+    if source is None:
+        return ApiKeys()
+    kind, _, place = source.partition(":")
+    if kind == "file":
+        return ApiKeys.of(read_api_keys(Path(place)))
+    if kind == "env" and os.environ.get(place):
+        return ApiKeys.of(os.environ[place].split(","))
+    raise SettingError(f"args: api_keys: {source!r} must be file:PATH, or env:NAME of a variable that is set")

@@ -1,0 +1,126 @@
+"""The server as Ray Serve deployments: one HTTP ingress in front of engine replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from panscan.core import SettingError
+from panscan.core.ranges import Range
+from panscan.serve.options import ServeOptions
+from panscan.serve.replica import EngineReplica
+
+__all__ = ["APP", "Ingress", "Scale", "application"]
+
+APP = "panscan"
+"""Name of the application on a Ray cluster."""
+
+_REPLICAS = Range(whole=True, least=1, most=1024)
+_HTTP_REQUESTS = 65_536  # at once on the ingress; the queue's own bound answers 429 far below it
+_QUERIES = 16  # calls to a replica besides requests: token counts, statistics
+_STARTS = 3  # attempts to start a replica before the deployment fails
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many replicas run.
+
+    Args:
+        replicas: replicas at least.
+        most: replicas at most; None: always ``replicas``.
+
+    Raises:
+        SettingError: a number out of its range.
+    """
+
+    replicas: int
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        _REPLICAS.check("--replicas", self.replicas)
+        if self.most is not None:
+            _REPLICAS.check("--max-replicas", self.most)
+            if self.most < self.replicas:
+                raise SettingError(f"--max-replicas {self.most}: must be at least --replicas ({self.replicas})")
+
+    @property
+    def bound(self) -> int:
+        """Replicas at most."""
+        return self.replicas if self.most is None else self.most
+
+
+class Ingress:
+    """The HTTP server: the same application as without a cluster, on the replicas as its backend.
+
+    Args:
+        engines: Ray's handle of the engine replicas.
+        options: what the server runs and allows.
+        replicas: replicas at most.
+    """
+
+    def __init__(self, engines: Any, options: ServeOptions, replicas: int) -> None:
+        from panscan.serve.replica_backend import ReplicaBackend
+
+        self._options = options
+        self._backend = ReplicaBackend(engines, options, app=APP, replicas=replicas)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the application. Ray calls this once."""
+        from panscan.serve.app import create_app
+
+        return create_app(self._options, self._backend)
+
+    async def drain(self) -> int:
+        """Refuse new requests, and return how many are still in flight."""
+        self._backend.drain()
+        return self._backend.outstanding
+
+
+def application(options: ServeOptions, scale: Scale, *, gpus: int) -> Any:
+    """Return the Ray Serve application.
+
+    Args:
+        options: what the server runs and allows.
+        scale: how many replicas.
+        gpus: GPUs of each replica, all on one node; 0: the replica computes on a CPU.
+    """
+    from ray import serve
+
+    engines = serve.deployment(EngineReplica, name="EngineReplica").options(**_engine_options(options, scale, gpus))
+    ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
+        # One ingress: its queue bound and its router's books cover all requests.
+        num_replicas=1,
+        max_ongoing_requests=_HTTP_REQUESTS,
+        ray_actor_options={"num_cpus": 1},
+        graceful_shutdown_timeout_s=options.drain_timeout + 5,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config={"enable_access_log": False},
+    )
+    return ingress.bind(engines.bind(options.settings, scale.replicas), options, scale.bound)
+
+
+def _engine_options(options: ServeOptions, scale: Scale, gpus: int) -> dict[str, Any]:
+    """Return the deployment options of the engine replicas."""
+    from ray.serve.config import RequestRouterConfig
+
+    settings = options.settings
+    computing = settings.max_num_seqs if settings.runner == "engine" else settings.batch_size
+    queued = max(computing, ceil(options.max_queued_requests / scale.replicas))
+    chosen: dict[str, Any] = {
+        "max_ongoing_requests": computing + queued + _QUERIES,
+        "max_constructor_retry_count": _STARTS,
+        "health_check_period_s": 5.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_timeout_s": options.drain_timeout + 5,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
+        "request_router_config": RequestRouterConfig(request_router_class="panscan.serve.ray_router.WorkRouter"),
+        "logging_config": {"enable_access_log": False},
+    }
+    if gpus > 1:  # tensor parallelism: all GPUs of a replica on one node
+        chosen |= {"placement_group_bundles": [{"CPU": 1, "GPU": gpus}], "placement_group_strategy": "STRICT_PACK"}
+    if scale.most is None:
+        return chosen | {"num_replicas": scale.replicas}
+    bounds = {"min_replicas": scale.replicas, "initial_replicas": scale.replicas, "max_replicas": scale.most}
+    return chosen | {"autoscaling_config": bounds | {"target_ongoing_requests": computing}}

@@ -1,0 +1,413 @@
+"""The life of a request at the server: admitted, read, submitted, answered whole or as a stream, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent, now
+from panscan.serve import tracing
+from panscan.serve.backend import Backend
+from panscan.serve.metrics import Metrics
+from panscan.serve.options import ServeOptions
+from panscan.serve.protocol import FieldError
+from panscan.serve.replies import DONE, Reply, error_body, error_of, server_sent
+from panscan.serve.requests import Prepared
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+__all__ = ["Desk", "RefusedError", "Ticket", "read_body", "refusal"]
+
+Answer = TypeVar("Answer")
+
+_THREADS = 16  # that read documents; a remote one may take a minute
+_BODIES = 2 * 2**30  # bytes of all request bodies in flight
+_TIMEOUT_HEADER = "x-request-timeout"
+
+
+class RefusedError(Exception):
+    """A request is refused before it is submitted.
+
+    Args:
+        status: HTTP status.
+        message: why.
+        retry_after: seconds after which the client may try again.
+        code: OpenAI's error code.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after, self.code = status, retry_after, code
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Admission of one request. ``release`` gives the slot back; it may be called twice.
+
+    Args:
+        desk: that issued it.
+        deadline: on the event loop's clock.
+        accepted: seconds of :func:`panscan.core.now`.
+        size: bytes of its body.
+    """
+
+    desk: Desk
+    deadline: float
+    accepted: float
+    size: int = 0
+    released: bool = False
+
+    def grow(self, size: int) -> None:
+        """Account for bytes of the body.
+
+        Raises:
+            RefusedError: the bodies of all requests together are too large.
+        """
+        self.size += size
+        self.desk.bodies += size
+        if self.desk.bodies > _BODIES:
+            raise RefusedError(429, "the bodies of all requests together are too large", self.desk.metrics.retry_after)
+
+    def release(self) -> None:
+        """Give the slot back."""
+        if not self.released:
+            self.released = True
+            self.desk.leave(self)
+
+
+class Desk:
+    """Admits requests, up to a bound, and answers them.
+
+    Args:
+        options: limits.
+        backend: computes answers.
+        metrics: counts them.
+        tracer: records spans; None: no traces.
+    """
+
+    def __init__(self, options: ServeOptions, backend: Backend, metrics: Metrics, tracer: Tracer | None) -> None:
+        self.options, self.backend, self.metrics, self._tracer = options, backend, metrics, tracer
+        self.draining = False
+        self.bodies = 0
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pool = ThreadPoolExecutor(_THREADS, "panscan-media")
+
+    def admit(self, request: Request) -> Ticket:
+        """Return a ticket for a new request.
+
+        Raises:
+            RefusedError: the server drains, is not ready, or has too many requests already.
+            FieldError: the header ``X-Request-Timeout`` is not a number of seconds.
+        """
+        if self.draining:
+            raise RefusedError(503, "the server is shutting down", 5)
+        info = self.backend.info
+        if info is None:
+            raise RefusedError(503, "the model is loading", 5)
+        most = info.max_concurrency + self.options.max_queued_requests
+        if self._active >= most:
+            message = f"the server is at capacity: {most} requests run or wait"
+            raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
+        seconds = _timeout(request, self.options.request_timeout)
+        self._active += 1
+        self._idle.clear()
+        self.metrics.active.labels(self.options.model_name).set(self._active)
+        return Ticket(self, asyncio.get_running_loop().time() + seconds, now())
+
+    def leave(self, ticket: Ticket) -> None:
+        """Take a ticket back."""
+        self._active -= 1
+        self.bodies -= ticket.size
+        self.metrics.active.labels(self.options.model_name).set(self._active)
+        if not self._active:
+            self._idle.set()
+
+    async def drain(self) -> bool:
+        """Refuse new requests and wait for those that run; return False if the drain timeout passes first."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(self.options.drain_timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def in_thread(self, work: Callable[[], Answer]) -> Answer:
+        """Run blocking work in a thread of the pool and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        """Stop the threads; those at work end when their documents are read."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(
+        self, request: Request, ticket: Ticket, prepared: Prepared, reply: Reply, *,
+        stream: bool, include_usage: bool, per_prompt: int,
+    ) -> Response:  # fmt: skip
+        """Submit the requests of one HTTP request and return its response.
+
+        A streaming response begins with the first event, so that whatever fails before it has a status of its own.
+
+        Raises:
+            PanscanError: the first request that failed.
+            TimeoutError: the deadline passed.
+            ClientDisconnect: the client has gone; its requests are cancelled.
+        """
+        streams: list[Stream] = []
+        try:
+            for each in prepared.requests:
+                streams.append(self.backend.submit(each, prepared.work, stream=stream))
+            if stream:
+                events = _merged(streams)
+                first = await self._unless_gone(request, ticket, anext(events))
+                run = _Run(self, ticket, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt)
+                return _EventStream(run.chunks(first, events), run.close, request.receive)
+            results = await self._unless_gone(request, ticket, _collect(streams))
+        except BaseException:
+            _cancel(streams)
+            raise
+        for result in results:
+            self.observe(result, request)
+        for result in results:
+            if result.error is not None:
+                raise result.error
+            if result.finish_reason == "cancelled":
+                raise EngineError("the server is shutting down")
+        return JSONResponse(await reply.whole(results, per_prompt))
+
+    def observe(self, result: Result, request: Request) -> None:
+        """Count an ended request, and trace it."""
+        self.metrics.observe(result)
+        if self._tracer is not None:
+            tracing.record(self._tracer, result, dict(request.headers))
+
+    async def _unless_gone(self, request: Request, ticket: Ticket, work: Awaitable[Answer]) -> Answer:
+        """Return the result of ``work``; cancel it if the client disconnects or the deadline passes."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(_disconnected(request.receive))
+        try:
+            async with asyncio.timeout_at(ticket.deadline):
+                await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class _Run:
+    """A streaming answer."""
+
+    def __init__(
+        self, desk: Desk, ticket: Ticket, request: Request, streams: Sequence[Stream], reply: Reply, *,
+        include_usage: bool, per_prompt: int,
+    ) -> None:  # fmt: skip
+        self._desk, self._ticket, self._request = desk, ticket, request
+        self._streams, self._reply = streams, reply
+        self._include_usage, self._per_prompt = include_usage, per_prompt
+
+    async def chunks(
+        self, first: tuple[int, TokenEvent], events: AsyncIterator[tuple[int, TokenEvent]]
+    ) -> AsyncIterator[bytes]:
+        """Yield server-sent events; a failure is an event of its own, and ends the stream."""
+        try:
+            async with asyncio.timeout_at(self._ticket.deadline):
+                yield b"".join(map(server_sent, self._reply.first(len(self._streams))))
+                if (chunk := await self._chunk(*first)) is not None:
+                    yield chunk
+                async for index, event in events:
+                    if (chunk := await self._chunk(index, event)) is not None:
+                        yield chunk
+                results = await _collect(self._streams)
+                if self._include_usage:
+                    yield server_sent(self._reply.last(results, self._per_prompt))
+                yield DONE
+        except PanscanError as error:
+            yield server_sent(error_of(error))
+        except TimeoutError:
+            yield server_sent(error_body("the request's deadline has passed", 504))
+
+    def close(self) -> None:
+        """Cancel what is not finished, and count the requests once they have ended."""
+        _cancel(self._streams)
+        self._ticket.release()
+        for stream in self._streams:
+            task = asyncio.ensure_future(stream.result())
+            task.add_done_callback(self._count)
+
+    def _count(self, task: asyncio.Task[Result]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._desk.observe(task.result(), self._request)
+
+    async def _chunk(self, index: int, event: TokenEvent) -> bytes | None:
+        if event.finish_reason == "cancelled":
+            raise EngineError("the server is shutting down")
+        chunk = await self._reply.chunk(index, event)
+        return None if chunk is None else server_sent(chunk)
+
+
+class _EventStream(Response):
+    """Server-sent events, until they end or the client disconnects, whichever is first.
+
+    Args:
+        chunks: what to send.
+        close: called at the end, in any case.
+        receive: of the request, which knows that its body has been read.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None], receive: Receive) -> None:
+        self.status_code, self.background = 200, None
+        self._chunks, self._close, self._receive = chunks, close, receive
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnected(self._receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, gone):
+                task.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]  # an async generator
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, bytes]]:
+    """Return the JSON of a request, and the files of a multipart body by field name.
+
+    Raises:
+        RefusedError: the content type is neither JSON nor multipart, or there is too much in flight.
+        FieldError: the multipart body is malformed.
+        BodyTooLargeError: see :mod:`panscan.serve.guards`.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    async with asyncio.timeout_at(ticket.deadline):
+        if kind == "multipart/form-data":
+            return await _read_form(request, ticket)
+        if kind != "application/json":
+            raise RefusedError(415, "the content type must be application/json or multipart/form-data")
+        body = bytearray()
+        async for piece in request.stream():
+            ticket.grow(len(piece))
+            body += piece
+        return bytes(body), {}
+
+
+async def _read_form(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, bytes]]:
+    options = ticket.desk.options
+    size = round(options.max_body_mb * 1e6)
+    async with request.form(max_files=options.max_images + 1, max_fields=1, max_part_size=size) as form:
+        files: dict[str, bytes] = {}
+        body: bytes | None = None
+        for name, value in form.multi_items():
+            content = await value.read() if isinstance(value, UploadFile) else value.encode()
+            ticket.grow(len(content))
+            if name == "request" and body is None:
+                body = content
+            elif name == "request" or name in files:
+                raise FieldError(f"{name}: the multipart body has this field twice", name)
+            elif isinstance(value, UploadFile):
+                files[name] = content
+            else:
+                raise FieldError(f"{name} is not supported: send files, and the JSON body in the field request", name)
+    if body is None:
+        raise FieldError("request: the multipart body must have the JSON body in this field", "request")
+    return body, files
+
+
+def _timeout(request: Request, most: float) -> float:
+    """Return the seconds that a request may take: the server's limit, or less if the client asks for less."""
+    given = request.headers.get(_TIMEOUT_HEADER)
+    if given is None:
+        return most
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise FieldError(f"the header X-Request-Timeout must be a number of seconds above 0, got {json.dumps(given)}")
+    return min(seconds, most)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return once the client has disconnected. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(streams: Sequence[Stream]) -> list[Result]:
+    return list(await asyncio.gather(*(stream.result() for stream in streams)))
+
+
+def _cancel(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.cancel()
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEvent]]:
+    """Yield (index, event) of all streams as they come.
+
+    Raises:
+        PanscanError: of the first stream that fails.
+    """
+    if len(streams) == 1:
+        async for event in streams[0]:
+            yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, TokenEvent] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: Stream) -> None:
+        try:
+            async for event in stream:
+                queue.put_nowait((index, event))
+        except PanscanError as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def refusal(error: RefusedError) -> Response:
+    """Return the response of a refused request."""
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    body: dict[str, Any] = error_body(str(error), error.status, code=error.code)
+    return JSONResponse(body, error.status, headers)

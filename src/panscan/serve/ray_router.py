@@ -1,0 +1,69 @@
+"""The adapter between Ray Serve's request router and :class:`panscan.serve.routing.Router`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from panscan.serve.backend import Work
+from panscan.serve.routing import open_books
+
+__all__ = ["WorkRouter"]
+
+_NO_WORK = Work(views=0, prompt_tokens=0, max_new_tokens=0)
+
+
+class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
+    """Routes by predicted work. Calls pass theirs as the keyword argument ``work``; others count as no work."""
+
+    def initialize_state(self, **_options: Any) -> None:
+        """Start with empty books. Ray calls this once, before the first replica is known."""
+        self._router = open_books(self.app_name)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the replicas that run now."""
+        self._router.set_replicas(replica.replica_id.unique_id for replica in replicas)
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica."""
+        super().on_replica_actor_died(replica_id)
+        self._router.set_replicas(id for id in self._router.replicas if id != replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas, best first, and book the request on the best one.
+
+        Ray reports where a request went only after the replica has accepted it. Requests that are routed in between
+        must already see it in the books.
+        """
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
+        work = _work(pending_request)
+        ranked = sorted(self._router.rank(work, by_id), key=lambda id: id not in free)  # stable: full ones last
+        if ranked and pending_request is not None:
+            request_id = pending_request.metadata.internal_request_id
+            self._router.assign(request_id, ranked[0], work)
+            pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
+        return [[by_id[id]] for id in ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Book a request on the replica that has accepted it."""
+        request_id = pending_request.metadata.internal_request_id
+        self._router.assign(request_id, replica_id.unique_id, _work(pending_request))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Remove a request from the books, however it ended."""
+        self._router.release(internal_request_id, replica_id.unique_id)
+
+    def _abandon(self, cancelled: bool, request_id: str) -> None:
+        if cancelled:  # before a replica was chosen: Ray reports no completion
+            for id in self._router.replicas:
+                self._router.release(request_id, id)
+
+
+def _work(request: PendingRequest | None) -> Work:
+    work = None if request is None else request.kwargs.get("work")
+    return work if isinstance(work, Work) else _NO_WORK

@@ -1,0 +1,162 @@
+"""One engine replica on a Ray cluster: an actor that holds a loaded model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from panscan.core import EngineError, QueueFullError, Request, Result, Stats, TokenEvent, now
+from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.loaded_model import open_model
+from panscan.settings import Settings
+
+__all__ = ["EngineReplica"]
+
+log = logging.getLogger("ray.serve")
+
+_STATS_SECONDS = 2.0  # a scrape of the metrics does not wait longer for one replica
+_HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
+
+
+class EngineReplica:
+    """A loaded model as a Ray Serve deployment. All methods belong to the actor's event loop.
+
+    Every method takes the keyword argument ``work`` if it computes: the router reads it. A replica whose engine has
+    failed ends its process, so that Ray replaces it at once instead of after several failed health checks.
+
+    Args:
+        settings: what to load.
+        replicas: replicas that share this machine's CPU cores; ignored on a GPU.
+    """
+
+    def __init__(self, settings: Settings, replicas: int) -> None:
+        import torch
+
+        on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
+        if not on_gpu:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
+        self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
+        self._model = open_model(settings)
+        self._id = _replica_id()
+        self._probe: asyncio.Future[Stats] | None = None
+        self._probed = 0.0
+
+    async def answer(self, request: Request, *, work: Work) -> Result:
+        """Answer a request without sending its tokens one by one. A caller that cancels the call ends the request."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Result] = loop.create_future()
+        cancel = self._start(request, None, lambda result: _call(loop, lambda: _resolve(ended, result)))
+        try:
+            return self._checked(await ended)
+        finally:
+            if not ended.done() or ended.cancelled():
+                cancel()
+
+    async def stream(self, request: Request, *, work: Work) -> AsyncIterator[list[TokenEvent] | Result]:
+        """Answer a request: yield the events that are pending at each wake-up as one list, and the result last.
+
+        A caller that cancels the call, or stops reading, ends the request.
+        """
+        loop = asyncio.get_running_loop()
+        pending: asyncio.Queue[TokenEvent | Result] = asyncio.Queue()  # bounded by max_new_tokens
+
+        def put(item: TokenEvent | Result) -> None:
+            _call(loop, lambda: pending.put_nowait(item))
+
+        cancel, ended = self._start(request, put, put), False
+        try:
+            while not ended:
+                items = [await pending.get()]
+                while not pending.empty():
+                    items.append(pending.get_nowait())
+                ended = isinstance(items[-1], Result)
+                if events := [item for item in items if isinstance(item, TokenEvent)]:
+                    yield events
+                if isinstance(items[-1], Result):
+                    yield self._checked(items[-1])
+        finally:
+            if not ended:
+                cancel()
+
+    async def count(self, request: Request) -> TokenCounts:
+        """Count the tokens of a prompt; see :class:`panscan.serve.backend.Backend`."""
+        return await asyncio.to_thread(self._model.count, request)
+
+    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token; empty for special tokens."""
+        return await asyncio.to_thread(self._model.token_texts, ids)
+
+    async def stats(self) -> tuple[str, Stats | None]:
+        """Return this replica's id and its figures; None if the engine does not answer in time."""
+        probe = self._ask_engine()
+        await asyncio.wait({probe}, timeout=_STATS_SECONDS)
+        answered = probe.done() and probe.exception() is None
+        return self._id, probe.result() if answered else None
+
+    async def info(self) -> ModelInfo:
+        """Return the properties of the model."""
+        return self._model.info
+
+    async def check_health(self) -> None:
+        """Check that the engine's thread still answers. Ray calls this periodically.
+
+        Raises:
+            EngineError: the engine has stopped, or its current step has taken too long.
+        """
+        probe = self._ask_engine()
+        await asyncio.wait({probe}, timeout=_STATS_SECONDS)
+        if probe.done():
+            probe.result()
+        elif time.monotonic() - self._probed > self._hang_seconds:
+            raise EngineError(f"the engine has not finished a step for {self._hang_seconds:g} s")
+
+    async def __del__(self) -> None:
+        """Free the model. Ray calls this once the replica has drained."""
+        if hasattr(self, "_model"):  # the model was loaded
+            await asyncio.to_thread(self._model.close)
+
+    def _ask_engine(self) -> asyncio.Future[Stats]:
+        """Return the question under way, or ask a new one. At most one thread waits for the engine."""
+        if self._probe is None or self._probe.done():
+            self._probed = time.monotonic()
+            self._probe = asyncio.get_running_loop().run_in_executor(None, self._model.stats)
+        return self._probe
+
+    def _start(
+        self, request: Request, on_event: Callable[[TokenEvent], None] | None, on_end: Callable[[Result], None]
+    ) -> Callable[[], None]:
+        try:
+            return self._model.start(request, on_event, on_end)
+        except EngineError as error:
+            on_end(Result.unanswered(request.id, now(), error))
+            return lambda: None
+
+    def _checked(self, result: Result) -> Result:
+        """Return a result, unless the engine itself has failed."""
+        if isinstance(result.error, EngineError) and not isinstance(result.error, QueueFullError):
+            log.error("the engine has failed, ending replica %s: %s", self._id, result.error)
+            logging.shutdown()
+            os._exit(1)
+        return result
+
+
+def _replica_id() -> str:
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def _resolve(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call a function in the event loop, from any thread."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        log.debug("the event loop is closed: the replica has ended")

@@ -1,0 +1,263 @@
+"""The replicas of a cluster as one backend of the HTTP server: bounded, routed by work, retried."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+
+from panscan.core import EngineError, PanscanError, QueueFullError, Request, Result, Stats, Stream, TokenEvent, now
+from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.options import ServeOptions
+from panscan.serve.routing import books
+
+__all__ = ["ReplicaBackend"]
+
+log = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+_ATTEMPTS = 3  # replicas that may compute one request: a request that kills its replica must end
+_QUERY_SECONDS = 30.0
+_STATS_SECONDS = 5.0
+
+
+class _ReplicaLostError(EngineError):
+    """The replica of a request died, or cannot be reached."""
+
+
+class ReplicaBackend:
+    """A :class:`panscan.serve.backend.Backend` over a Ray Serve deployment of :class:`EngineReplica`.
+
+    A request whose replica dies is computed again on another one, as long as none of its events was delivered.
+
+    Args:
+        engines: Ray's handle of the deployment.
+        options: limits and deadlines.
+        app: name of the Ray Serve application.
+        replicas: replicas at most.
+    """
+
+    def __init__(self, engines: Any, options: ServeOptions, *, app: str, replicas: int) -> None:
+        self._engines, self._options, self._app, self._replicas = engines, options, app, replicas
+        self._flying: dict[str, asyncio.Task[None]] = {}
+        self._draining = False
+        self.info: ModelInfo | None = None
+        self.retried = 0
+
+    @property
+    def ready(self) -> bool:
+        """See :class:`panscan.serve.backend.Backend`."""
+        found = books(self._app)
+        return self.info is not None and not self._draining and found is not None and bool(found.replicas)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that compute or wait."""
+        return len(self._flying)
+
+    async def start(self) -> None:
+        """See :class:`panscan.serve.backend.Backend`. Returns once the first replica has loaded the model."""
+        while self.info is None:
+            with suppress(_ReplicaLostError):
+                self.info = await _fresh(self._engines.info.remote)
+
+    async def close(self) -> None:
+        """See :class:`panscan.serve.backend.Backend`."""
+        self._draining = True
+        for task in self._flying.values():
+            task.cancel()
+        if self._flying:
+            await asyncio.wait(self._flying.values(), timeout=_QUERY_SECONDS)
+
+    def drain(self) -> None:
+        """Refuse further requests. Those in flight are answered."""
+        self._draining = True
+
+    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+        """See :class:`panscan.serve.backend.Backend`."""
+        if self._draining:
+            raise EngineError("the server is shutting down")
+        if self.info is None:
+            raise EngineError("no replica has loaded the model yet")
+        most = self._replicas * self.info.max_concurrency + self._options.max_queued_requests
+        if len(self._flying) >= most:
+            queued = self._options.max_queued_requests
+            raise QueueFullError(f"{most} requests run or wait already (--max-queued-requests {queued})")
+        loop = asyncio.get_running_loop()
+        flight = _Flight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
+        task = loop.create_task(self._run(flight), context=contextvars.Context())
+        self._flying[request.id] = task
+        return flight.stream
+
+    async def count(self, request: Request) -> TokenCounts:
+        """See :class:`panscan.serve.backend.Backend`."""
+        found: TokenCounts = await self._ask(lambda: self._engines.count.remote(request))
+        return found
+
+    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
+        """See :class:`panscan.serve.backend.Backend`."""
+        found: list[bytes] = await self._ask(lambda: self._engines.token_texts.remote(tuple(ids)))
+        return found
+
+    async def stats(self) -> Mapping[str, Stats]:
+        """See :class:`panscan.serve.backend.Backend`. Empty while a replica's process hangs, until Ray replaces it."""
+        try:
+            response = self._engines.broadcast("stats")
+            found = await response.results_async(timeout_s=_STATS_SECONDS, return_exceptions=True)
+        except (TimeoutError, RayError, RayServeException):
+            return {}
+        answered = [answer for answer in found if not isinstance(answer, BaseException)]
+        return {id: stats for id, stats in answered if stats is not None}
+
+    async def _run(self, flight: _Flight) -> None:
+        """Answer one request and deliver its end, whatever happens."""
+        try:
+            async with asyncio.timeout(self._options.request_timeout):
+                result = await self._attempt(flight)
+        except asyncio.CancelledError:  # by Stream.cancel or close; nothing else holds this task
+            result = flight.unanswered(None)
+        except TimeoutError:
+            seconds = self._options.request_timeout
+            result = flight.unanswered(EngineError(f"no answer within --request-timeout ({seconds:g} s)"))
+        except PanscanError as error:
+            result = flight.unanswered(error)
+        except Exception as error:  # a defect must not leave the client waiting
+            log.exception("request %s", flight.request.id)
+            result = flight.unanswered(EngineError(f"{type(error).__name__}: {error}"))
+        finally:
+            self._flying.pop(flight.request.id, None)
+        flight.stream.on_end(result)
+
+    async def _attempt(self, flight: _Flight) -> Result:
+        """Answer a request on one replica after another.
+
+        Raises:
+            EngineError: its replica died and it may not be computed again.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                result = await (self._stream(flight) if flight.streams else self._answer(flight))
+            except _ReplicaLostError as error:
+                if flight.delivered:
+                    raise EngineError(f"the replica was lost during the answer ({error}); send it again") from None
+                if attempt == _ATTEMPTS:
+                    raise EngineError(f"{_ATTEMPTS} replicas were lost while they computed this request") from None
+                self.retried += 1
+                log.warning("request %s: %s; computing it again", flight.request.id, error)
+            else:
+                result.stamps.accepted = min(result.stamps.accepted, flight.accepted)
+                return result
+        raise AssertionError("unreachable")
+
+    async def _answer(self, flight: _Flight) -> Result:
+        result: Result = await _called(self._engines.answer.remote(flight.request, work=flight.work))
+        return result
+
+    async def _stream(self, flight: _Flight) -> Result:
+        generator = self._engines.options(stream=True).stream.remote(flight.request, work=flight.work)
+
+        async def read() -> Result:
+            async for item in generator:
+                if isinstance(item, Result):
+                    return item
+                for event in item:
+                    flight.delivered = True
+                    flight.stream.on_event(event)
+            raise _ReplicaLostError("the stream of a replica ended early")
+
+        return await _called(generator, read())
+
+    async def _ask(self, call: Callable[[], Any]) -> Any:
+        """Ask any replica, and another one if it dies.
+
+        Raises:
+            EngineError: none answers in time.
+            PanscanError: the question's own error.
+        """
+        try:
+            async with asyncio.timeout(_QUERY_SECONDS):
+                for _ in range(_ATTEMPTS):
+                    with suppress(_ReplicaLostError):
+                        return await _fresh(call)
+        except TimeoutError:
+            raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
+        raise EngineError(f"{_ATTEMPTS} replicas were lost while they answered")
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request under way.
+
+    Args:
+        request: what to answer.
+        work: what it costs.
+        stream: where its events and its result go.
+        streams: whether its events are read.
+        accepted: when it was submitted, seconds of :func:`panscan.core.now`.
+        delivered: whether an event has been delivered.
+    """
+
+    request: Request
+    work: Work
+    stream: Stream
+    streams: bool
+    accepted: float
+    delivered: bool = False
+
+    def unanswered(self, error: PanscanError | None) -> Result:
+        """Return the result of a request that was cancelled (no error) or failed, and end its events."""
+        result = Result.unanswered(self.request.id, self.accepted, error)
+        if self.streams:
+            self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
+        return result
+
+
+async def _called(response: Any, reading: Awaitable[T] | None = None) -> T:
+    """Wait for a call to a replica, and cancel it there if this task is cancelled.
+
+    Args:
+        response: Ray's response.
+        reading: what to wait for; None: the response.
+
+    Raises:
+        _ReplicaLostError: the replica died, or cannot be reached.
+        PanscanError: raised by the call itself.
+    """
+    try:
+        found: T = await (response if reading is None else reading)
+        return found
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():  # Ray reports some calls to a stopping replica as cancelled
+            raise _ReplicaLostError("the replica cancelled the call") from None
+        response.cancel()
+        raise
+    except RayTaskError as error:
+        if isinstance(error.cause, PanscanError):
+            raise error.cause from None
+        raise EngineError(f"a replica failed: {type(error.cause).__name__}: {error.cause}") from error
+    except DeploymentUnavailableError as error:
+        raise EngineError(f"no replica can be started: {error}") from None
+    except (RayError, RayServeException) as error:
+        raise _ReplicaLostError(f"the replica was lost: {type(error).__name__}") from None
+
+
+async def _fresh(call: Callable[[], Any]) -> Any:
+    """Make a call in an empty context. Ray would take calls of one HTTP request for one call, by the context's id."""
+
+    async def run() -> Any:
+        return await _called(call())
+
+    return await asyncio.get_running_loop().create_task(run(), context=contextvars.Context())
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    with suppress(RuntimeError):  # the event loop is closed
+        loop.call_soon_threadsafe(task.cancel)

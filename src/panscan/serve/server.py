@@ -1,0 +1,144 @@
+"""Runs the server on this machine: one engine process behind uvicorn, with a graceful shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from panscan.core import EngineError, SettingError
+from panscan.serve.app import create_app
+from panscan.serve.engine_process import EngineProcess
+from panscan.serve.generation import Desk
+from panscan.serve.options import ServeOptions
+
+__all__ = ["run_server"]
+
+log = logging.getLogger("panscan.serve")
+
+_KEEP_ALIVE = 30  # seconds that an idle connection stays open
+_BACKLOG = 2048  # connections that wait to be accepted
+_GRACE = 5  # seconds from the end of the last request to the end of its connection
+
+
+def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit code.
+
+    The first signal drains: new requests are refused, running ones finish within the drain timeout. A second signal
+    ends the server at once.
+
+    Args:
+        options: what to serve.
+        on_ready: called with the server's URL once the model is warm.
+
+    Raises:
+        SettingError: the address cannot be bound.
+        PanscanError: the model cannot be loaded.
+        EngineError: the engine's process died too often.
+    """
+    return asyncio.run(_Server(options, on_ready).run())
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to :class:`_Server`: uvicorn would raise them again, and exit with another code than 0."""
+        yield
+
+
+class _Server:
+    def __init__(self, options: ServeOptions, on_ready: Callable[[str], None]) -> None:
+        self._options, self._on_ready = options, on_ready
+        self._signalled, self._hurried = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> int:
+        """Bind, load, serve, drain."""
+        with _bound(self._options) as listener:
+            backend = EngineProcess(self._options.settings, max_queued_requests=self._options.max_queued_requests)
+            app = create_app(self._options, backend)
+            config = uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_GRACE, server_header=False,
+            )  # fmt: skip
+            server = _Uvicorn(config)
+            self._handle_signals()
+            serving = asyncio.ensure_future(server.serve([listener]))
+            try:
+                if await self._load(backend):
+                    self._on_ready(_url(self._options.host, listener))
+                    await self._until_signal(backend, app.state.desk)
+            finally:
+                app.state.desk.draining = True
+                server.should_exit = True
+                server.force_exit = self._hurried.is_set()
+                await backend.close()
+                await serving
+                app.state.desk.close()
+        return 0
+
+    async def _load(self, backend: EngineProcess) -> bool:
+        """Load the model; return False if a signal comes first."""
+        loading = asyncio.ensure_future(backend.start())
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if loading.done():
+            loading.result()
+            return True
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+        return False
+
+    async def _until_signal(self, backend: EngineProcess, desk: Desk) -> None:
+        """Wait for a signal, then for running requests.
+
+        Raises:
+            EngineError: the engine's process died too often.
+        """
+        failed = asyncio.ensure_future(backend.failed.wait())
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait({failed, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            signalled.cancel()
+            raise EngineError("the engine's process died too often; its log is above")
+        failed.cancel()
+        log.info("finishing running requests; a second signal ends them")
+        drained = asyncio.ensure_future(desk.drain())
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        if drained.done() and not drained.result():
+            log.warning("requests were still running after %g s (--drain-timeout)", self._options.drain_timeout)
+        drained.cancel()
+        hurried.cancel()
+
+    def _handle_signals(self) -> None:
+        def take() -> None:
+            (self._hurried if self._signalled.is_set() else self._signalled).set()
+
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(each, take)
+
+
+def _bound(options: ServeOptions) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        SettingError: the address is in use, or not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise SettingError(f"--host {options.host} --port {options.port}: cannot be bound ({reason})") from error
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{listener.getsockname()[1]}"

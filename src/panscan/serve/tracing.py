@@ -1,0 +1,83 @@
+"""OpenTelemetry traces: one span per request, and one per stage below it, from the time stamps of its result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from panscan.core import Result, UnsupportedError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+__all__ = ["open_tracer", "record"]
+
+
+def open_tracer(endpoint: str, model_name: str) -> Tracer:
+    """Return a tracer that sends spans to an OTLP endpoint over HTTP, in the background.
+
+    Raises:
+        UnsupportedError: OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise UnsupportedError(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'panscan[serve,tracing]'"
+        ) from error
+    provider = TracerProvider(resource=Resource.create({"service.name": "panscan", "panscan.model": model_name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    return provider.get_tracer("panscan.serve")
+
+
+def record(tracer: Tracer, result: Result, headers: dict[str, str]) -> None:
+    """Record the spans of an ended request.
+
+    Args:
+        tracer: from :func:`open_tracer`.
+        result: its stamps become the spans' times.
+        headers: of the HTTP request; a ``traceparent`` among them becomes the parent.
+    """
+    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    stamps = result.stamps
+    end = stamps.end or (stamps.tokens[-1] if stamps.tokens else stamps.accepted)
+    attributes: dict[str, Any] = {
+        "gen_ai.request.id": result.id, "gen_ai.usage.input_tokens": result.prompt_tokens,
+        "gen_ai.usage.output_tokens": result.output_tokens, "gen_ai.response.finish_reasons": [result.finish_reason],
+        "panscan.views": result.views, "panscan.image_tokens": result.image_tokens,
+        "panscan.cached_tokens": result.cached_tokens,
+    }  # fmt: skip
+    span = tracer.start_span(
+        "llm_request", TraceContextTextMapPropagator().extract(headers), SpanKind.SERVER,
+        attributes=attributes, start_time=_nanoseconds(stamps.accepted),
+    )  # fmt: skip
+    context = set_span_in_context(span)
+    for name, start, until in _stages(result):
+        stage = tracer.start_span(name, context, start_time=_nanoseconds(start))
+        stage.end(_nanoseconds(until))
+    span.end(_nanoseconds(end))
+
+
+def _stages(result: Result) -> list[tuple[str, float, float]]:
+    """Return (name, start, end) of each stage that was stamped, one after another."""
+    stamps = result.stamps
+    first = stamps.tokens[0] if stamps.tokens else None
+    boundaries = [
+        ("queue", stamps.preparing), ("load", stamps.loaded), ("preprocess", stamps.preprocessed),
+        ("schedule", stamps.scheduled), ("vision", stamps.vision), ("prefill", first),
+        ("decode", stamps.tokens[-1] if len(stamps.tokens) > 1 else None),
+    ]  # fmt: skip
+    found, at = [], stamps.accepted
+    for name, until in boundaries:
+        if until is not None:
+            found.append((name, at, max(at, until)))
+            at = max(at, until)
+    return found
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,63 @@
+"""Views of an image as plain data, with a preview of it: what the playground draws."""
+
+from __future__ import annotations
+
+import base64
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+
+from panscan.core import PanAndScan
+from panscan.images.files import open_image
+from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.serve.media import Document
+
+__all__ = ["page_views", "size_views"]
+
+_PREVIEW = 1600  # pixels of the longer side
+_PREVIEWS = 20  # pages at most that are drawn in one response
+
+
+def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost | None) -> dict[str, Any]:
+    """Return the views of an image of this size in pixels, and its tokens.
+
+    Raises:
+        SettingError: see :func:`panscan.images.views.split`.
+    """
+    plan = plan_views(width, height, settings, cost or GEMMA3_COST)
+    views = [{"kind": view.kind, "box": view.box} for view in plan.views]
+    return {
+        "width": width, "height": height, "views": views, "image_tokens": plan.image_tokens,
+        "prompt_tokens": plan.prompt_tokens,
+    }  # fmt: skip
+
+
+def page_views(
+    document: Document, settings: PanAndScan, cost: PromptCost | None, *, preview: bool
+) -> list[dict[str, Any]]:
+    """Return the views of each page. Pages are decoded, one at a time, because only then their orientation is known.
+
+    Args:
+        document: its pages are within the server's limits.
+        settings: of pan and scan.
+        cost: prompt tokens of an image; None: those of Gemma 3.
+        preview: whether each page comes with a JPEG of at most 1,600 pixels a side, as a data URL.
+
+    Raises:
+        ImageError: a page cannot be decoded.
+        SettingError: see :func:`panscan.images.views.split`.
+    """
+    found = []
+    for page in document.pages[:_PREVIEWS]:
+        image = open_image(page)
+        entry = size_views(image.width, image.height, settings, cost)
+        found.append({**entry, "preview": _data_url(image)} if preview else entry)
+    return found
+
+
+def _data_url(image: Image.Image) -> str:
+    image.thumbnail((_PREVIEW, _PREVIEW), Image.Resampling.LANCZOS)
+    stream = BytesIO()
+    image.save(stream, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()

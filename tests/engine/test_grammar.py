@@ -1,0 +1,257 @@
+"""Answers that follow a JSON schema: alone and in mixed batches, token by token as ``generate()``, and hostile ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.conftest import printed
+from tests.engine.driving import Reference, crops, requests
+
+from panscan import Engine, GenerateRunner, Request, Result, Sampling
+from panscan.core import SettingError
+from panscan.engine.grammar import Grammars, check_schema
+from panscan.engine.options import EngineOptions
+from panscan.model.inputs import collate, prepare, read_images
+from panscan.model.observation import ForcedTokens
+
+TOKENS = 40
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """An object with exactly these properties."""
+    return {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+
+
+SHORT_TEXT = {"type": "string", "maxLength": 5}
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+SCHEMAS: dict[str, Any] = {
+    "object": closed(total=SHORT_TEXT, paid={"type": "boolean"}),
+    "enum": {"enum": ["cash", "card", "check", 7, None]},
+    "array": {"type": "array", "items": DIGIT, "minItems": 2, "maxItems": 3},
+    "number": {"type": "number", "minimum": 0, "maximum": 1},
+    "nested": closed(items={"type": "array", "items": closed(n=DIGIT), "minItems": 1, "maxItems": 2}),
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}é$"},
+    "reference": {"$defs": {"digit": DIGIT}, **closed(a={"$ref": "#/$defs/digit"}, b={"type": "null"})},
+    "constant": {"const": "Total: 5 €"},
+}
+
+
+def satisfies(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Check a value against the keywords that :data:`SCHEMAS` uses."""
+    if "$ref" in schema:
+        return satisfies(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    checks = {
+        "type": lambda each: value is None if each == "null" else isinstance(value, types[each]),
+        "const": lambda each: value == each,
+        "enum": lambda each: value in each,
+        "required": lambda each: set(value) == set(each),
+        "properties": lambda each: all(satisfies(value[name], part, root) for name, part in each.items()),
+        "items": lambda each: all(satisfies(part, each, root) for part in value),
+        "minItems": lambda each: len(value) >= each,
+        "maxItems": lambda each: len(value) <= each,
+        "minimum": lambda each: value >= each,
+        "maximum": lambda each: value <= each,
+        "maxLength": lambda each: len(value) <= each,
+        "pattern": lambda each: re.search(each, value) is not None,
+    }
+    return all(check(schema[name]) for name, check in checks.items() if name in schema)
+
+
+def constrained(request: Request, schema: Any, **sampling: Any) -> Request:
+    how = Sampling(**{"max_new_tokens": TOKENS, **sampling}, json_schema=json.dumps(schema))
+    return replace(request, sampling=how)
+
+
+def answers(engine: Engine, *asked: Request) -> list[Result]:
+    results = engine.generate(asked)
+    assert [result.error for result in results] == [None] * len(asked)
+    return results
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: GenerateRunner) -> Iterator[Engine]:
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as opened:
+        yield opened
+
+
+HOW: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.5, "top_p": 0.9, "seed": 2}]
+PLAIN = [requests()[index] for index in (1, 3, 7)]
+ASKED = {
+    f"{name} {index}": constrained(requests()[index + 3], schema, **how)
+    for name, schema in SCHEMAS.items()
+    for index, how in enumerate(HOW)
+}
+
+
+def test_answers_satisfy_their_schema_whatever_runs_beside_them(
+    tiny: GenerateRunner, engine: Engine, reference: Reference
+) -> None:
+    """In a mixed batch with preemptions and cached prefixes, every token is that of the request alone."""
+    alone = {name: answers(engine, request)[0] for name, request in ASKED.items()}
+    for name, result in alone.items():
+        schema = SCHEMAS[name.split()[0]]
+        assert result.finish_reason == "stop" or name.startswith("number"), (name, result.text)
+        assert result.finish_reason == "length" or satisfies(json.loads(result.text), schema, schema), result.text
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.004, max_num_seqs=12)) as small:
+        for _ in range(2):
+            results = answers(small, *PLAIN, *ASKED.values())
+            plain, found = results[: len(PLAIN)], dict(zip(ASKED, results[len(PLAIN) :], strict=True))
+            assert [result.token_ids for result in plain] == [reference(each).token_ids for each in PLAIN]
+            for name, result in found.items():
+                assert result.token_ids == alone[name].token_ids, name
+        assert small.stats().preemptions
+        assert any(result.cached_tokens for result in results)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_greedy_tokens_are_those_of_generate_under_the_same_grammar(
+    tiny: GenerateRunner, engine: Engine, name: str
+) -> None:
+    """Transformers applies the masks itself, through ``prefix_allowed_tokens_fn``."""
+    request, loaded = ASKED[f"{name} 0"], tiny.loaded
+    assert request.sampling.json_schema is not None
+    grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
+    prepared = prepare(read_images(request), loaded.reader, loaded.device, loaded.dtype, on_device=False)
+    inputs = collate([prepared], loaded, None)
+    prompt = inputs["input_ids"].shape[1]
+
+    def allowed(_row: int, ids: torch.Tensor) -> list[int]:
+        constraint = grammars.start(request.sampling.json_schema or "")
+        for token in ids[prompt:].tolist():
+            constraint.advance(token)
+        return np.flatnonzero(np.unpackbits(constraint.allowed, bitorder="little")).tolist()
+
+    before = tiny.settings
+    tiny.configure(replace(before, attention="eager"))
+    try:
+        output = loaded.model.generate(
+            **inputs, max_new_tokens=TOKENS, do_sample=False, prefix_allowed_tokens_fn=allowed
+        )  # fmt: skip
+    finally:
+        tiny.configure(before)
+    [result] = answers(engine, request)
+    assert result.token_ids == output[0, prompt:].tolist()
+
+
+def test_limits_stops_and_penalties_work_under_a_schema(engine: Engine) -> None:
+    constant = SCHEMAS["constant"]
+    whole, cut, stopped, any_object, anything = answers(
+        engine,
+        constrained(requests()[0], constant, repetition_penalty=1.5, logprobs=2),
+        constrained(requests()[0], constant, max_new_tokens=3),
+        constrained(requests()[0], constant, stop=("5",)),
+        constrained(requests()[0], {"type": "object"}, temperature=1.0, max_new_tokens=2),
+        constrained(requests()[0], True, temperature=1.0, max_new_tokens=2),
+    )
+    assert (whole.text, whole.finish_reason) == ('"Total: 5 €"', "stop")
+    assert whole.logprobs is not None and len(whole.logprobs) == whole.output_tokens
+    assert any(each.top[0][1] > each.logprob for each in whole.logprobs), "log-probabilities are those before the mask"
+    assert (cut.finish_reason, cut.output_tokens) == ("length", 3)
+    assert whole.text.startswith(cut.text)
+    assert (stopped.text, stopped.finish_reason) == ('"Total: ', "stop")
+    assert any_object.text.startswith("{")
+    assert anything.text[0] in '{["-0123456789tfn'
+
+
+def test_the_trained_model_fills_in_what_it_reads(mini: GenerateRunner) -> None:
+    """Its head has more rows than its tokenizer has tokens."""
+    document = printed("receipt", 220, 660)
+    ask = next(each for each in document.asks if each.type == "total")
+    price = {"type": "string", "pattern": r"^\$[0-9]+\.[0-9]{2}$"}
+    asked = Request(ask.question, [document.image], pan_and_scan=crops(4))
+    with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
+        assert mini.loaded.model.config.get_text_config().vocab_size > len(mini.loaded.reader.tokenizer)
+        plain, read, filled = answers(
+            engine, asked, constrained(asked, price), constrained(asked, closed(total=price))
+        )  # fmt: skip
+    assert json.loads(read.text) == plain.text == ask.answers[0]
+    assert satisfies(json.loads(filled.text), closed(total=price), {})
+
+
+CHAIN = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(900)}
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "remote": ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
+    "local file": ({"$ref": "file:///etc/passwd"}, "does not fetch"),
+    "endless": ({"$ref": "#"}, "no value satisfies"),
+    "false": (False, "no value satisfies"),
+    "contradiction": ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+    "remainders": ({"type": "integer", "multipleOf": 999_999_937}, "multipleOf"),
+    "remainders together": ({"allOf": [{"multipleOf": 9_973}, {"multipleOf": 9_967}]}, "multipleOf"),
+    "digits": ({"type": "number", "multipleOf": 1e-300}, "multipleOf has too many digits"),
+    "intersection": ({"allOf": [{"pattern": "^(.*a.{20})$"}, {"pattern": "^(.*b.{20})$"}], "type": "string"}, "empty"),
+    "not a type": ({"type": "banana"}, "banana"),
+    "ignored keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "other options": ({"type": "object", "x-guidance": {"whitespace_flexible": True}}, "x-guidance"),
+    "required recursion": (closed(a={"$ref": "#"}), "json_schema"),
+}
+BOUNDED: dict[str, Any] = {
+    "catastrophic pattern": {"type": "string", "pattern": "^(a+)+$"},
+    "repetitions": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+    "huge enum": {"enum": [f"value {index}" for index in range(4_000)]},
+    "huge length": {"type": "string", "minLength": 10**9},
+    "huge array": {"type": "array", "items": {"type": "string"}, "minItems": 10**9},
+    "chain of references": {"$defs": {**CHAIN, "d900": {"type": "null"}}, "$ref": "#/$defs/d0"},
+    "states": {"type": "string", "pattern": "^(.*a.{50}|.*b.{60}|.*c.{61})$"},
+}
+
+
+def test_a_hostile_schema_fails_alone(engine: Engine) -> None:
+    """And in bounded time: the suite's timeout is the limit."""
+    plain = requests()[0]
+    expected = answers(engine, plain)[0].token_ids
+    asked = [constrained(plain, schema) for schema, _ in HOSTILE.values()]
+    for name, result in zip(HOSTILE, engine.generate(asked), strict=True):
+        assert isinstance(result.error, SettingError), name
+        assert HOSTILE[name][1] in str(result.error) and str(result.error).startswith("json_schema: "), name
+        assert "\n" not in str(result.error)
+    bounded = engine.generate([constrained(plain, each, temperature=1.0, seed=3) for each in BOUNDED.values()])
+    for name, result in zip(BOUNDED, bounded, strict=True):
+        if result.finish_reason == "stop":
+            json.loads(result.text)
+        else:
+            assert result.finish_reason == "length" or isinstance(result.error, SettingError), name
+    assert answers(engine, plain)[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "JSON object, true or false"),
+        ("\ud800", "not valid JSON"),
+        ("[" * 60_000, "nested too deeply"),
+        (json.dumps({"const": "x" * 2**16}), "at most 65,536"),
+        ({"type": "object"}, r"use json\.dumps"),
+    ],
+)
+def test_what_cannot_be_a_schema_is_refused_at_once(text: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=f"^json_schema .*{message}"):
+        Sampling(json_schema=text)
+
+
+def test_a_schema_and_a_fixed_length_contradict() -> None:
+    with pytest.raises(SettingError, match="json_schema and ignore_eos exclude each other"):
+        Sampling(json_schema="{}", ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("endless", "required recursion")])
+def test_most_schemas_are_refused_without_a_checkpoint(name: str) -> None:
+    schema, message = HOSTILE[name]
+    with pytest.raises(SettingError, match=f"^json_schema: .*{message}"):
+        check_schema(json.dumps(schema))
+
+
+def test_forced_tokens_take_no_schema(engine: Engine) -> None:
+    with pytest.raises(SettingError, match="json_schema: an observed request takes none"):
+        engine.observe([constrained(requests()[0], True)], [ForcedTokens(None, [], 3)])
