@@ -92,7 +92,8 @@ export async function fetchModel() {
 }
 
 /**
- * Return the pages of a document, or of a page size, each with its views and token counts.
+ * Return {pages, page_count} of a document, or of a page size; each page has its views and token counts. Of a long
+ * document only the first pages come back.
  *
  * @param {object} body fields of POST /v1/views.
  * @param {File|null} file the document, if the body refers to it.
@@ -101,7 +102,7 @@ export async function fetchModel() {
 export async function fetchViews(body, file, signal) {
   const limit = AbortSignal.any([signal, AbortSignal.timeout(DEADLINE_MS)]);
   const response = await send(new URL("views", BASE), { method: "POST", signal: limit, ...payload(body, file) });
-  return (await response.json()).pages;
+  return response.json();
 }
 
 /**

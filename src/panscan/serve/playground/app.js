@@ -149,7 +149,8 @@ function showAskError(card, error) {
 
 function setRunning(controller) {
   running = controller;
-  byId("submit").disabled = running !== null;
+  byId("submit").setAttribute("aria-disabled", String(running !== null)); // unlike a disabled button, it keeps the focus
+  if (running === null && document.activeElement === byId("stop")) byId("submit").focus();
   byId("stop").hidden = running === null;
   if (running) byId("status").textContent = "Asking…";
 }

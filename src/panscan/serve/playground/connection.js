@@ -11,9 +11,11 @@ export class Connection {
   constructor(onModel) {
     this.onModel = onModel;
     this.timer = 0;
+    this.triedKey = false;
     byId("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
       setKey(byId("key").value.trim());
+      this.triedKey = true;
       byId("key-form").hidden = true;
       this.connect();
     });
@@ -37,6 +39,7 @@ export class Connection {
     if (error.status === 401) {
       this.#show("fair", "API key needed");
       byId("key-form").hidden = false;
+      if (this.triedKey) byId("key-note").textContent = "The server refused this key.";
       byId("key").focus();
       return true;
     }

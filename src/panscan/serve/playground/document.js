@@ -15,7 +15,8 @@ export class Documents {
     this.maxMegabytes = Infinity;
     this.onError = onError;
     this.onChange = onChange;
-    this.pages = [];
+    this.pages = []; // those that the server drew
+    this.count = 0; // pages of the document
     this.index = 0;
     this.request = new AbortController();
     this.timer = 0;
@@ -28,10 +29,10 @@ export class Documents {
     present("loading");
     try {
       const file = await this.#read(chosen);
-      const pages = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
+      const { pages, page_count: count } = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
       if (signal.aborted) return;
       for (const page of pages) page.preview = objectUrl(page.preview);
-      Object.assign(this, { file, pages, index: 0 });
+      Object.assign(this, { file, pages, count, index: 0 });
       this.#show();
       this.refresh();
     } catch (error) {
@@ -72,8 +73,9 @@ export class Documents {
 
   /** Ask the server for the views of this page with the current settings, shortly after the last change. */
   refresh() {
+    if (!this.file) return; // a document that is being read asks when it is there
     const signal = this.#restart();
-    if (this.file) this.timer = setTimeout(() => this.#plan(signal), DEBOUNCE_MS);
+    this.timer = setTimeout(() => this.#plan(signal), DEBOUNCE_MS);
   }
 
   async #plan(signal) {
@@ -82,9 +84,9 @@ export class Documents {
     if (settings === null) return;
     const { width, height, preview } = this.pages[index];
     try {
-      const [page] = await fetchViews({ width, height, mm_processor_kwargs: settings }, null, signal);
+      const { pages } = await fetchViews({ width, height, mm_processor_kwargs: settings }, null, signal);
       if (signal.aborted) return;
-      this.pages[index] = { ...page, preview };
+      this.pages[index] = { ...pages[0], preview };
       this.#show();
     } catch (error) {
       if (!signal.aborted) this.onError(error);
@@ -100,7 +102,7 @@ export class Documents {
 
   #clear() {
     for (const { preview } of this.pages) URL.revokeObjectURL(preview);
-    Object.assign(this, { file: null, pages: [], index: 0 });
+    Object.assign(this, { file: null, pages: [], count: 0, index: 0 });
     say(byId("document-error"), "");
     present("empty");
   }
@@ -122,7 +124,8 @@ export class Documents {
     byId("previous").disabled = this.index === 0;
     byId("next").disabled = this.index === last - 1;
     byId("page-text").textContent = `Page ${this.index + 1} of ${last}`;
-    say(byId("pages-note"), last < 2 ? "" : `The question is about all ${last} pages.`);
+    const shown = last < this.count ? `The first ${last} pages are shown. ` : "";
+    say(byId("pages-note"), this.count < 2 ? "" : `${shown}The question is about all ${this.count} pages.`);
   }
 }
 

@@ -31,15 +31,14 @@ export function clearFieldErrors() {
 /**
  * Return the field that an error of the server concerns; null if it concerns none on the page.
  *
- * The server names the field by its path, such as `response_format.json_schema`. A path that ends above the field,
- * such as `mm_processor_kwargs`, is completed by the field's name in the message.
+ * The server names the field by its path, such as `response_format.json_schema`. Which pan-and-scan setting is wrong
+ * may be in the message only.
  *
  * @param {ApiError} error
  */
 export function fieldOf({ param, message }) {
-  if (!param) return null;
   const fields = [...document.querySelectorAll("[data-param]")];
-  for (const name of [...param.split(".").reverse(), ...(message.match(/\w+/g) ?? [])]) {
+  for (const name of [...(param ?? "").split(".").reverse(), ...(message.match(/pan_and_scan_\w+/g) ?? [])]) {
     const field = fields.find((each) => each.dataset.param.split(" ").includes(name));
     if (field) return field;
   }
