@@ -158,14 +158,14 @@ class Asked:
     tokens: int | None = None
 
 
-def ask(work: Work, loaded: Loaded, asked: Sequence[Asked]) -> list[Request]:
+def ask(work: Work, loaded: Loaded, asked: Sequence[Asked], text_tokens: int = TEXT_TOKENS) -> list[Request]:
     """Requests of one page and one question each, in order; equal pages are drawn once."""
     pages = {key: page(*key) for key in dict.fromkeys((each.page, each.size) for each in asked)}
     crops = {size: plan_views(*size, work.settings.pan_and_scan).crops for _, size in pages}
     sampling = work.settings.sampling
     return [
         Request(
-            prompt=question(loaded.reader.prompts, each.question, crops=crops[each.size], text_tokens=TEXT_TOKENS),
+            prompt=question(loaded.reader.prompts, each.question, crops=crops[each.size], text_tokens=text_tokens),
             images=[pages[each.page, each.size]],
             pan_and_scan=work.settings.pan_and_scan,
             sampling=replace(sampling, max_new_tokens=each.tokens or sampling.max_new_tokens),
