@@ -200,7 +200,7 @@ class _Relay(ThreadingHTTPServer):
 
     def __init__(self, server: str) -> None:
         super().__init__(("127.0.0.1", 0), _RelayHandler)
-        self.target = server
+        self.target = server.rstrip("/")
         self.answers: dict[str, tuple[int, dict[str, str], bytes]] = {}
         self.keys: list[str | None] = []
 

@@ -47,6 +47,10 @@ function showDocumentError(error) {
 function readQuestion() {
   const question = byId("question").value.trim();
   if (!question) return invalid("question", "Enter a question.");
+  if (documents.reading) {
+    say(byId("ask-error"), "The document is still being read. Ask again when it is shown.");
+    return null;
+  }
   const body = { stream_options: { include_usage: true } };
   body.max_tokens = numberOf(byId("max_tokens"));
   body.temperature = numberOf(byId("temperature"));
@@ -149,7 +153,8 @@ function showAskError(card, error) {
 
 function setRunning(controller) {
   running = controller;
-  byId("submit").setAttribute("aria-disabled", String(running !== null)); // unlike a disabled button, it keeps the focus
+  // Unlike a disabled button, this one keeps the focus.
+  byId("submit").setAttribute("aria-disabled", String(running !== null));
   if (running === null && document.activeElement === byId("stop")) byId("submit").focus();
   byId("stop").hidden = running === null;
   if (running) byId("status").textContent = "Asking…";

@@ -30,7 +30,9 @@ export class Connection {
       this.#show("ok", [model.id, model.panscan.runner, model.panscan.dtype].join(" · "));
       this.onModel(model);
     } catch (error) {
-      this.report(error instanceof ApiError ? error : new ApiError(0, `The server's answer is not understood: ${error.message}`));
+      this.report(
+        error instanceof ApiError ? error : new ApiError(0, `The server's answer is not understood: ${error.message}`),
+      );
     }
   }
 

@@ -9,7 +9,11 @@ const DEBOUNCE_MS = 100;
 
 /** A document and its views. Every answer of the server to an earlier state is discarded. */
 export class Documents {
-  /** @param {{onError: function(Error), onChange: function()}} callbacks for failed requests and a new or removed document. */
+  /**
+   * @param {object} callbacks
+   * @param {function(Error)} callbacks.onError called when a document or its views cannot be had.
+   * @param {function()} callbacks.onChange called when there is a new document, or none.
+   */
   constructor({ onError, onChange }) {
     this.file = null;
     this.maxMegabytes = Infinity;
@@ -17,6 +21,7 @@ export class Documents {
     this.onChange = onChange;
     this.pages = []; // those that the server drew
     this.count = 0; // pages of the document
+    this.reading = false;
     this.index = 0;
     this.request = new AbortController();
     this.timer = 0;
@@ -26,13 +31,14 @@ export class Documents {
   async open(chosen) {
     const signal = this.#restart();
     this.#clear();
+    this.reading = true;
     present("loading");
     try {
       const file = await this.#read(chosen);
       const { pages, page_count: count } = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
       if (signal.aborted) return;
       for (const page of pages) page.preview = objectUrl(page.preview);
-      Object.assign(this, { file, pages, count, index: 0 });
+      Object.assign(this, { file, pages, count, index: 0, reading: false });
       this.#show();
       this.refresh();
     } catch (error) {
@@ -102,7 +108,7 @@ export class Documents {
 
   #clear() {
     for (const { preview } of this.pages) URL.revokeObjectURL(preview);
-    Object.assign(this, { file: null, pages: [], count: 0, index: 0 });
+    Object.assign(this, { file: null, pages: [], count: 0, index: 0, reading: false });
     say(byId("document-error"), "");
     present("empty");
   }
