@@ -69,6 +69,7 @@ export function drawTiles(page) {
   const rest = page.views.length - MAX_TILES;
   if (rest > 0) tiles.push(html("li", { class: "more" }, `+ ${count(rest, "more view")}`));
   byId("tiles").replaceChildren(...tiles);
+  emphasise(null); // a square that is replaced sees no pointer leave
 }
 
 function tile(page, view, index) {
