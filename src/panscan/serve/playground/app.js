@@ -137,12 +137,13 @@ async function answer(card, body, file) {
 
 function showAskError(card, error) {
   const shared = connection.report(error);
+  const field = fieldOf(error);
+  if (field && !card.text) card.started = false;
   if (card.started) {
     card.fail(error.message);
     connection.connect(); // shows whether the server is still there
     return;
   }
-  const field = fieldOf(error);
   if (field?.id === "drop") say(byId("document-error"), error.message);
   else if (field) {
     const details = field.closest("details");

@@ -31,14 +31,14 @@ export function clearFieldErrors() {
 /**
  * Return the field that an error of the server concerns; null if it concerns none on the page.
  *
- * The server names the field by its path, such as `response_format.json_schema`. Which pan-and-scan setting is wrong
- * may be in the message only.
+ * The server names the field by its path, such as `response_format.json_schema`. What only the model can check, such
+ * as the schema, and which pan-and-scan setting is wrong may be named in the message only.
  *
  * @param {ApiError} error
  */
 export function fieldOf({ param, message }) {
   const fields = [...document.querySelectorAll("[data-param]")];
-  for (const name of [...(param ?? "").split(".").reverse(), ...(message.match(/pan_and_scan_\w+/g) ?? [])]) {
+  for (const name of [...(param ?? "").split(".").reverse(), ...(message.match(/pan_and_scan_\w+|json_schema/g) ?? [])]) {
     const field = fields.find((each) => each.dataset.param.split(" ").includes(name));
     if (field) return field;
   }
