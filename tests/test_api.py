@@ -32,7 +32,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_readmes_examples_run_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offline, streamed = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    offline, streamed, structured = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path, count=1)
     shutil.move("receipt-00.png", "receipt.png")
@@ -50,6 +50,8 @@ def test_the_readmes_examples_run_as_they_stand(
     assert stats.startswith("Stats(running=0, waiting=0, ")
     exec(streamed, {"__name__": "__main__"})
     assert capsys.readouterr().out == result.text
+    exec(structured, {})
+    assert re.fullmatch(r"\d+\.\d\d\n", capsys.readouterr().out)
 
 
 def test_importing_the_package_imports_no_torch() -> None:
@@ -160,6 +162,8 @@ def test_whatever_a_sampling_is_given_is_of_its_type_or_refused(value: Any, item
         float(value or 0)  # what the sampler makes of it
     elif item.name == "ignore_eos":
         assert type(value) is bool
+    elif item.name == "json_schema":
+        assert value is None
     else:
         assert isinstance(value, tuple)
         assert {type(part) for part in value} <= {int if item.name == "stop_token_ids" else str}

@@ -221,7 +221,7 @@ def test_a_schema_constrains_the_answer(folder: Path, capsys: pytest.CaptureFixt
         (b"{", [], 2, "--json-schema schema.json: is not valid JSON"),
         (b"[1]", [], 2, "--json-schema schema.json: must be a JSON object"),
         (b'{"type": "banana"}', [], 2, "--json-schema schema.json: Invalid type: banana"),
-        (b'{"const": "' + b"x" * 70_000, [], 2, "at most 65,536"),
+        (b'{"const": "' + b"x" * 70_000, [], 2, "longer than 65,536"),
         (b"\xff", [], 3, "--json-schema schema.json: not UTF-8 text"),
         (None, [], 3, "--json-schema schema.json: No such file"),
         (b"{}", ["--ignore-eos"], 2, "exclude each other"),

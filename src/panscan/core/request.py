@@ -147,7 +147,9 @@ class Sampling:
         if self.json_schema is not None:
             _check_schema(self.json_schema)
             if self.ignore_eos:
-                raise SettingError("json_schema and ignore_eos exclude each other: the schema decides where to end")
+                raise SettingError(
+                    "ignore_eos and json_schema exclude each other: the schema decides where an answer ends"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -255,7 +257,7 @@ def _check_schema(text: object) -> None:
     except ValueError as error:
         raise SettingError(f"json_schema is not valid JSON: {error}") from None
     if size > MAX_SCHEMA_BYTES:
-        raise SettingError(f"json_schema has {size:,} bytes: shorten it to at most {MAX_SCHEMA_BYTES:,}")
+        raise SettingError(f"json_schema is longer than {MAX_SCHEMA_BYTES:,} bytes: shorten it")
     if not isinstance(schema, dict | bool):
         raise SettingError(f"json_schema must be a JSON object, true or false, got {shorten(schema)}")
 

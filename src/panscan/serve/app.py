@@ -139,13 +139,14 @@ class _Api:
             cost = self._backend.info.cost if self._backend.info is not None else None
             if body.image is None:
                 assert body.width is not None and body.height is not None  # the body was checked
-                return JSONResponse({"pages": [size_views(body.width, body.height, settings, cost)]})
+                page = size_views(body.width, body.height, settings, cost)
+                return JSONResponse({"pages": [page], "page_count": 1})
             read = partial(self._builder.document, body.image, uploads)
             document = await self._desk.in_thread(read)
             pages = await self._desk.in_thread(
                 partial(page_views, document, settings, cost, preview=body.preview)
             )  # fmt: skip
-            return JSONResponse({"pages": pages})
+            return JSONResponse({"pages": pages, "page_count": len(document.pages)})
         finally:
             ticket.release()
 

@@ -14,13 +14,27 @@ export class AnswerCard {
     this.usage = null;
     this.timing = null;
     this.reason = null;
-    this.output = html("p", { class: "answer", "aria-live": "polite", "aria-busy": "true", "aria-label": title || "Answer" });
+    this.output = html("p", {
+      class: "answer",
+      "aria-live": "polite",
+      "aria-busy": "true",
+      "aria-label": title || "Answer",
+    });
     this.note = html("p", { class: "note", hidden: "" });
     this.error = html("p", { class: "field-error", role: "alert", hidden: "" });
     this.figures = html("dl", { class: "figures", hidden: "" });
     this.stages = html("div", { class: "stages", hidden: "" });
     const heading = title ? [html("h3", {}, title)] : [];
-    this.element = html("article", { class: "card" }, ...heading, this.output, this.note, this.error, this.figures, this.stages);
+    this.element = html(
+      "article",
+      { class: "card" },
+      ...heading,
+      this.output,
+      this.note,
+      this.error,
+      this.figures,
+      this.stages,
+    );
   }
 
   /** Add what a chunk of the stream holds. */
@@ -83,12 +97,26 @@ export class AnswerCard {
     let left = 0;
     const bars = seen.map(({ name, index, ms }) => {
       const width = (100 * ms) / longest;
-      const bar = svg("rect", { class: `stage${index}`, x: left, width, height: 10 }, svg("title", {}, `${name} ${milliseconds(ms)}`));
+      const bar = svg(
+        "rect",
+        { class: `stage${index}`, x: left, width, height: 10 },
+        svg("title", {}, `${name} ${milliseconds(ms)}`),
+      );
       left += width;
       return bar;
     });
     const described = seen.map(({ name, ms }) => `${name} ${milliseconds(ms)}`).join(", ");
-    const bar = svg("svg", { class: "bar", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": `Stages: ${described}` }, ...bars);
+    const bar = svg(
+      "svg",
+      {
+        class: "bar",
+        viewBox: "0 0 100 10",
+        preserveAspectRatio: "none",
+        role: "img",
+        "aria-label": `Stages: ${described}`,
+      },
+      ...bars,
+    );
     const legend = STAGES.map((name, index) => ({ name, index, ms: stages[name] })).map(({ name, index, ms }) =>
       html("li", {}, swatch(index), html("span", {}, name), html("span", { class: "value" }, milliseconds(ms))),
     );
@@ -98,7 +126,11 @@ export class AnswerCard {
 }
 
 function swatch(index) {
-  return svg("svg", { class: "swatch", viewBox: "0 0 1 1", "aria-hidden": "true" }, svg("rect", { class: `stage${index}`, width: 1, height: 1 }));
+  return svg(
+    "svg",
+    { class: "swatch", viewBox: "0 0 1 1", "aria-hidden": "true" },
+    svg("rect", { class: `stage${index}`, width: 1, height: 1 }),
+  );
 }
 
 /** Replace the shown answers with these cards. */

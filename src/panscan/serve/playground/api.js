@@ -7,7 +7,7 @@ const DEADLINE_MS = 60_000;
 /** The address that OpenAI clients take as base_url. */
 export const baseUrl = BASE.href.replace(/\/$/, "");
 
-/** An error answer of the server, or no answer at all (status 0). */
+/** An error answer of the server; an answer that broke off (status 200), or none at all (status 0). */
 export class ApiError extends Error {
   /**
    * @param {number} status HTTP status; 0 if the server cannot be reached.
@@ -92,7 +92,8 @@ export async function fetchModel() {
 }
 
 /**
- * Return the pages of a document, or of a page size, each with its views and token counts.
+ * Return {pages, page_count} of a document, or of a page size; each page has its views and token counts. Of a long
+ * document only the first pages come back.
  *
  * @param {object} body fields of POST /v1/views.
  * @param {File|null} file the document, if the body refers to it.
@@ -101,7 +102,7 @@ export async function fetchModel() {
 export async function fetchViews(body, file, signal) {
   const limit = AbortSignal.any([signal, AbortSignal.timeout(DEADLINE_MS)]);
   const response = await send(new URL("views", BASE), { method: "POST", signal: limit, ...payload(body, file) });
-  return (await response.json()).pages;
+  return response.json();
 }
 
 /**
@@ -116,12 +117,12 @@ export async function fetchViews(body, file, signal) {
 export async function* streamAnswer(body, file, signal) {
   const options = { method: "POST", signal, ...payload({ ...body, stream: true }, file) };
   const response = await send(new URL("chat/completions", BASE), options);
-  const incomplete = new ApiError(0, "The connection closed before the answer was complete.");
+  const incomplete = new ApiError(200, "The connection closed before the answer was complete.");
   try {
     for await (const data of events(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError(500, chunk.error.message, chunk.error.param ?? null);
+      if (chunk.error) throw new ApiError(200, chunk.error.message, chunk.error.param ?? null);
       yield chunk;
     }
   } catch (error) {

@@ -31,6 +31,7 @@ function showModel(model) {
 function showDocument() {
   const present = documents.file !== null;
   byId("compare").disabled = !present;
+  byId("compare").title = present ? "" : "Choose a document first.";
   if (!present) byId("compare").checked = false;
   lockSwitch(byId("compare").checked);
 }
@@ -46,6 +47,10 @@ function showDocumentError(error) {
 function readQuestion() {
   const question = byId("question").value.trim();
   if (!question) return invalid("question", "Enter a question.");
+  if (documents.reading) {
+    say(byId("ask-error"), "The document is still being read. Ask again when it is shown.");
+    return null;
+  }
   const body = { stream_options: { include_usage: true } };
   body.max_tokens = numberOf(byId("max_tokens"));
   body.temperature = numberOf(byId("temperature"));
@@ -132,11 +137,13 @@ async function answer(card, body, file) {
 
 function showAskError(card, error) {
   const shared = connection.report(error);
+  const field = fieldOf(error);
+  if (field && !card.text) card.started = false;
   if (card.started) {
     card.fail(error.message);
+    connection.connect(); // shows whether the server is still there
     return;
   }
-  const field = fieldOf(error);
   if (field?.id === "drop") say(byId("document-error"), error.message);
   else if (field) {
     const details = field.closest("details");
@@ -147,7 +154,9 @@ function showAskError(card, error) {
 
 function setRunning(controller) {
   running = controller;
-  byId("submit").disabled = running !== null;
+  // Unlike a disabled button, this one keeps the focus.
+  byId("submit").setAttribute("aria-disabled", String(running !== null));
+  if (running === null && document.activeElement === byId("stop")) byId("submit").focus();
   byId("stop").hidden = running === null;
   if (running) byId("status").textContent = "Asking…";
 }
@@ -169,13 +178,21 @@ function openOnly(files) {
   else if (files.length > 1) say(byId("document-error"), `Choose one file at a time: got ${files.length}.`);
 }
 
+function hasFiles({ dataTransfer }) {
+  return dataTransfer.types.includes("Files");
+}
+
 function listenForFiles() {
   byId("file").addEventListener("change", ({ target }) => {
     openOnly([...target.files]);
     target.value = ""; // so that the same file can be chosen again
   });
-  window.addEventListener("paste", ({ clipboardData }) => openOnly([...clipboardData.files]));
+  window.addEventListener("paste", ({ clipboardData }) => {
+    // Spreadsheets and word processors add a picture to copied text.
+    if (!clipboardData.types.includes("text/plain")) openOnly([...clipboardData.files]);
+  });
   window.addEventListener("dragover", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     document.body.classList.add("dragging");
   });
@@ -183,6 +200,7 @@ function listenForFiles() {
     if (relatedTarget === null) document.body.classList.remove("dragging");
   });
   window.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     document.body.classList.remove("dragging");
     openOnly([...event.dataTransfer.files]);

@@ -11,9 +11,11 @@ export class Connection {
   constructor(onModel) {
     this.onModel = onModel;
     this.timer = 0;
+    this.triedKey = false;
     byId("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
       setKey(byId("key").value.trim());
+      this.triedKey = true;
       byId("key-form").hidden = true;
       this.connect();
     });
@@ -28,7 +30,9 @@ export class Connection {
       this.#show("ok", [model.id, model.panscan.runner, model.panscan.dtype].join(" · "));
       this.onModel(model);
     } catch (error) {
-      this.report(error instanceof ApiError ? error : new ApiError(0, `The server's answer is not understood: ${error.message}`));
+      this.report(
+        error instanceof ApiError ? error : new ApiError(0, `The server's answer is not understood: ${error.message}`),
+      );
     }
   }
 
@@ -37,6 +41,7 @@ export class Connection {
     if (error.status === 401) {
       this.#show("fair", "API key needed");
       byId("key-form").hidden = false;
+      if (this.triedKey) byId("key-note").textContent = "The server refused this key.";
       byId("key").focus();
       return true;
     }

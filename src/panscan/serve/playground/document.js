@@ -9,13 +9,19 @@ const DEBOUNCE_MS = 100;
 
 /** A document and its views. Every answer of the server to an earlier state is discarded. */
 export class Documents {
-  /** @param {{onError: function(Error), onChange: function()}} callbacks for failed requests and a new or removed document. */
+  /**
+   * @param {object} callbacks
+   * @param {function(Error)} callbacks.onError called when a document or its views cannot be had.
+   * @param {function()} callbacks.onChange called when there is a new document, or none.
+   */
   constructor({ onError, onChange }) {
     this.file = null;
     this.maxMegabytes = Infinity;
     this.onError = onError;
     this.onChange = onChange;
-    this.pages = [];
+    this.pages = []; // those that the server drew
+    this.count = 0; // pages of the document
+    this.reading = false;
     this.index = 0;
     this.request = new AbortController();
     this.timer = 0;
@@ -25,12 +31,14 @@ export class Documents {
   async open(chosen) {
     const signal = this.#restart();
     this.#clear();
+    this.reading = true;
     present("loading");
     try {
       const file = await this.#read(chosen);
-      const pages = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
+      const { pages, page_count: count } = await fetchViews({ image: ATTACHED, preview: true }, file, signal);
       if (signal.aborted) return;
-      Object.assign(this, { file, pages, index: 0 });
+      for (const page of pages) page.preview = objectUrl(page.preview);
+      Object.assign(this, { file, pages, count, index: 0, reading: false });
       this.#show();
       this.refresh();
     } catch (error) {
@@ -71,8 +79,9 @@ export class Documents {
 
   /** Ask the server for the views of this page with the current settings, shortly after the last change. */
   refresh() {
+    if (!this.file) return; // a document that is being read asks when it is there
     const signal = this.#restart();
-    if (this.file) this.timer = setTimeout(() => this.#plan(signal), DEBOUNCE_MS);
+    this.timer = setTimeout(() => this.#plan(signal), DEBOUNCE_MS);
   }
 
   async #plan(signal) {
@@ -81,9 +90,9 @@ export class Documents {
     if (settings === null) return;
     const { width, height, preview } = this.pages[index];
     try {
-      const [page] = await fetchViews({ width, height, mm_processor_kwargs: settings }, null, signal);
+      const { pages } = await fetchViews({ width, height, mm_processor_kwargs: settings }, null, signal);
       if (signal.aborted) return;
-      this.pages[index] = { ...page, preview };
+      this.pages[index] = { ...pages[0], preview };
       this.#show();
     } catch (error) {
       if (!signal.aborted) this.onError(error);
@@ -98,7 +107,8 @@ export class Documents {
   }
 
   #clear() {
-    Object.assign(this, { file: null, pages: [], index: 0 });
+    for (const { preview } of this.pages) URL.revokeObjectURL(preview);
+    Object.assign(this, { file: null, pages: [], count: 0, index: 0, reading: false });
     say(byId("document-error"), "");
     present("empty");
   }
@@ -120,8 +130,16 @@ export class Documents {
     byId("previous").disabled = this.index === 0;
     byId("next").disabled = this.index === last - 1;
     byId("page-text").textContent = `Page ${this.index + 1} of ${last}`;
-    say(byId("pages-note"), last < 2 ? "" : `The question is about all ${last} pages.`);
+    const shown = last < this.count ? `The first ${last} pages are shown. ` : "";
+    say(byId("pages-note"), this.count < 2 ? "" : `${shown}The question is about all ${this.count} pages.`);
   }
+}
+
+/** Return a short URL for the content of a base64 data: URL; several elements show the same picture. */
+function objectUrl(dataUrl) {
+  const [header, content] = dataUrl.split(",");
+  const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
+  return URL.createObjectURL(new Blob([bytes], { type: header.slice("data:".length).split(";")[0] }));
 }
 
 /** Show these parts of the document's section and hide the others. */

@@ -36,7 +36,7 @@ export function terms(pairs) {
   return pairs.map(([term, text]) => html("div", {}, html("dt", {}, term), html("dd", {}, text)));
 }
 
-/** Return a number with a unit-free count of at most three significant digits, as the reports write it. */
+/** Return a duration in milliseconds as text with three significant digits; a dash if it is unknown. */
 export function milliseconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value >= 10_000) return `${(value / 1000).toFixed(1)} s`;

@@ -12,7 +12,7 @@ export function showFieldError(field, message) {
   const text = html("p", { id: messageId(field), class: "field-error", role: "alert" }, message);
   field.setAttribute("aria-invalid", "true");
   field.setAttribute("aria-describedby", text.id);
-  (field.closest(".field") ?? field).after(text);
+  (field.closest(".options, #knob-grid") ?? field).after(text); // a row of narrow fields has no room for it
 }
 
 /** Remove the error of a field. */
@@ -31,15 +31,14 @@ export function clearFieldErrors() {
 /**
  * Return the field that an error of the server concerns; null if it concerns none on the page.
  *
- * The server names the field by its path, such as `response_format.json_schema`. A path that ends above the field,
- * such as `mm_processor_kwargs`, is completed by the field's name in the message.
+ * The server names the field by its path, such as `response_format.json_schema`. What only the model can check, such
+ * as the schema, and which pan-and-scan setting is wrong may be named in the message only.
  *
  * @param {ApiError} error
  */
 export function fieldOf({ param, message }) {
-  if (!param) return null;
   const fields = [...document.querySelectorAll("[data-param]")];
-  for (const name of [...param.split(".").reverse(), ...(message.match(/\w+/g) ?? [])]) {
+  for (const name of [...(param ?? "").split(".").reverse(), ...(message.match(/pan_and_scan_\w+|json_schema/g) ?? [])]) {
     const field = fields.find((each) => each.dataset.param.split(" ").includes(name));
     if (field) return field;
   }

@@ -24,17 +24,20 @@ export function drawPicture(page) {
   picture.style.aspectRatio = `${width} / ${height}`;
   picture.style.setProperty("--ratio", width / height);
   byId("picture").classList.toggle("tall", height > 1.25 * width);
-  const image = svg("image", { href: page.preview, width: page.width, height: page.height, preserveAspectRatio: "none" });
-  picture.replaceChildren(title, image, ...page.views.map(outline), ...badges(page));
+  picture.replaceChildren(title, imageOf(page), ...page.views.map(outline), ...badges(page));
+}
+
+function imageOf({ preview, width, height }) {
+  return svg("image", { href: preview, width, height, preserveAspectRatio: "none" });
 }
 
 function outline(view, index) {
   return svg("rect", { class: className(index), "data-view": index, ...boxOf(view) });
 }
 
-/** Size of a crop's number, in pixels of the page. */
+/** Size of a crop's number, in pixels of the page; many crops have small ones. */
 function badgeSize(page) {
-  return Math.max(page.width, page.height) / 26;
+  return Math.max(page.width, page.height) / Math.max(26, 1.3 * page.views.length);
 }
 
 /** Set the drawing's coordinates: the page, and beside it the crops' numbers. Returns its width and height. */
@@ -66,6 +69,7 @@ export function drawTiles(page) {
   const rest = page.views.length - MAX_TILES;
   if (rest > 0) tiles.push(html("li", { class: "more" }, `+ ${count(rest, "more view")}`));
   byId("tiles").replaceChildren(...tiles);
+  emphasise(null); // a square that is replaced sees no pointer leave
 }
 
 function tile(page, view, index) {
@@ -74,7 +78,7 @@ function tile(page, view, index) {
   const drawing = svg(
     "svg",
     { viewBox: `${x} ${y} ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
-    svg("image", { href: page.preview, width: page.width, height: page.height, preserveAspectRatio: "none" }),
+    imageOf(page),
   );
   const label = html("span", {}, name, html("small", {}, `${width} × ${height}`));
   const item = html("li", { class: className(index) }, drawing, label);

@@ -1,0 +1,297 @@
+"""The playground in a browser, against a real server with the mini model."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+from PIL import Image
+
+from panscan.core import PanAndScan
+from panscan.images.views import plan_views
+from panscan.report.draw import DARK, LIGHT
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+expect = playwright.expect
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FILES = files("panscan.serve") / "playground"
+TOTAL = "$188.90"  # what the sample receipt says
+DEADLINE_MS = 30_000
+UNLABELLED = """
+    () => [...document.querySelectorAll("input, textarea, button, [role=img], [role=group], fieldset")]
+        .filter((each) => !each.labels?.length && !each.getAttribute("aria-label") && !each.textContent.trim()
+            && !document.getElementById(each.getAttribute("aria-labelledby")))
+        .map((each) => each.outerHTML)
+"""
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome is installed")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, url: str, *, state: str = "ok", **settings: Any) -> Iterator[Any]:
+    """A page of the playground, once it has found the server in this state."""
+    context = browser.new_context(**settings)
+    context.set_default_timeout(DEADLINE_MS)
+    try:
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator(f"[data-state={state}]")).to_be_visible(timeout=DEADLINE_MS)
+        yield page
+    finally:
+        context.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: str) -> Iterator[Any]:
+    with opened(browser, server) as page:
+        yield page
+
+
+def png(width: int, height: int) -> dict[str, Any]:
+    """A file as Playwright chooses it."""
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height), "#d0d8e0").save(stream, "PNG")
+    return {"name": "page.png", "mimeType": "image/png", "buffer": stream.getvalue()}
+
+
+def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
+    """Boxes of the outlines in the picture, once there are ``count``."""
+    rects = page.locator("#views rect[data-view]")
+    expect(rects).to_have_count(count, timeout=DEADLINE_MS)
+    boxes = rects.evaluate_all(
+        "all => all.map(r => ['x', 'y', 'width', 'height'].map(name => Number(r.getAttribute(name))))"
+    )
+    return [(x, y, x + width, y + height) for x, y, width, height in boxes]
+
+
+@needs_browser
+def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, server: str) -> None:
+    problems: list[str] = []
+    hosts: set[str] = set()
+    with opened(browser, server) as page:
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        page.reload()
+        page.get_by_role("button", name="Try the sample receipt").click()
+        drawn_views(page, 4)
+        page.get_by_role("switch", name="Compare").check()
+        page.get_by_role("button", name="Ask").click()
+        stages = page.locator(".stages:visible")
+        expect(stages).to_have_count(2, timeout=DEADLINE_MS)
+        without, with_crops = page.locator(".card").all()
+        expect(without.get_by_text("Without crops", exact=True)).to_be_visible()
+        expect(without.locator("dd").first).to_have_text("1")
+        expect(with_crops.locator(".answer")).to_have_text(TOTAL)
+        expect(with_crops.locator("dd").first).to_have_text("4")
+        expect(with_crops.locator(".stages")).to_contain_text("decode")
+    assert not problems
+    assert hosts - {""} == {urlsplit(server).netloc}  # data: and blob: URLs have no host
+
+
+@needs_browser
+def test_settings_move_the_views(page: Any) -> None:
+    page.locator("#file").set_input_files(png(400, 1600))
+    for crops in (4, 3):
+        page.get_by_label("Max crops", exact=False).first.fill(str(crops))
+        plan = plan_views(400, 1600, PanAndScan(max_num_crops=crops))
+        assert drawn_views(page, crops + 1) == [view.box for view in plan.views]
+    page.get_by_role("switch", name="Pan and scan").uncheck()
+    assert drawn_views(page, 1) == [(0, 0, 400, 1600)]
+    expect(page.locator("#plan-figures")).to_contain_text("144")
+
+
+@needs_browser
+def test_dropped_document_has_pages(page: Any) -> None:
+    stream = io.BytesIO()
+    first, second = Image.new("RGB", (300, 300), "white"), Image.new("RGB", (300, 900), "white")
+    first.save(stream, "TIFF", save_all=True, append_images=[second], compression="tiff_deflate")
+    transfer = page.evaluate_handle(
+        """(bytes) => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([new Uint8Array(bytes)], "scan.tif", {type: "image/tiff"}));
+            return transfer;
+        }""",
+        list(stream.getvalue()),
+    )
+    page.dispatch_event("#drop", "drop", {"dataTransfer": transfer})
+    expect(page.locator("#page-text")).to_have_text("Page 1 of 2")
+    assert drawn_views(page, 1) == [(0, 0, 300, 300)]
+    page.get_by_role("button", name="Next page").click()
+    assert drawn_views(page, 4)[1] == (0, 0, 300, 300)
+    expect(page.get_by_role("button", name="Next page")).to_be_disabled()
+
+
+@needs_browser
+def test_keyboard_alone_is_enough(page: Any) -> None:
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        if page.locator("#sample:focus").count():
+            break
+    page.keyboard.press("Enter")
+    drawn_views(page, 4)
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.locator("#question:focus").count():
+            break
+    page.keyboard.press("Control+a")
+    page.keyboard.type("What is the total?")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".answer")).to_have_text(TOTAL, timeout=DEADLINE_MS)
+    expect(page.locator(".answer")).to_have_attribute("aria-busy", "false")
+
+
+@needs_browser
+def test_refused_values_are_shown_at_their_fields(page: Any) -> None:
+    ask = page.get_by_role("button", name="Ask")
+    ask.click()
+    expect(page.locator("#question-error")).to_be_visible()
+    page.locator("#question").fill("What is the total?")
+    page.locator("#max_tokens").fill("0")
+    ask.click()
+    expect(page.locator("#max_tokens-error")).to_contain_text("got 0")
+    expect(page.locator("#max_tokens")).to_be_focused()
+    page.locator("#max_tokens").fill("8")
+    expect(page.locator("#max_tokens-error")).to_have_count(0)
+    page.locator("#file").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"not a picture"})
+    expect(page.locator("#document-error")).to_contain_text("PNG")
+    page.locator("#file").set_input_files(png(400, 1600))
+    drawn_views(page, 5)
+    page.locator("#pan_and_scan_min_crop_size").fill("0")
+    expect(page.locator("#pan_and_scan_min_crop_size-error")).to_contain_text("pan_and_scan_min_crop_size")
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+def test_fits_the_window_and_has_labels(browser: Any, server: str, width: int, scheme: str) -> None:
+    with opened(browser, server, viewport={"width": width, "height": 740}, color_scheme=scheme) as page:
+        page.get_by_role("button", name="Try the sample receipt").click()
+        drawn_views(page, 4)
+        page.get_by_text("JSON schema").click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(UNLABELLED) == []
+        ids = page.evaluate("[...document.querySelectorAll('[id]')].map((each) => each.id)")
+        assert len(ids) == len(set(ids))
+
+
+class _Relay(ThreadingHTTPServer):
+    """Passes requests to the server, but for answers that the test sets: (status, headers, body) by path."""
+
+    daemon_threads = True
+
+    def __init__(self, server: str) -> None:
+        super().__init__(("127.0.0.1", 0), _RelayHandler)
+        self.target = server.rstrip("/")
+        self.answers: dict[str, tuple[int, dict[str, str], bytes]] = {}
+        self.keys: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _RelayHandler(BaseHTTPRequestHandler):
+    server: _Relay
+
+    def _relay(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        self.server.keys.append(self.headers.get("Authorization"))
+        if self.path in self.server.answers:
+            status, headers, content = self.server.answers[self.path]
+        else:
+            kind = {"Content-Type": self.headers["Content-Type"]} if "Content-Type" in self.headers else {}
+            with urlopen(Request(self.server.target + self.path, body, kind), timeout=30) as response:
+                status, content = response.status, response.read()
+                headers = {"Content-Type": response.headers["Content-Type"]}
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content)), "Connection": "close"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = _relay  # noqa: N815 - the names are those of http.server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def relay(server: str) -> Iterator[_Relay]:
+    relay = _Relay(server)
+    thread = threading.Thread(target=relay.serve_forever, args=(0.05,))
+    thread.start()
+    yield relay
+    relay.shutdown()
+    thread.join(30)
+    relay.server_close()
+
+
+def json_error(message: str) -> bytes:
+    return f'{{"error": {{"message": "{message}", "type": "server_error", "param": null, "code": null}}}}'.encode()
+
+
+CHAT = "/v1/chat/completions"
+CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "<b>$18"}, "finish_reason": null}]}\n\n'
+STREAM = {"Content-Type": "text/event-stream"}
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        pytest.param((429, {"Retry-After": "7"}, json_error("the queue is full")), "Try again in 7 s", id="queue full"),
+        pytest.param((200, STREAM, CHUNK), "closed before the answer was complete", id="cut off"),
+        pytest.param((200, STREAM, CHUNK + b"data: " + json_error("it died") + b"\n\n"), "it died", id="error event"),
+    ],
+)
+def test_failed_answers_are_explained(browser: Any, relay: _Relay, answer: Any, shown: str) -> None:
+    relay.answers[CHAT] = answer
+    with opened(browser, relay.url) as page:
+        page.locator("#question").fill("What is the total?")
+        page.get_by_role("button", name="Ask").click()
+        expect(page.locator("#ask .field-error:visible")).to_contain_text(shown)
+        expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+        if answer[0] == 200:
+            expect(page.locator(".answer")).to_have_text("<b>$18")
+
+
+@needs_browser
+def test_asks_for_a_key_and_notices_that_the_server_is_gone(browser: Any, relay: _Relay) -> None:
+    relay.answers["/v1/models"] = (401, {}, json_error("a valid API key is required"))
+    with opened(browser, relay.url, state="fair") as page:
+        page.get_by_label("API key").fill("secret")
+        del relay.answers["/v1/models"]
+        page.keyboard.press("Enter")
+        expect(page.locator("[data-state=ok]")).to_be_visible()
+        assert relay.keys[-1] == "Bearer secret"
+        relay.shutdown()
+        relay.server_close()
+        page.locator("#question").fill("What is the total?")
+        page.get_by_role("button", name="Ask").click()
+        expect(page.locator("#connection")).to_contain_text("cannot be reached")
+
+
+def test_palette_is_that_of_the_report() -> None:
+    style = (FILES / "style.css").read_text("utf-8")
+    blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    palettes = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block)) for block in blocks]
+    assert palettes == [LIGHT, DARK]
