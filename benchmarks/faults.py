@@ -1,0 +1,413 @@
+"""What a cluster loses when its parts fail: real replicas over Ray Serve, under load, killed, hung, flooded, restarted.
+
+    python -m benchmarks.faults                       # all faults, about ten minutes on two cores
+    python -m benchmarks.faults --only kill_replica   # one of them; writes no record
+
+Every request has one of four ends. Answered: complete. Refused: 429 or 503 with Retry-After, before any work. Failed: an
+explicit error. Lost: anything else, such as a connection that breaks or a stream that ends without saying why. A
+request that was accepted and not streamed must be answered. The record also has the latency before, during and after
+each fault, and the time until all replicas answer again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from panscan.records.environment import environment
+
+RECORD = Path(__file__).parent / "records" / "serve-faults.json"
+REPLICAS, SEQUENCES, QUEUED = 2, 8, 32
+TOKENS = 40  # of each answer
+STEADY = 10.0  # seconds of load before a fault, and after the recovery
+START = 180.0  # seconds until a server is ready
+RECOVERY = 180.0
+
+
+class Server:
+    """``panscan serve`` on Ray Serve, as a process."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = int(free.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.family: set[psutil.Process] = set()
+
+    def start(self) -> None:
+        """Start the process; :meth:`ready` says when it answers."""
+        command = (
+            f"{sys.executable} -m panscan serve --model mini --device cpu --replicas {REPLICAS} --port {self.port}"
+            f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
+        )
+        with self.log.open("a") as output:
+            self.process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
+
+    async def ready(self) -> float:
+        """Wait until all replicas answer, and return how many seconds that took."""
+        start = time.monotonic()
+        async with httpx.AsyncClient(timeout=30) as client:
+            while time.monotonic() - start < START:
+                assert self.process.poll() is None, self.log.read_text()
+                if await self.replicas_that_answer(client) == REPLICAS:
+                    return time.monotonic() - start
+                await asyncio.sleep(0.2)
+        raise AssertionError(f"not ready within {START:g} s: {self.log.read_text()}")
+
+    async def replicas_that_answer(self, client: httpx.AsyncClient) -> int:
+        """Return how many replicas report their figures."""
+        return len([name for name in await self.metrics(client) if name.startswith("vllm:num_requests_running")])
+
+    async def metrics(self, client: httpx.AsyncClient) -> dict[str, float]:
+        """Return the server's metrics; none while it cannot be reached."""
+        try:
+            text = (await client.get(f"{self.url}/metrics")).text
+        except httpx.HTTPError:
+            return {}
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs if name.startswith(("vllm:", "panscan:"))}
+
+    def replicas(self) -> list[psutil.Process]:
+        """Return the processes of the engine replicas."""
+        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return [each for each in self.family if each.is_running() and "EngineReplica" in " ".join(_command(each))]
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, int, float]:
+        """Send a signal; return the exit code, how many processes are left, and the seconds until the end."""
+        self.replicas()
+        start = time.monotonic()
+        self.process.send_signal(number)
+        code = await asyncio.to_thread(self.process.wait, 120)
+        seconds = time.monotonic() - start
+        left = (await asyncio.to_thread(psutil.wait_procs, self.family, 30))[1]
+        self.family.clear()
+        return code, len(left), seconds
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has ended
+        return []
+
+
+@dataclass(slots=True)
+class Tally:
+    """Ends of requests, with when each began (seconds of ``time.monotonic``) and how long it took."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    answered: list[tuple[float, float]] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, kind: str, end: str, start: float, reason: str = "") -> None:
+        """Count one request."""
+        self.ends["sent"] += 1
+        self.ends[f"{kind}_{end}"] += 1
+        if end == "answered":
+            self.answered.append((start, time.monotonic() - start))
+        elif reason:
+            self.reasons[f"{kind} {end}: {reason}"] += 1
+
+    def latency(self, since: float, until: float) -> dict[str, float] | None:
+        """Return the median and the 99th percentile, in seconds, of answers to requests of a time."""
+        found = sorted(took for start, took in self.answered if since <= start < until)
+        if not found:
+            return None
+        p99 = found[min(len(found) - 1, int(0.99 * len(found)))]
+        return {"count": len(found), "p50_s": round(statistics.median(found), 3), "p99_s": round(p99, 3)}
+
+
+async def ask(client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS) -> str:
+    """Send one request, count its end and return it."""
+    start = time.monotonic()
+    try:
+        response = await client.post("/v1/chat/completions", json=_body(tokens))
+    except httpx.HTTPError as error:
+        tally.add("plain", "lost", start, type(error).__name__)
+        return "lost"
+    end, reason = _end_of(response.status_code, response.text, response.headers)
+    if end == "answered" and response.json()["usage"]["completion_tokens"] != tokens:
+        end, reason = "lost", "incomplete"
+    tally.add("plain", end, start, reason)
+    return end
+
+
+async def read(
+    client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS, *, pause: float = 0.0, kind: str = "stream"
+) -> str:
+    """Stream one request, count its end and return it. ``pause``: seconds between two events, of a slow reader."""
+    start = time.monotonic()
+    last = ""
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=_body(tokens, stream=True)) as response:
+            if response.status_code != 200:
+                end, reason = _end_of(response.status_code, (await response.aread()).decode(), response.headers)
+                tally.add(kind, end, start, reason)
+                return end
+            async for line in response.aiter_lines():
+                last = line or last
+                await asyncio.sleep(pause)
+    except httpx.HTTPError as error:
+        tally.add(kind, "lost", start, type(error).__name__)
+        return "lost"
+    if last == "data: [DONE]":
+        end, reason = "answered", ""
+    elif '"error"' in last:
+        end, reason = "failed", json.loads(last.removeprefix("data: "))["error"]["message"]
+    else:
+        end, reason = "lost", "the stream ended early"
+    tally.add(kind, end, start, reason)
+    return end
+
+
+def _end_of(status: int, text: str, headers: httpx.Headers) -> tuple[str, str]:
+    if status == 200:
+        return "answered", ""
+    explained = f"{status} {json.loads(text)['error']['message']}" if text.startswith('{"error"') else ""
+    if status in (429, 503) and "retry-after" in headers and explained:
+        return "refused", explained
+    return ("failed", explained) if explained else ("lost", f"{status} without an explanation")
+
+
+def _body(tokens: int, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "What is the total?"}]
+    return {"messages": messages, "max_tokens": tokens, "ignore_eos": True, **more}
+
+
+class Load:
+    """Clients that send one request after another: as many plain ones as the replicas have slots, and two streams."""
+
+    def __init__(self, server: Server) -> None:
+        self.tally = Tally()
+        self._client = _client(server)
+        self._stopped = False
+        work = [self._repeat(ask) for _ in range(REPLICAS * SEQUENCES)]
+        self._tasks = [asyncio.create_task(each) for each in [*work, self._repeat(read), self._repeat(read)]]
+
+    async def _repeat(self, send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
+        while not self._stopped:
+            if await send(self._client, self.tally) != "answered":
+                await asyncio.sleep(0.2)
+
+    async def stop(self) -> Tally:
+        """Let every request end."""
+        self._stopped = True
+        await asyncio.gather(*self._tasks)
+        await self._client.aclose()
+        return self.tally
+
+
+def _client(server: Server) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=2000, max_keepalive_connections=100)
+    return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
+
+
+async def _under_load(server: Server, harm: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+    """Harm a server under load and return what became of the requests."""
+    load = Load(server)
+    before = time.monotonic()
+    await asyncio.sleep(STEADY)
+    async with httpx.AsyncClient(timeout=30) as client:
+        retried = await _retried(server, client)
+        fault = time.monotonic()
+        await harm()
+        while time.monotonic() - fault < RECOVERY:
+            if await server.replicas_that_answer(client) == REPLICAS:
+                break
+            await asyncio.sleep(0.2)
+        recovered = time.monotonic()
+        await asyncio.sleep(STEADY)
+        tally = await load.stop()
+        after = time.monotonic()
+        retried = await _retried(server, client) - retried
+    return {
+        **_ends(tally), "retried": retried, "recovered_s": round(recovered - fault, 1),
+        "before": tally.latency(before, fault), "during": tally.latency(fault, recovered),
+        "after": tally.latency(recovered, after),
+    }  # fmt: skip
+
+
+async def _retried(server: Server, client: httpx.AsyncClient) -> int:
+    found = await server.metrics(client)
+    return int(sum(value for name, value in found.items() if name.startswith("panscan:requests_retried")))
+
+
+def _ends(tally: Tally) -> dict[str, Any]:
+    return {**dict(sorted(tally.ends.items())), "reasons": dict(tally.reasons.most_common(5))}
+
+
+async def kill_replica(server: Server) -> dict[str, Any]:
+    """``kill -9`` of a replica."""
+
+    async def harm() -> None:
+        victim = server.replicas()[0]
+        victim.kill()
+        await asyncio.to_thread(victim.wait)
+
+    return await _under_load(server, harm)
+
+
+async def hang_replica(server: Server) -> dict[str, Any]:
+    """A replica's process stops (SIGSTOP), and stays stopped."""
+
+    async def harm() -> None:
+        victim = server.replicas()[0]
+        victim.suspend()
+        while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.2)
+
+    return await _under_load(server, harm)
+
+
+async def full_queue(server: Server) -> dict[str, Any]:
+    """Four times as many requests at once as may run and wait."""
+    tally = Tally()
+    async with _client(server) as client:
+        await asyncio.gather(*[ask(client, tally) for _ in range(4 * (REPLICAS * SEQUENCES + QUEUED))])
+    return _ends(tally)
+
+
+async def many_clients(server: Server) -> dict[str, Any]:
+    """500 clients at once, half of them streams; whoever is refused comes back until it is answered."""
+    tally = Tally()
+
+    async def persist(send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
+        while await send(client, tally) == "refused":
+            await asyncio.sleep(1.0)
+
+    start = time.monotonic()
+    async with _client(server) as client:
+        await asyncio.gather(*[persist(ask if number % 2 else read) for number in range(500)])
+    return {**_ends(tally), "seconds": round(time.monotonic() - start, 1)}
+
+
+async def slow_readers(server: Server) -> dict[str, Any]:
+    """Eight streams that are read at ten events per second, beside the usual load."""
+    load = Load(server)
+    start = time.monotonic()
+    async with _client(server) as client:
+        slow = [read(client, load.tally, 200, pause=0.05, kind="slow_stream") for _ in range(8)]
+        await asyncio.gather(*slow)
+    tally = await load.stop()
+    tally.answered = [each for each in tally.answered if each[1] < 10.0]  # the slow ones take as long as they want
+    return {**_ends(tally), "during": tally.latency(start, time.monotonic())}
+
+
+async def restart_head(server: Server) -> dict[str, Any]:
+    """``kill -9`` of the whole server, started again; clients repeat what they lost."""
+    tally, repeated, stopped = Tally(), 0, False
+
+    async def persist() -> None:
+        nonlocal repeated
+        while not stopped:
+            attempts = Tally()
+            while await ask(client, attempts) != "answered":
+                repeated += 1
+                await asyncio.sleep(0.5)
+            tally.add("plain", "answered", time.monotonic())
+
+    async with _client(server) as client:
+        clients = [asyncio.create_task(persist()) for _ in range(REPLICAS * SEQUENCES)]
+        await asyncio.sleep(STEADY)
+        before = tally.ends["sent"]
+        code, left, _ = await server.end(signal.SIGKILL)
+        server.start()
+        seconds = await server.ready()
+        await asyncio.sleep(STEADY)
+        stopped = True
+        await asyncio.gather(*clients)
+    ends = {"sent": tally.ends["sent"], "plain_answered": tally.ends["plain_answered"]}
+    return {
+        **ends, "answered_before": before, "repeated_by_clients": repeated, "exit_code": code,
+        "processes_left": left, "recovered_s": round(seconds, 1),
+    }  # fmt: skip
+
+
+async def sigterm_under_load(server: Server) -> dict[str, Any]:
+    """SIGTERM under load: what was accepted is answered, the rest refused; exit code 0, no process left."""
+    load = Load(server)
+    await asyncio.sleep(STEADY)
+    ending = asyncio.create_task(server.end())
+    with suppress(httpx.HTTPError):
+        async with httpx.AsyncClient(timeout=30) as client:
+            while (await client.get(f"{server.url}/ready")).status_code == 200:
+                await asyncio.sleep(0.05)
+    tally = await load.stop()
+    code, left, seconds = await ending
+    return {**_ends(tally), "exit_code": code, "processes_left": left, "ended_s": round(seconds, 1)}
+
+
+async def second_signal(server: Server) -> dict[str, Any]:
+    """A second SIGTERM while a long answer is under way: the server ends without waiting for it."""
+    tally = Tally()
+    async with _client(server) as client:
+        reading = asyncio.create_task(read(client, tally, 10_000))
+        await asyncio.sleep(2.0)
+        server.replicas()
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(2.0)
+        waited = server.process.poll() is None
+        code, left, seconds = await server.end()
+        await reading
+    return {
+        **_ends(tally), "waited_for_the_first": waited, "exit_code": code, "processes_left": left,
+        "ended_s": round(seconds, 1),
+    }  # fmt: skip
+
+
+FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
+    full_queue, many_clients, slow_readers, kill_replica, hang_replica, restart_head, sigterm_under_load, second_signal,
+)  # fmt: skip
+
+
+async def run(names: list[str]) -> dict[str, Any]:
+    """Inject the named faults, one after another, and return what each led to."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder) / "log")
+        server.start()
+        try:
+            for fault in FAULTS:
+                if fault.__name__ in names:
+                    await server.ready()
+                    found[fault.__name__] = await fault(server)
+                    print(fault.__name__, json.dumps(found[fault.__name__], indent=1), flush=True)
+                    if server.process.poll() is not None:
+                        server.start()
+        finally:
+            await server.end(signal.SIGKILL)
+    return found
+
+
+def main() -> None:
+    """Run the faults and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [fault.__name__ for fault in FAULTS]
+    parser.add_argument("--only", choices=names, action="append", help="inject this fault only; writes no record")
+    chosen = parser.parse_args().only
+    found = asyncio.run(run(chosen or names))
+    if chosen is None:
+        shape = {"replicas": REPLICAS, "max_num_seqs": SEQUENCES, "max_queued_requests": QUEUED, "tokens": TOKENS}
+        record = {"server": shape, "faults": found, "environment": environment()}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
