@@ -3,10 +3,10 @@
     python -m benchmarks.faults                       # all faults, about ten minutes on two cores
     python -m benchmarks.faults --only kill_replica   # one of them; writes no record
 
-Every request has one of four ends. Answered: complete. Refused: 429 or 503 with Retry-After, before any work. Failed: an
-explicit error. Lost: anything else, such as a connection that breaks or a stream that ends without saying why. A
-request that was accepted and not streamed must be answered. The record also has the latency before, during and after
-each fault, and the time until all replicas answer again.
+Every request has one of five ends. Answered: complete. Refused: 429 or 503 with Retry-After, before any work.
+Unreachable: no connection. Failed: an explicit error. Lost: anything else, such as a connection that breaks or a stream
+that ends without saying why. A request that was accepted and not streamed must be answered. The record also has the
+latency before, during and after each fault, and the time until all replicas answer again.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Server:
         async with httpx.AsyncClient(timeout=30) as client:
             while time.monotonic() - start < START:
                 assert self.process.poll() is None, self.log.read_text()
-                if await self.replicas_that_answer(client) == REPLICAS:
+                if len(await self.engines(client)) == REPLICAS:
                     return time.monotonic() - start
                 await asyncio.sleep(0.2)
         raise AssertionError(f"not ready within {START:g} s: {self.log.read_text()}")
 
-    async def replicas_that_answer(self, client: httpx.AsyncClient) -> int:
-        """Return how many replicas report their figures."""
-        return len([name for name in await self.metrics(client) if name.startswith("vllm:num_requests_running")])
+    async def engines(self, client: httpx.AsyncClient) -> set[str]:
+        """Return the names of the replicas that report their figures."""
+        return {name for name in await self.metrics(client) if name.startswith("vllm:num_requests_running")}
 
     async def metrics(self, client: httpx.AsyncClient) -> dict[str, float]:
         """Return the server's metrics; none while it cannot be reached."""
@@ -140,8 +140,9 @@ async def ask(client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS) -> 
     try:
         response = await client.post("/v1/chat/completions", json=_body(tokens))
     except httpx.HTTPError as error:
-        tally.add("plain", "lost", start, type(error).__name__)
-        return "lost"
+        end = "unreachable" if isinstance(error, httpx.ConnectError) else "lost"
+        tally.add("plain", end, start, type(error).__name__)
+        return end
     end, reason = _end_of(response.status_code, response.text, response.headers)
     if end == "answered" and response.json()["usage"]["completion_tokens"] != tokens:
         end, reason = "lost", "incomplete"
@@ -165,8 +166,9 @@ async def read(
                 last = line or last
                 await asyncio.sleep(pause)
     except httpx.HTTPError as error:
-        tally.add(kind, "lost", start, type(error).__name__)
-        return "lost"
+        end = "unreachable" if isinstance(error, httpx.ConnectError) else "lost"
+        tally.add(kind, end, start, type(error).__name__)
+        return end
     if last == "data: [DONE]":
         end, reason = "answered", ""
     elif '"error"' in last:
@@ -192,14 +194,14 @@ def _body(tokens: int, **more: Any) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that send one request after another: as many plain ones as the replicas have slots, and two streams."""
+    """As many clients as the replicas have slots, each with one request after another; every fourth one streams."""
 
     def __init__(self, server: Server) -> None:
         self.tally = Tally()
         self._client = _client(server)
         self._stopped = False
-        work = [self._repeat(ask) for _ in range(REPLICAS * SEQUENCES)]
-        self._tasks = [asyncio.create_task(each) for each in [*work, self._repeat(read), self._repeat(read)]]
+        senders = [read if number % 4 == 0 else ask for number in range(REPLICAS * SEQUENCES)]
+        self._tasks = [asyncio.create_task(self._repeat(send)) for send in senders]
 
     async def _repeat(self, send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
         while not self._stopped:
@@ -226,10 +228,12 @@ async def _under_load(server: Server, harm: Callable[[], Awaitable[None]]) -> di
     await asyncio.sleep(STEADY)
     async with httpx.AsyncClient(timeout=30) as client:
         retried = await _retried(server, client)
+        before_fault = await server.engines(client)
         fault = time.monotonic()
         await harm()
         while time.monotonic() - fault < RECOVERY:
-            if await server.replicas_that_answer(client) == REPLICAS:
+            engines = await server.engines(client)
+            if engines != before_fault and len(engines) == REPLICAS:
                 break
             await asyncio.sleep(0.2)
         recovered = time.monotonic()

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from panscan.core import EngineError, QueueFullError, Request, Result, Stats, TokenEvent, now
+from panscan.model.machine import resolve_device, set_thread_count
 from panscan.serve.backend import ModelInfo, TokenCounts, Work
 from panscan.serve.loaded_model import open_model
 from panscan.serve.watchdog import Watchdog
@@ -37,11 +38,9 @@ class EngineReplica:
     """
 
     def __init__(self, settings: Settings, replicas: int) -> None:
-        import torch
-
-        on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
+        on_gpu = resolve_device(settings.device).type == "cuda"
         if not on_gpu:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
+            set_thread_count(max(1, (os.cpu_count() or 1) // replicas))
         self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
         self._model = open_model(settings)
         self._id = _replica_id()
