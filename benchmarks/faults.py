@@ -50,6 +50,18 @@ class Server:
             self.port = int(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.family: set[psutil.Process] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process that was started last."""
+        assert self._process is not None  # it was started
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """Start the process; :meth:`ready` says when it answers."""
@@ -58,7 +70,7 @@ class Server:
             f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
         )
         with self.log.open("a") as output:
-            self.process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
+            self._process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
 
     async def ready(self) -> float:
         """Wait until all replicas answer, and return how many seconds that took."""
@@ -376,8 +388,42 @@ async def second_signal(server: Server) -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def deploy_config(server: Server) -> dict[str, Any]:
+    """No fault: the printed configuration, run by Ray's own command, answers."""
+    command = [sys.executable, "-m", "panscan", "serve", "--model", "mini", "--device", "cpu", "--print-config"]
+    printed = subprocess.run([*command, "--port", "8129"], capture_output=True, text=True, check=True).stdout
+    config = server.log.with_name("serve.yaml")
+    config.write_text(printed, "utf-8")
+    tally = Tally()
+    ray_serve = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(config)]
+    with server.log.with_name("deploy.log").open("w") as output:
+        deployed = subprocess.Popen(ray_serve, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:8129", timeout=60) as client:
+            while time.monotonic() < deadline and not await _is_ready(client):
+                assert deployed.poll() is None, server.log.with_name("deploy.log").read_text()
+                await asyncio.sleep(0.5)
+            await asyncio.gather(*[ask(client, tally) for _ in range(4)])
+    finally:
+        family = psutil.Process(deployed.pid).children(recursive=True)
+        deployed.send_signal(signal.SIGINT)
+        await asyncio.to_thread(deployed.wait, 60)
+        for each in psutil.wait_procs(family, 30)[1]:
+            each.kill()
+    return _ends(tally)
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
     full_queue, many_clients, slow_readers, kill_replica, hang_replica, restart_head, sigterm_under_load, second_signal,
+    deploy_config,
 )  # fmt: skip
 
 
@@ -386,17 +432,18 @@ async def run(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log")
-        server.start()
         try:
             for fault in FAULTS:
                 if fault.__name__ in names:
-                    await server.ready()
+                    if fault is not deploy_config:
+                        if not server.running:
+                            server.start()
+                        await server.ready()
                     found[fault.__name__] = await fault(server)
                     print(fault.__name__, json.dumps(found[fault.__name__], indent=1), flush=True)
-                    if server.process.poll() is not None:
-                        server.start()
         finally:
-            await server.end(signal.SIGKILL)
+            if server.running:
+                await server.end(signal.SIGKILL)
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from panscan.core import EngineError, QueueFullError, Request, Result, Stats, TokenEvent, now
+from panscan.core import EngineError, Request, Result, Stats, TokenEvent, now
 from panscan.model.machine import resolve_device, set_thread_count
 from panscan.serve.backend import ModelInfo, TokenCounts, Work
 from panscan.serve.loaded_model import open_model
@@ -149,7 +149,7 @@ class EngineReplica:
 
     def _checked(self, result: Result) -> Result:
         """Return a result, unless the engine itself has failed."""
-        if isinstance(result.error, EngineError) and not isinstance(result.error, QueueFullError):
+        if isinstance(result.error, EngineError):
             log.error("the engine has failed, ending replica %s: %s", self._id, result.error)
             logging.shutdown()
             os._exit(1)
