@@ -3,10 +3,10 @@
     python -m benchmarks.faults                       # all faults, about ten minutes on two cores
     python -m benchmarks.faults --only kill_replica   # one of them; writes no record
 
-Every request has one of four ends. Answered: complete. Refused: 429 or 503 with Retry-After, before any work. Failed: an
-explicit error. Lost: anything else, such as a connection that breaks or a stream that ends without saying why. A
-request that was accepted and not streamed must be answered. The record also has the latency before, during and after
-each fault, and the time until all replicas answer again.
+Every request has one of five ends. Answered: complete. Refused: 429 or 503 with Retry-After, before any work.
+Unreachable: no connection. Failed: an explicit error. Lost: anything else, such as a connection that breaks or a stream
+that ends without saying why. A request that was accepted and not streamed must be answered. The record also has the
+latency before, during and after each fault, and the time until all replicas answer again.
 """
 
 from __future__ import annotations
@@ -50,6 +50,18 @@ class Server:
             self.port = int(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.family: set[psutil.Process] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process that was started last."""
+        assert self._process is not None  # it was started
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """Start the process; :meth:`ready` says when it answers."""
@@ -58,7 +70,7 @@ class Server:
             f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
         )
         with self.log.open("a") as output:
-            self.process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
+            self._process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
 
     async def ready(self) -> float:
         """Wait until all replicas answer, and return how many seconds that took."""
@@ -66,14 +78,14 @@ class Server:
         async with httpx.AsyncClient(timeout=30) as client:
             while time.monotonic() - start < START:
                 assert self.process.poll() is None, self.log.read_text()
-                if await self.replicas_that_answer(client) == REPLICAS:
+                if len(await self.engines(client)) == REPLICAS:
                     return time.monotonic() - start
                 await asyncio.sleep(0.2)
         raise AssertionError(f"not ready within {START:g} s: {self.log.read_text()}")
 
-    async def replicas_that_answer(self, client: httpx.AsyncClient) -> int:
-        """Return how many replicas report their figures."""
-        return len([name for name in await self.metrics(client) if name.startswith("vllm:num_requests_running")])
+    async def engines(self, client: httpx.AsyncClient) -> set[str]:
+        """Return the names of the replicas that report their figures."""
+        return {name for name in await self.metrics(client) if name.startswith("vllm:num_requests_running")}
 
     async def metrics(self, client: httpx.AsyncClient) -> dict[str, float]:
         """Return the server's metrics; none while it cannot be reached."""
@@ -140,8 +152,9 @@ async def ask(client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS) -> 
     try:
         response = await client.post("/v1/chat/completions", json=_body(tokens))
     except httpx.HTTPError as error:
-        tally.add("plain", "lost", start, type(error).__name__)
-        return "lost"
+        end = "unreachable" if isinstance(error, httpx.ConnectError) else "lost"
+        tally.add("plain", end, start, type(error).__name__)
+        return end
     end, reason = _end_of(response.status_code, response.text, response.headers)
     if end == "answered" and response.json()["usage"]["completion_tokens"] != tokens:
         end, reason = "lost", "incomplete"
@@ -165,8 +178,9 @@ async def read(
                 last = line or last
                 await asyncio.sleep(pause)
     except httpx.HTTPError as error:
-        tally.add(kind, "lost", start, type(error).__name__)
-        return "lost"
+        end = "unreachable" if isinstance(error, httpx.ConnectError) else "lost"
+        tally.add(kind, end, start, type(error).__name__)
+        return end
     if last == "data: [DONE]":
         end, reason = "answered", ""
     elif '"error"' in last:
@@ -192,14 +206,14 @@ def _body(tokens: int, **more: Any) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that send one request after another: as many plain ones as the replicas have slots, and two streams."""
+    """As many clients as the replicas have slots, each with one request after another; every fourth one streams."""
 
     def __init__(self, server: Server) -> None:
         self.tally = Tally()
         self._client = _client(server)
         self._stopped = False
-        work = [self._repeat(ask) for _ in range(REPLICAS * SEQUENCES)]
-        self._tasks = [asyncio.create_task(each) for each in [*work, self._repeat(read), self._repeat(read)]]
+        senders = [read if number % 4 == 0 else ask for number in range(REPLICAS * SEQUENCES)]
+        self._tasks = [asyncio.create_task(self._repeat(send)) for send in senders]
 
     async def _repeat(self, send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
         while not self._stopped:
@@ -226,10 +240,12 @@ async def _under_load(server: Server, harm: Callable[[], Awaitable[None]]) -> di
     await asyncio.sleep(STEADY)
     async with httpx.AsyncClient(timeout=30) as client:
         retried = await _retried(server, client)
+        before_fault = await server.engines(client)
         fault = time.monotonic()
         await harm()
         while time.monotonic() - fault < RECOVERY:
-            if await server.replicas_that_answer(client) == REPLICAS:
+            engines = await server.engines(client)
+            if engines != before_fault and len(engines) == REPLICAS:
                 break
             await asyncio.sleep(0.2)
         recovered = time.monotonic()
@@ -372,8 +388,42 @@ async def second_signal(server: Server) -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def deploy_config(server: Server) -> dict[str, Any]:
+    """No fault: the printed configuration, run by Ray's own command, answers."""
+    command = [sys.executable, "-m", "panscan", "serve", "--model", "mini", "--device", "cpu", "--print-config"]
+    printed = subprocess.run([*command, "--port", "8129"], capture_output=True, text=True, check=True).stdout
+    config = server.log.with_name("serve.yaml")
+    config.write_text(printed, "utf-8")
+    tally = Tally()
+    ray_serve = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(config)]
+    with server.log.with_name("deploy.log").open("w") as output:
+        deployed = subprocess.Popen(ray_serve, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:8129", timeout=60) as client:
+            while time.monotonic() < deadline and not await _is_ready(client):
+                assert deployed.poll() is None, server.log.with_name("deploy.log").read_text()
+                await asyncio.sleep(0.5)
+            await asyncio.gather(*[ask(client, tally) for _ in range(4)])
+    finally:
+        family = psutil.Process(deployed.pid).children(recursive=True)
+        deployed.send_signal(signal.SIGINT)
+        await asyncio.to_thread(deployed.wait, 60)
+        for each in psutil.wait_procs(family, 30)[1]:
+            each.kill()
+    return _ends(tally)
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
     full_queue, many_clients, slow_readers, kill_replica, hang_replica, restart_head, sigterm_under_load, second_signal,
+    deploy_config,
 )  # fmt: skip
 
 
@@ -382,17 +432,18 @@ async def run(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log")
-        server.start()
         try:
             for fault in FAULTS:
                 if fault.__name__ in names:
-                    await server.ready()
+                    if fault is not deploy_config:
+                        if not server.running:
+                            server.start()
+                        await server.ready()
                     found[fault.__name__] = await fault(server)
                     print(fault.__name__, json.dumps(found[fault.__name__], indent=1), flush=True)
-                    if server.process.poll() is not None:
-                        server.start()
         finally:
-            await server.end(signal.SIGKILL)
+            if server.running:
+                await server.end(signal.SIGKILL)
     return found
 
 

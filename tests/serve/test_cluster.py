@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from tests.conftest import noise
 
 from panscan.core import SettingError
 from panscan.serve.options import ApiKeys, ServeOptions
@@ -142,6 +145,7 @@ def test_a_cluster_answers_survives_and_ends(tmp_path):
     """One test, because a cluster takes longest to start: each part leaves it as it found it."""
     with serving(tmp_path / "log") as server:
         check_both_replicas_answer(server)
+        check_a_known_image_goes_where_it_is_cached(server)
         check_ports(server)
         check_a_full_queue_is_refused(server)
         check_an_abandoned_stream_frees_its_replica(server)
@@ -163,8 +167,22 @@ def check_both_replicas_answer(server: Server) -> None:
 
     in_client(server, work)
     assert len(server.running()) == 2
-    served = [value for name, value in server.metrics().items() if name.startswith("vllm:prefix_cache_queries_total")]
-    assert sum(served) > 0
+
+
+def check_a_known_image_goes_where_it_is_cached(server: Server) -> None:
+    """Idle replicas take turns otherwise, so the second and third question would find no cached image."""
+    image = io.BytesIO()
+    noise(300, 900).save(image, "png")
+    url = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is the total?"}]
+    found = []
+    for _ in range(3):
+        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=120)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json()["usage"])
+    assert found[0]["views"] > 1
+    assert [usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in found] == [False, True, True]
 
 
 def check_ports(server: Server) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "reset_peak_memory",
     "resolve_device",
     "resolve_dtype",
+    "set_thread_count",
     "synchronize",
     "thread_count",
 ]
@@ -116,6 +117,11 @@ def gpu_facts() -> list[dict[str, Any]]:
 def thread_count() -> int:
     """Threads that PyTorch computes with on the CPU."""
     return torch.get_num_threads()
+
+
+def set_thread_count(threads: int) -> None:
+    """Set how many threads PyTorch computes with on the CPU."""
+    torch.set_num_threads(threads)
 
 
 def gpu_count() -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from panscan.core import ModelError, SettingError, UnsupportedError
+from panscan.core import EngineError, ModelError, SettingError, UnsupportedError
 from panscan.serve.deployments import APP, Scale, application
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
 from panscan.settings import Settings, nearest, settings_from
@@ -32,6 +32,8 @@ API_KEYS_VARIABLE = "PANSCAN_API_KEYS"
 """Environment variable with API keys, separated by spaces: in a configuration file, keys are left out."""
 
 _POLL_SECONDS = 0.25
+_WATCH_SECONDS = 5.0
+_DRAIN_MARGIN_SECONDS = 5.0  # the ingress itself ends the wait at the drain timeout
 _OBJECT_STORE_BYTES = 1 << 30  # request bodies on their way to replicas; Ray spills more than that to disk
 _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing home
@@ -105,6 +107,7 @@ def run_cluster(
     Raises:
         SettingError: the port is taken, or the cluster has too few GPUs.
         ModelError: the replicas cannot load the model.
+        EngineError: the cluster or the application on it is gone.
         UnsupportedError: Ray is not installed.
     """
     scale = Scale(replicas, max_replicas)
@@ -117,7 +120,7 @@ def run_cluster(
         try:
             if _wait_until_ready(url := _url(options), stop):
                 on_ready(url)
-                stop.first.wait()
+                _watch(stop)
                 _drain(ingress, options.drain_timeout, stop)
         finally:
             _remove(local=local, at_once=stop.second.is_set())
@@ -200,6 +203,29 @@ def _wait_until_ready(url: str, stop: _Stop) -> bool:
     return False
 
 
+def _watch(stop: _Stop) -> None:
+    """Wait for a signal, and log what becomes of the deployment.
+
+    Raises:
+        EngineError: the cluster is gone.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    before = "RUNNING"
+    while not stop.first.wait(_WATCH_SECONDS):
+        try:
+            status = serve.status().applications.get(APP)
+        except (RayError, RayServeException) as error:
+            raise EngineError(f"the Ray cluster is gone: {type(error).__name__}") from error
+        if status is None:
+            raise EngineError(f"the application {APP!r} was removed from the Ray cluster")
+        if status.status != before:
+            log.warning("replicas: %s %s", status.status, _reason(status))
+        before = status.status
+
+
 def _reason(status: Any) -> str:
     """Return the last line of what Ray reports of a failed deployment: the exception."""
     messages = [deployment.message for deployment in status.deployments.values()]
@@ -216,12 +242,19 @@ def _answers(url: str) -> bool:
 
 def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
     """Refuse new requests and wait until none is in flight, the time is over, or a second signal arrives."""
+    from ray.exceptions import RayError
+
     drained = ingress.drain.remote()
-    deadline = time.monotonic() + seconds + _POLL_SECONDS
+    deadline = time.monotonic() + seconds + _DRAIN_MARGIN_SECONDS
     while not stop.second.is_set() and time.monotonic() < deadline:
-        with suppress(TimeoutError):
+        try:
             if not drained.result(timeout_s=_POLL_SECONDS):
                 log.warning("requests were still running after %g s (--drain-timeout)", seconds)
+            return
+        except TimeoutError:
+            continue
+        except RayError as error:  # the ingress is gone, and its requests with it
+            log.warning("the ingress was lost: %s", type(error).__name__)
             return
 
 

@@ -50,6 +50,7 @@ class Metrics:
         self._outputs = self._histogram("vllm:request_generation_tokens", "Output tokens per request", _TOKENS)
         self._view_counts = self._histogram("panscan:request_views", "Views per request", _VIEWS)
         self.active = self._gauge("panscan:http_requests_active", "HTTP requests being handled")
+        self._shown: set[str] = set()
         self._engines = {
             name: self._gauge(name, text, "engine")
             for name, text in (
@@ -101,8 +102,12 @@ class Metrics:
         """Return all metrics in Prometheus' text format.
 
         Args:
-            stats: current figures of each engine; one that does not answer keeps its last values.
+            stats: current figures of each engine; those that no longer answer are removed.
         """
+        for engine in self._shown - stats.keys():
+            for gauge in self._engines.values():
+                gauge.remove(self._model, engine)
+        self._shown = set(stats)
         for engine, each in stats.items():
             used, total = each.kv_blocks_used[0], each.kv_blocks[0]
             values = {

@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from panscan.core import EngineError, QueueFullError, Request, Result, Stats, TokenEvent, now
+from panscan.core import EngineError, Request, Result, Stats, TokenEvent, now
+from panscan.model.machine import resolve_device, set_thread_count
 from panscan.serve.backend import ModelInfo, TokenCounts, Work
 from panscan.serve.loaded_model import open_model
 from panscan.serve.watchdog import Watchdog
@@ -37,11 +38,9 @@ class EngineReplica:
     """
 
     def __init__(self, settings: Settings, replicas: int) -> None:
-        import torch
-
-        on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
+        on_gpu = resolve_device(settings.device).type == "cuda"
         if not on_gpu:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
+            set_thread_count(max(1, (os.cpu_count() or 1) // replicas))
         self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
         self._model = open_model(settings)
         self._id = _replica_id()
@@ -150,7 +149,7 @@ class EngineReplica:
 
     def _checked(self, result: Result) -> Result:
         """Return a result, unless the engine itself has failed."""
-        if isinstance(result.error, EngineError) and not isinstance(result.error, QueueFullError):
+        if isinstance(result.error, EngineError):
             log.error("the engine has failed, ending replica %s: %s", self._id, result.error)
             logging.shutdown()
             os._exit(1)
