@@ -380,24 +380,13 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEv
             if event.finish_reason != "error":  # the iteration raises it next
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, TokenEvent] | BaseException | None] = asyncio.Queue()
-
-    async def pump(index: int, stream: Stream) -> None:
-        try:
-            async for event in stream:
-                if event.finish_reason != "error":
-                    queue.put_nowait((index, event))
-        except PanscanError as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    queue: _Merge = asyncio.Queue()
+    tasks = [asyncio.ensure_future(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
             found = await queue.get()
-            if isinstance(found, BaseException):
+            if isinstance(found, PanscanError):
                 raise found
             if found is None:
                 left -= 1
@@ -406,6 +395,22 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEv
     finally:
         for task in tasks:
             task.cancel()
+
+
+_Merge = asyncio.Queue[tuple[int, TokenEvent] | PanscanError | None]
+"""Events of several streams; an error; None for each stream that has ended."""
+
+
+async def _pump(index: int, stream: Stream, queue: _Merge) -> None:
+    """Move a stream's events into a queue."""
+    try:
+        async for event in stream:
+            if event.finish_reason != "error":  # the iteration raises it next
+                queue.put_nowait((index, event))
+    except PanscanError as error:
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)
 
 
 def refusal(error: RefusedError) -> Response:
