@@ -301,7 +301,7 @@ async def full_queue(server: Server) -> dict[str, Any]:
 
 
 async def many_clients(server: Server) -> dict[str, Any]:
-    """500 clients at once, half of them streams; whoever is refused comes back until it is answered."""
+    """500 clients at once, half of them streams. A client that is refused retries until it is answered."""
     tally = Tally()
 
     async def persist(send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
