@@ -273,8 +273,14 @@ def _ends(tally: Tally) -> dict[str, Any]:
 
 async def _kill(victim: psutil.Process) -> None:
     victim.kill()
-    while victim.is_running():
+    while _runs(victim):
         await asyncio.sleep(0.05)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 async def kill_replica(server: Server) -> dict[str, Any]:
@@ -287,7 +293,7 @@ async def hang_replica(server: Server) -> dict[str, Any]:
 
     async def harm(victim: psutil.Process) -> None:
         victim.suspend()
-        while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        while _runs(victim):
             await asyncio.sleep(0.2)
 
     return await _under_load(server, harm)
