@@ -25,34 +25,35 @@ _MINI_TEXT_TOKENS = 160  # the bundled models write the words around crops in mo
 _ALONE = 9  # requests streamed one after another, for TTFT; the first warms up
 
 
-def direct(work: Work, runner: EngineRunner, requests: Sequence[Request]) -> dict[str, Any]:
+def direct(work: Work, runner: EngineRunner, turns: Sequence[Sequence[Request]]) -> dict[str, Any]:
     """Return figures of the engine in this process; its first turn is discarded."""
-    turns = []
-    for turn in range(work.repeats + 1):
-        say(f"engine: turn {turn} of {work.repeats}")
-        done = turn_of(runner.run, requests, runner)
-        turns += [done] if turn else []
-    alone = [runner.run([with_tokens(request, 2)])[0] for request in requests[:_ALONE]][1:]
-    texts = [result.text for result in runner.run(requests[:4])]
-    rates = spread([turn["requests_per_s"] for turn in turns])
+    found = []
+    for number, requests in enumerate(turns):
+        say(f"engine: turn {number} of {work.repeats}")
+        found.append(turn_of(runner.run, requests, runner))
+    alone = [runner.run([with_tokens(request, 2)])[0] for request in turns[0][:_ALONE]][1:]
+    texts = [result.text for result in runner.run(turns[0][:4])]
+    rates = spread([turn["requests_per_s"] for turn in found[1:]])
     return {"requests_per_s": rates, "ttft_ms": spread([ttft_ms(result) for result in alone]), "texts": texts}
 
 
-def over_http(work: Work, requests: Sequence[Request], max_concurrency: int) -> dict[str, Any]:
-    """Return figures of the server; its first turn is discarded."""
-    contents = bodies(requests)
-    short = bodies([with_tokens(request, 2) for request in requests[:_ALONE]], stream=True)
-    turns: list[dict[str, Any]] = []
+def over_http(work: Work, turns: Sequence[Sequence[Request]], max_concurrency: int) -> dict[str, Any]:
+    """Return figures of the server; its first turn is discarded.
+
+    The runner of :func:`direct` empties its caches before each turn; here each turn has pages of its own.
+    """
+    contents = [bodies(requests) for requests in turns]
+    short = bodies([with_tokens(request, 2) for request in turns[-1][:_ALONE]], stream=True)
+    found: list[dict[str, Any]] = []
     with running_server(work.settings) as url:
-        with Health(url) as health:
-            for turn in range(work.repeats + 1):
-                say(f"server: turn {turn} of {work.repeats}")
-                done = post_all(url, contents, max_concurrency=max_concurrency)
-                turns += [done] if turn else []
+        texts = post_all(url, contents[0][:4], max_concurrency=1)["texts"]
         ttft = [1e3 * seconds for seconds in stream_alone(url, short)][1:]
-        texts = post_all(url, contents[:4], max_concurrency=1)["texts"]
-    rates = spread([turn["requests_per_s"] for turn in turns])
-    megabytes = sum(map(len, contents)) / len(contents) / 1e6
+        with Health(url) as health:
+            for number, each in enumerate(contents):
+                say(f"server: turn {number} of {work.repeats}")
+                found.append(post_all(url, each, max_concurrency=max_concurrency))
+    rates = spread([turn["requests_per_s"] for turn in found[1:]])
+    megabytes = sum(map(len, contents[0])) / len(contents[0]) / 1e6
     return {
         "requests_per_s": rates, "ttft_ms": spread(ttft), "health": health.summary(), "texts": texts,
         "body_mb": megabytes,
@@ -66,14 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner = open_runners(work)["engine"]
     assert isinstance(runner, EngineRunner)  # as the settings name it
     text_tokens = TEXT_TOKENS if work.settings.random_weights else _MINI_TEXT_TOKENS
-    asked = [Asked(seed, seed) for seed in range(work.num_requests)]
-    requests = as_files(ask(work, runner.loaded, asked, text_tokens))
-    [one] = runner.run([with_tokens(requests[0], 1)])
+    turns = [
+        as_files(ask(work, runner.loaded, [Asked(seed, seed) for seed in seeds], text_tokens))
+        for seeds in _seeds(work.repeats + 1, work.num_requests)
+    ]
+    [one] = runner.run([with_tokens(turns[0][0], 1)])
     record = base_record(work, runner.loaded, one)
-    engine = direct(work, runner, requests)
+    engine = direct(work, runner, turns)
     runner.close()
-    # The engine of `panscan serve` takes requests as they come: the option belongs to the load here.
-    server = over_http(replace_settings(work), requests, most)
+    server = over_http(without_concurrency(work), turns, most)
     same = engine.pop("texts") == server.pop("texts")
     ratios = {
         "requests_per_s": server["requests_per_s"]["median"] / engine["requests_per_s"]["median"],
@@ -87,9 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def replace_settings(work: Work) -> Work:
-    """Return the work without the option that only offline runs have."""
+def without_concurrency(work: Work) -> Work:
+    """Return the work without the option that only offline runs have: here it belongs to the client."""
     return replace(work, settings=replace(work.settings, max_concurrency=None))
+
+
+def _seeds(turns: int, count: int) -> list[range]:
+    """Return the seeds of each turn's pages and questions, all different."""
+    return [range(turn * count, (turn + 1) * count) for turn in range(turns)]
 
 
 if __name__ == "__main__":

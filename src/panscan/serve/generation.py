@@ -377,14 +377,16 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEv
     """
     if len(streams) == 1:
         async for event in streams[0]:
-            yield 0, event
+            if event.finish_reason != "error":  # the iteration raises it next
+                yield 0, event
         return
     queue: asyncio.Queue[tuple[int, TokenEvent] | BaseException | None] = asyncio.Queue()
 
     async def pump(index: int, stream: Stream) -> None:
         try:
             async for event in stream:
-                queue.put_nowait((index, event))
+                if event.finish_reason != "error":
+                    queue.put_nowait((index, event))
         except PanscanError as error:
             queue.put_nowait(error)
         else:

@@ -132,11 +132,17 @@ def _bound(options: ServeOptions) -> socket.socket:
         SettingError: the address is in use, or not of this machine.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets whose protocol is named; without it, small responses take 40 ms longer.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+        listener.listen(_BACKLOG)
     except OSError as error:
+        listener.close()
         reason = error.strerror or str(error)
         raise SettingError(f"--host {options.host} --port {options.port}: cannot be bound ({reason})") from error
+    return listener
 
 
 def _url(host: str, listener: socket.socket) -> str:
