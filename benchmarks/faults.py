@@ -96,14 +96,14 @@ class Server:
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in pairs if name.startswith(("vllm:", "panscan:"))}
 
-    def replicas(self) -> list[psutil.Process]:
-        """Return the processes of the engine replicas."""
+    def actors(self, deployment: str = "EngineReplica") -> list[psutil.Process]:
+        """Return the processes of a deployment."""
         self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return [each for each in self.family if each.is_running() and "EngineReplica" in " ".join(_command(each))]
+        return [each for each in self.family if each.is_running() and deployment in " ".join(_command(each))]
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, int, float]:
         """Send a signal; return the exit code, how many processes are left, and the seconds until the end."""
-        self.replicas()
+        self.actors()  # they are in the family now
         start = time.monotonic()
         self.process.send_signal(number)
         code = await asyncio.to_thread(self.process.wait, 120)
@@ -233,19 +233,21 @@ def _client(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
 
 
-async def _under_load(server: Server, harm: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-    """Harm a server under load and return what became of the requests."""
+async def _under_load(
+    server: Server, harm: Callable[[psutil.Process], Awaitable[None]], deployment: str = "EngineReplica"
+) -> dict[str, Any]:
+    """Harm a process of a deployment under load, and return what became of the requests."""
     load = Load(server)
     before = time.monotonic()
     await asyncio.sleep(STEADY)
     async with httpx.AsyncClient(timeout=30) as client:
         retried = await _retried(server, client)
-        before_fault = await server.engines(client)
+        actors = server.actors(deployment)
         fault = time.monotonic()
-        await harm()
+        await harm(actors[0])
         while time.monotonic() - fault < RECOVERY:
-            engines = await server.engines(client)
-            if engines != before_fault and len(engines) == REPLICAS:
+            whole = len(server.actors(deployment)) == len(actors)
+            if whole and len(await server.engines(client)) == REPLICAS:
                 break
             await asyncio.sleep(0.2)
         recovered = time.monotonic()
@@ -269,27 +271,54 @@ def _ends(tally: Tally) -> dict[str, Any]:
     return {**dict(sorted(tally.ends.items())), "reasons": dict(tally.reasons.most_common(5))}
 
 
+async def _kill(victim: psutil.Process) -> None:
+    victim.kill()
+    while _runs(victim):
+        await asyncio.sleep(0.05)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 async def kill_replica(server: Server) -> dict[str, Any]:
     """``kill -9`` of a replica."""
-
-    async def harm() -> None:
-        victim = server.replicas()[0]
-        victim.kill()
-        await asyncio.to_thread(victim.wait)
-
-    return await _under_load(server, harm)
+    return await _under_load(server, _kill)
 
 
 async def hang_replica(server: Server) -> dict[str, Any]:
     """A replica's process stops (SIGSTOP), and stays stopped."""
 
-    async def harm() -> None:
-        victim = server.replicas()[0]
+    async def harm(victim: psutil.Process) -> None:
         victim.suspend()
-        while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        while _runs(victim):
             await asyncio.sleep(0.2)
 
     return await _under_load(server, harm)
+
+
+async def kill_ingress(server: Server) -> dict[str, Any]:
+    """``kill -9`` of the HTTP ingress: the one part whose requests are lost."""
+    return await _under_load(server, _kill, "Ingress")
+
+
+async def poisonous_request(server: Server) -> dict[str, Any]:
+    """Every replica is killed while it computes one request, until that request is given up."""
+    tally, kills = Tally(), 0
+    async with _client(server) as client:
+        poison = asyncio.create_task(ask(client, tally, 5000))
+        while not poison.done():
+            running = [value for name, value in (await server.metrics(client)).items() if "requests_running" in name]
+            if any(running):
+                kills += 1
+                for victim in server.actors():
+                    await _kill(victim)
+            await asyncio.sleep(0.2)
+        seconds = await server.ready()
+        after = await ask(client, tally)
+    return {**_ends(tally), "rounds_of_kills": kills, "answers_afterwards": after, "recovered_s": round(seconds, 1)}
 
 
 async def full_queue(server: Server) -> dict[str, Any]:
@@ -301,7 +330,7 @@ async def full_queue(server: Server) -> dict[str, Any]:
 
 
 async def many_clients(server: Server) -> dict[str, Any]:
-    """500 clients at once, half of them streams; whoever is refused comes back until it is answered."""
+    """500 clients at once, half of them streams. A client that is refused retries until it is answered."""
     tally = Tally()
 
     async def persist(send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
@@ -376,7 +405,6 @@ async def second_signal(server: Server) -> dict[str, Any]:
     async with _client(server) as client:
         reading = asyncio.create_task(read(client, tally, 10_000))
         await asyncio.sleep(2.0)
-        server.replicas()
         server.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(2.0)
         waited = server.process.poll() is None
@@ -422,8 +450,8 @@ async def _is_ready(client: httpx.AsyncClient) -> bool:
 
 
 FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
-    full_queue, many_clients, slow_readers, kill_replica, hang_replica, restart_head, sigterm_under_load, second_signal,
-    deploy_config,
+    full_queue, many_clients, slow_readers, kill_replica, hang_replica, kill_ingress,
+    poisonous_request, restart_head, sigterm_under_load, second_signal, deploy_config,
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing home
     "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds Ray's ports to the loopback interface, on every platform
-    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # Ray's own messages stay in its log directory
 }
 
 
@@ -112,7 +112,10 @@ def run_cluster(
     """
     scale = Scale(replicas, max_replicas)
     local = ray_address is None
-    options = replace(options, port=_usable_port(options)) if local else options
+    if local:
+        options = replace(options, port=_usable_port(options))
+    elif options.port == 0:
+        raise SettingError("--port 0: a Ray cluster needs the same port on every node; name one")
     with _connected(scale, ray_address), _signals() as stop:
         gpus = _gpus_per_replica(options.settings)
         _check_gpus(scale, gpus, local=local)

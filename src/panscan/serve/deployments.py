@@ -15,7 +15,7 @@ from panscan.serve.replica import EngineReplica
 
 __all__ = ["APP", "Ingress", "Scale", "application"]
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger("panscan.serve")
 
 APP = "panscan"
 """Name of the application on a Ray cluster."""

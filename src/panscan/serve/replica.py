@@ -17,7 +17,7 @@ from panscan.settings import Settings
 
 __all__ = ["EngineReplica"]
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger("panscan.serve")
 
 _STATS_SECONDS = 2.0  # a scrape of the metrics does not wait longer for one replica
 _BEAT_SECONDS = 1.0

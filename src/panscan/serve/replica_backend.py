@@ -20,7 +20,7 @@ from panscan.serve.routing import books
 
 __all__ = ["ReplicaBackend"]
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger("panscan.serve")
 T = TypeVar("T")
 
 _ATTEMPTS = 3  # replicas that may compute one request: a request that kills its replica must end

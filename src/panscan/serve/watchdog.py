@@ -1,7 +1,7 @@
 """Ends a process that hangs: a small child process kills its parent if the parent's heartbeats stop.
 
-Ray's health checks find a replica that hangs, but then give it its whole grace period before they kill it. Requests
-that it holds wait that long. A hung process can also hold Python's lock, so no thread of its own can watch it.
+Ray's health checks find a replica that hangs, but then give it its whole grace period before they kill it, and its
+requests wait that long. A thread could not do this: a process that hangs may hold Python's lock.
 """
 
 from __future__ import annotations
