@@ -23,7 +23,7 @@ from benchmarks.workloads.common import say
 from panscan.core import InputError, Request
 from panscan.settings import Settings, axes
 
-__all__ = ["Health", "as_files", "bodies", "post_all", "running_server", "stream_alone"]
+__all__ = ["Health", "as_files", "bodies", "post_all", "running_server", "stream_alone", "wait_for_replicas"]
 
 _START_SECONDS = 300.0
 _ANSWER_SECONDS = 600.0
@@ -183,6 +183,22 @@ def _has_text(line: str) -> bool:
         return False
     choices = json.loads(line.removeprefix("data: ")).get("choices")
     return bool(choices and choices[0]["delta"].get("content"))
+
+
+def wait_for_replicas(url: str, count: int) -> None:
+    """Wait until so many replicas answer; a server is ready as soon as the first one does.
+
+    Raises:
+        InputError: they do not all start.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    with httpx.Client(base_url=url, timeout=30.0) as client:
+        while time.monotonic() < deadline:
+            found = re.findall(r'^vllm:num_requests_running\{engine="([^"]+)"', client.get("/metrics").text, re.M)
+            if len(set(found)) >= count:
+                return
+            time.sleep(0.5)
+    raise InputError(f"{count} replicas did not start")
 
 
 def _drain(lines: Any) -> None:

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.workloads.client import as_files, bodies, post_all, running_server
-from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, parse, save, say
+from benchmarks.workloads.client import as_files, bodies, post_all, running_server, wait_for_replicas
+from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, open_runners, parse, save, say
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import with_tokens
 from panscan.core import Request
-from panscan.engine.engine import Engine
 from panscan.model.checkpoint import Loaded
 from panscan.settings import Settings
 
@@ -34,15 +33,19 @@ def throughput(settings: Settings, turns: Sequence[Sequence[Request]], replicas:
     """Return the throughput of distinct documents; the first turn is discarded."""
     found = []
     with running_server(settings, "--replicas", str(replicas)) as url:
+        wait_for_replicas(url, replicas)
         for number, requests in enumerate(turns):
             say(f"{replicas} replica(s): turn {number} of {len(turns) - 1}")
             found.append(post_all(url, bodies(requests), max_concurrency=len(requests)))
     return {"requests_per_s": spread([turn["requests_per_s"] for turn in found[1:]])}
 
 
-def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, *options: str) -> dict[str, Any]:
-    """Return the share of prompt tokens that a server finds in its prefix caches."""
+def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, routing: str | None) -> dict[str, Any]:
+    """Return the share of prompt tokens that a server finds in its prefix caches; ``routing`` None: one engine."""
+    options = [] if routing is None else ["--replicas", str(_REPLICAS), "--routing", routing]
     with running_server(settings, *options) as url:
+        if routing is not None:
+            wait_for_replicas(url, _REPLICAS)
         done = post_all(url, bodies(rounds), max_concurrency=concurrency)
     return {"cached_share": done["cached_share"], "requests_per_s": done["requests_per_s"]}
 
@@ -50,20 +53,16 @@ def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare, write the record."""
     work = parse("replicas", __doc__ or "", argv, requests=256, max_new_tokens=128)
-    with Engine.from_settings(work.settings) as engine:
-        turns, rounds = _requests(work, engine.loaded)
-        [one] = engine.generate([with_tokens(turns[0][0], 1)], progress=False)
-        record = base_record(work, engine.loaded, one)
-    del engine
+    runner = open_runners(work)["engine"]
+    turns, rounds = _requests(work, runner.loaded)
+    [one] = runner.run([with_tokens(turns[0][0], 1)])
+    record = base_record(work, runner.loaded, one)
+    runner.close()  # the servers need its memory
     fresh = replace(work.settings, prefix_caching=False)
     speed = {str(count): throughput(fresh, turns, count) for count in (1, _REPLICAS)}
     concurrency = max(2, len(rounds) // 8)
-    two = ("--replicas", str(_REPLICAS))
-    hits = {
-        "one engine": cache_hits(work.settings, rounds, concurrency),
-        "affinity": cache_hits(work.settings, rounds, concurrency, *two),
-        "random": cache_hits(work.settings, rounds, concurrency, *two, "--routing", "random"),
-    }
+    routings = {"one engine": None, "affinity": "affinity", "random": "random"}
+    hits = {name: cache_hits(work.settings, rounds, concurrency, routing) for name, routing in routings.items()}
     medians = {count: each["requests_per_s"]["median"] for count, each in speed.items()}
     ratios = {
         "requests_per_s": medians[str(_REPLICAS)] / medians["1"],
