@@ -230,10 +230,10 @@ def _watch(stop: _Stop) -> None:
 
 
 def _reason(status: Any) -> str:
-    """Return the last line of what Ray reports of a failed deployment: the exception."""
+    """Return the exception's message from what Ray reports of a failed deployment: a traceback."""
     messages = [deployment.message for deployment in status.deployments.values()]
     lines = [line.strip() for text in (*messages, status.message) for line in text.splitlines() if "Error" in line]
-    return str(lines[-1] if lines else status.message)
+    return str(lines[-1].rpartition("Error: ")[2] if lines else status.message)
 
 
 def _answers(url: str) -> bool:
@@ -319,7 +319,8 @@ def _check_gpus(scale: Scale, gpus: int, *, local: bool) -> None:
     found = int(ray.cluster_resources().get("GPU", 0))
     if local and scale.bound * gpus > found:
         raise SettingError(
-            f"--replicas {scale.bound} with {gpus} GPUs each: this machine has {found}; use fewer, or --ray-address"
+            f"--replicas: {scale.bound} replicas need {scale.bound * gpus} GPUs, and this machine has {found};"
+            " use fewer, or join a cluster with --ray-address"
         )
 
 

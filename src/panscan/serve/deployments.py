@@ -23,7 +23,7 @@ APP = "panscan"
 _REPLICAS = Range(whole=True, least=1, most=1024)
 _HTTP_REQUESTS = 65_536  # at once on the ingress; the queue's own bound answers 429 far below it
 _QUERIES = 16  # calls to a replica besides requests: token counts, statistics
-_STARTS = 3  # attempts to start a replica before the deployment fails
+_STARTS = 1  # failures at the first start: a model that cannot be loaded fails at once
 
 
 @dataclass(frozen=True, slots=True)
