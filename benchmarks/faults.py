@@ -435,10 +435,9 @@ async def deploy_config(server: Server) -> dict[str, Any]:
             await asyncio.gather(*[ask(client, tally) for _ in range(4)])
     finally:
         family = psutil.Process(deployed.pid).children(recursive=True)
-        deployed.send_signal(signal.SIGINT)
-        await asyncio.to_thread(deployed.wait, 60)
-        for each in psutil.wait_procs(family, 30)[1]:
-            each.kill()
+        deployed.kill()  # Ray's processes end with it
+        deployed.wait()
+        await asyncio.to_thread(psutil.wait_procs, family, 30)
     return _ends(tally)
 
 
