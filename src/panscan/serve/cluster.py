@@ -52,8 +52,10 @@ def build(args: Mapping[str, Any]) -> Any:
     Raises:
         SettingError: an unknown name or value, or no API keys although the configuration demands them.
     """
+    from panscan.serve.app import create_app
+
     options, scale = _options_of(args)
-    return application(options, scale, gpus=_gpus_per_replica(options.settings))
+    return application(create_app, options, scale, gpus=_gpus_per_replica(options.settings))
 
 
 def print_config(
@@ -182,9 +184,11 @@ def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> A
     """Start the proxies and the application, and return the handle of its ingress without waiting for it."""
     from ray import serve
 
+    from panscan.serve.app import create_app
+
     location = "HeadOnly" if local else "EveryNode"
     serve.start(proxy_location=location, http_options={"host": options.host, "port": options.port})
-    target = serve.RunTarget(application(options, scale, gpus=gpus), name=APP, route_prefix="/")
+    target = serve.RunTarget(application(create_app, options, scale, gpus=gpus), name=APP, route_prefix="/")
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     return handle
 
