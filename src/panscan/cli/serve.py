@@ -77,6 +77,7 @@ def _number(name: str, text: str) -> Callable[[_Command], _Command]:
 @click.option("--otlp-traces-endpoint", help="Send OpenTelemetry traces to this URL.")
 @click.option("--replicas", type=_REPLICAS, help="Run this many replicas on Ray Serve.")
 @click.option("--max-replicas", type=_REPLICAS, help="Scale up to this many replicas under load.")
+@click.option("--routing", default="affinity", show_default=True, help="Replica choice: affinity, work or random.")
 @click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
 @click.option("--print-config", is_flag=True, help="Print a Ray Serve config file and exit.")
 @axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)

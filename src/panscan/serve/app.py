@@ -26,7 +26,7 @@ from panscan.serve.metrics import Metrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
 from panscan.serve.replies import Reply, TokenNames, error_body, error_of, error_status
-from panscan.serve.requests import RequestBuilder
+from panscan.serve.requests import RequestBuilder, check_used
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
 
@@ -120,7 +120,7 @@ class _Api:
         try:
             body, uploads = await self._body(request, ticket, TokenizeRequest)
             self._check_model(body.model)
-            wanted = await self._desk.in_thread(partial(self._prompt, body, uploads))
+            wanted = await self._desk.in_thread(ticket, partial(self._prompt, body, uploads))
             counts = await self._backend.count(wanted)
         finally:
             ticket.release()
@@ -139,13 +139,13 @@ class _Api:
             cost = self._backend.info.cost if self._backend.info is not None else None
             if body.image is None:
                 assert body.width is not None and body.height is not None  # the body was checked
+                check_used(uploads, ())
                 page = size_views(body.width, body.height, settings, cost)
                 return JSONResponse({"pages": [page], "page_count": 1})
             read = partial(self._builder.document, body.image, uploads)
-            document = await self._desk.in_thread(read)
-            pages = await self._desk.in_thread(
-                partial(page_views, document, settings, cost, preview=body.preview)
-            )  # fmt: skip
+            document = await self._desk.in_thread(ticket, read)
+            draw = partial(page_views, document, settings, cost, preview=body.preview)
+            pages = await self._desk.in_thread(ticket, draw, decodes=True)
             return JSONResponse({"pages": pages, "page_count": len(document.pages)})
         finally:
             ticket.release()
@@ -169,8 +169,8 @@ class _Api:
             body, uploads = await self._body(request, ticket, kind)
             self._check_model(body.model)
             chat = isinstance(body, ChatRequest)
-            build = partial(self._builder.chat, body, uploads) if chat else partial(self._builder.completion, body)
-            prepared = await self._desk.in_thread(build)
+            build = partial(self._builder.chat if chat else self._builder.completion, body, uploads)
+            prepared = await self._desk.in_thread(ticket, build)
             reply = Reply(
                 "chat" if chat else "text", self._options.model_name, self._names,
                 logprobs=body.logprobs not in (None, False),
@@ -189,10 +189,11 @@ class _Api:
         """Return the parsed body, and the files of a multipart one."""
         content, uploads = await read_body(request, ticket)
         work = partial(parse, kind, content)
-        return (work() if len(content) < _INLINE else await self._desk.in_thread(work)), uploads
+        return (work() if len(content) < _INLINE else await self._desk.in_thread(ticket, work)), uploads
 
     def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes]) -> ModelRequest:
         if body.messages is None:
+            check_used(uploads, ())
             return ModelRequest(prompt=body.prompt, raw=True)
         messages, documents = self._builder.conversation(body.messages, uploads)
         return ModelRequest(
@@ -267,7 +268,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         return reply(413, error_body(str(error), 413), {"connection": "close"})
 
     def late(_request: Request, _error: Exception) -> Response:
-        return reply(504, error_body("the request's deadline has passed", 504))
+        return reply(504, error_body("the request's deadline has passed", 504), {"connection": "close"})
 
     def gone(_request: Request, _error: Exception) -> Response:
         metrics.refuse(_CLOSED)

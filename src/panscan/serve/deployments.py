@@ -138,7 +138,10 @@ def _engine_options(options: ServeOptions, scale: Scale, gpus: int) -> dict[str,
         "graceful_shutdown_timeout_s": options.drain_timeout + 5,
         "graceful_shutdown_wait_loop_s": 0.5,
         "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
-        "request_router_config": RequestRouterConfig(request_router_class="panscan.serve.ray_router.WorkRouter"),
+        "request_router_config": RequestRouterConfig(
+            request_router_class="panscan.serve.ray_router.WorkRouter",
+            request_router_kwargs={"policy": options.routing},
+        ),
         "logging_config": {"enable_access_log": False},
     }
     if gpus > 1:  # tensor parallelism: all GPUs of a replica on one node

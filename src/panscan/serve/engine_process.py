@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import pickle
 import queue
 import signal
@@ -334,6 +335,7 @@ class _Child:
                 # terminal is for the server, which lets the engine finish.
                 [sys.executable, "-P", "-m", "panscan.serve.engine_worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name != "PANSCAN_API_KEYS"},
             )  # fmt: skip
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent, now
+from panscan.core.ranges import shorten
 from panscan.serve import tracing
 from panscan.serve.backend import Backend
 from panscan.serve.metrics import Metrics
@@ -32,7 +32,9 @@ __all__ = ["Desk", "RefusedError", "Ticket", "read_body", "refusal"]
 Answer = TypeVar("Answer")
 
 _THREADS = 16  # that read documents; a remote one may take a minute
+_DECODERS = 2  # threads that decode pages for previews: each holds up to 540 MB of pixels
 _BODIES = 2 * 2**30  # bytes of all request bodies in flight
+_BODY_SECONDS = 120.0  # for one body: a slow client must not hold a slot until its deadline
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
@@ -104,6 +106,7 @@ class Desk:
         self._idle = asyncio.Event()
         self._idle.set()
         self._pool = ThreadPoolExecutor(_THREADS, "panscan-media")
+        self._decoders = ThreadPoolExecutor(_DECODERS, "panscan-decode")
 
     def admit(self, request: Request) -> Ticket:
         """Return a ticket for a new request.
@@ -145,13 +148,25 @@ class Desk:
             return False
         return True
 
-    async def in_thread(self, work: Callable[[], Answer]) -> Answer:
-        """Run blocking work in a thread of the pool and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def in_thread(self, ticket: Ticket, work: Callable[[], Answer], *, decodes: bool = False) -> Answer:
+        """Run blocking work of a request in a thread and return its result.
+
+        Args:
+            ticket: of the request.
+            work: runs to its end even if the deadline passes; its result is discarded then.
+            decodes: whether it decodes pixels, which takes a thread of the smaller pool.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        pool = self._decoders if decodes else self._pool
+        async with asyncio.timeout_at(ticket.deadline):
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
         """Stop the threads; those at work end when their documents are read."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._decoders):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
         self, request: Request, ticket: Ticket, prepared: Prepared, reply: Reply, *,
@@ -173,6 +188,7 @@ class Desk:
             if stream:
                 events = _merged(streams)
                 first = await self._unless_gone(request, ticket, anext(events))
+                await _check_begun(streams[first[0]], first[1])
                 run = _Run(self, ticket, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt)
                 return _EventStream(run.chunks(first, events), run.close, request.receive)
             results = await self._unless_gone(request, ticket, _collect(streams))
@@ -301,32 +317,41 @@ async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, 
     """Return the JSON of a request, and the files of a multipart body by field name.
 
     Raises:
-        RefusedError: the content type is neither JSON nor multipart, or there is too much in flight.
+        RefusedError: the content type is neither JSON nor multipart, the body arrives too slowly, or there is too much
+            in flight.
+        TimeoutError: the deadline passed.
         FieldError: the multipart body is malformed.
         BodyTooLargeError: see :mod:`panscan.serve.guards`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    async with asyncio.timeout_at(ticket.deadline):
-        if kind == "multipart/form-data":
-            return await _read_form(request, ticket)
-        if kind != "application/json":
-            raise RefusedError(415, "the content type must be application/json or multipart/form-data")
-        body = bytearray()
-        async for piece in request.stream():
-            ticket.grow(len(piece))
-            body += piece
-        return bytes(body), {}
+    if kind not in ("application/json", "multipart/form-data"):
+        raise RefusedError(415, "the content type must be application/json or multipart/form-data")
+
+    async def counted() -> Message:
+        message = await request.receive()
+        ticket.grow(len(message.get("body", b"")))
+        return message
+
+    counting = Request(request.scope, counted)
+    slow = asyncio.get_running_loop().time() + _BODY_SECONDS
+    try:
+        async with asyncio.timeout_at(min(slow, ticket.deadline)):
+            if kind == "multipart/form-data":
+                return await _read_form(counting, ticket.desk.options)
+            return await counting.body(), {}
+    except TimeoutError:
+        if slow > ticket.deadline:
+            raise
+        raise RefusedError(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
 
 
-async def _read_form(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, bytes]]:
-    options = ticket.desk.options
+async def _read_form(request: Request, options: ServeOptions) -> tuple[bytes, dict[str, bytes]]:
     size = round(options.max_body_mb * 1e6)
     async with request.form(max_files=options.max_images + 1, max_fields=1, max_part_size=size) as form:
         files: dict[str, bytes] = {}
         body: bytes | None = None
         for name, value in form.multi_items():
             content = await value.read() if isinstance(value, UploadFile) else value.encode()
-            ticket.grow(len(content))
             if name == "request" and body is None:
                 body = content
             elif name == "request" or name in files:
@@ -350,7 +375,7 @@ def _timeout(request: Request, most: float) -> float:
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise FieldError(f"the header X-Request-Timeout must be a number of seconds above 0, got {json.dumps(given)}")
+        raise FieldError(f"the header X-Request-Timeout must be a number of seconds above 0, got {shorten(given)}")
     return min(seconds, most)
 
 
@@ -358,6 +383,16 @@ async def _disconnected(receive: Receive) -> None:
     """Return once the client has disconnected. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _check_begun(stream: Stream, event: TokenEvent) -> None:
+    """Raise the error of a stream whose first event is its failure.
+
+    Raises:
+        PanscanError: see :class:`panscan.core.Result`.
+    """
+    if event.finish_reason == "error" and (error := (await stream.result()).error) is not None:
+        raise error
 
 
 async def _collect(streams: Sequence[Stream]) -> list[Result]:
@@ -380,24 +415,13 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEv
             if event.finish_reason != "error":  # the iteration raises it next
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, TokenEvent] | BaseException | None] = asyncio.Queue()
-
-    async def pump(index: int, stream: Stream) -> None:
-        try:
-            async for event in stream:
-                if event.finish_reason != "error":
-                    queue.put_nowait((index, event))
-        except PanscanError as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    queue: _Merge = asyncio.Queue()
+    tasks = [asyncio.ensure_future(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
             found = await queue.get()
-            if isinstance(found, BaseException):
+            if isinstance(found, PanscanError):
                 raise found
             if found is None:
                 left -= 1
@@ -408,8 +432,26 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEv
             task.cancel()
 
 
+_Merge = asyncio.Queue[tuple[int, TokenEvent] | PanscanError | None]
+"""Events of several streams; an error; None for each stream that has ended."""
+
+
+async def _pump(index: int, stream: Stream, queue: _Merge) -> None:
+    """Move a stream's events into a queue."""
+    try:
+        async for event in stream:
+            if event.finish_reason != "error":  # the iteration raises it next
+                queue.put_nowait((index, event))
+    except PanscanError as error:
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)
+
+
 def refusal(error: RefusedError) -> Response:
     """Return the response of a refused request."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.status == 408:  # the rest of the body is not read
+        headers["connection"] = "close"
     body: dict[str, Any] = error_body(str(error), error.status, code=error.code)
     return JSONResponse(body, error.status, headers)

@@ -15,6 +15,7 @@ __all__ = ["BodyTooLargeError", "Guard"]
 
 _OPEN = ("/", "/health", "/ready")  # without a key: nothing that they show is private
 _OPEN_PREFIX = "/playground/"
+_SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -23,8 +24,9 @@ class BodyTooLargeError(Exception):
 
 
 class Guard:
-    """ASGI middleware that refuses requests with 401, 403 or 413 before any handler sees them.
+    """ASGI middleware that refuses requests with 400, 401, 403, 413 or 415 before any handler sees them.
 
+    - Headers: those that servers read differently when they are repeated or encoded are refused.
     - Key: if the server has API keys, ``Authorization: Bearer KEY`` is required except for the
       playground's static files and the health checks.
     - Host: a server on a loopback address answers only to local names, so DNS rebinding cannot reach it.
@@ -45,8 +47,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope["path"], headers)
+        refusal = _malformed(scope) or self._refusal(scope["path"], _text_headers(scope))
         if refusal is not None:
             await _refuse(send, *refusal)
             return
@@ -58,7 +59,7 @@ class Guard:
         if self._hosts is not None and _name(host) not in self._hosts:
             return 403, "this host name is not allowed; add it with --allowed-hosts"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _authority(origin) != host.lower():
             return 403, "cross-origin requests are not allowed"
         if self._keys and path not in _OPEN and not path.startswith(_OPEN_PREFIX):
             kind, _, key = headers.get("authorization", "").partition(" ")
@@ -67,6 +68,34 @@ class Guard:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._limit:
             return 413, f"the body may have {self._limit} bytes (--max-body-mb)"
+        return None
+
+
+def _text_headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _malformed(scope: Scope) -> tuple[int, str] | None:
+    """Return status and reason of a refusal if another server could read the headers differently; None otherwise."""
+    names = [name.lower() for name, _ in scope["headers"]]
+    repeated = next((name for name in _SINGLE if names.count(name) > 1), None)
+    if repeated is not None:
+        return 400, f"the header {repeated.decode()} may be given once"
+    headers = _text_headers(scope)
+    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        return 400, "the transfer encoding must be chunked"
+    if "transfer-encoding" in headers and "content-length" in headers:
+        return 400, "Content-Length and Transfer-Encoding exclude each other"
+    if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        return 415, "the body must not be compressed (Content-Encoding)"
+    return None
+
+
+def _authority(origin: str) -> str | None:
+    """Return host and port of an Origin header; None if it has none, as ``null``."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
         return None
 
 
@@ -109,7 +138,7 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status == 413:  # the body is not read, so the connection cannot be used again
+    if status in (400, 413, 415):  # the body is not read, so the connection cannot be used again
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -13,7 +13,7 @@ from panscan.core.ranges import Range
 from panscan.images.decode import MAX_PIXELS
 from panscan.settings import Settings
 
-__all__ = ["SERVE_RANGES", "ApiKeys", "ServeOptions", "read_api_keys"]
+__all__ = ["ROUTING", "SERVE_RANGES", "ApiKeys", "ServeOptions", "read_api_keys"]
 
 SERVE_RANGES = {
     "port": Range(whole=True, least=0, most=65_535, note="0 takes a free port"),
@@ -28,6 +28,9 @@ SERVE_RANGES = {
     "drain_timeout": Range(least=0, most=86_400, note="seconds"),
 }
 """The numbers that each option accepts."""
+
+ROUTING = ("affinity", "work", "random")
+"""How replicas are chosen: least predicted work with cached images counted, without them, or at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class ServeOptions:
         max_queued_requests: requests that wait besides those that compute; more are answered 429.
         request_timeout: seconds from acceptance to the end of an answer.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
+        routing: how replicas are chosen: one of :data:`ROUTING`.
         otlp_traces_endpoint: where OpenTelemetry traces are sent; None: nowhere.
 
     Raises:
@@ -119,9 +123,12 @@ class ServeOptions:
     max_queued_requests: int = 256
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
+    routing: str = "affinity"
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
+        if self.routing not in ROUTING:
+            raise SettingError(f"--routing: expected {', '.join(ROUTING)}, got {self.routing!r}")
         for item in fields(self):
             if item.name in SERVE_RANGES:
                 SERVE_RANGES[item.name].check(f"--{item.name.replace('_', '-')}", getattr(self, item.name))

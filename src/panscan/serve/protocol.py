@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -29,6 +30,7 @@ __all__ = [
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024  # characters
 _MOST_MESSAGES = 4096
+_MOST_PARTS = 4096  # of all messages together
 _LONGEST_REFERENCE = 2**31  # characters of a data URL; the size of the body is limited
 
 
@@ -65,7 +67,21 @@ class _Body(BaseModel):
         if unknown is not None:
             hint = nearest(unknown, cls.model_fields)
             raise PydanticCustomError("unknown", "{name} is not supported{hint}", {"name": unknown[:100], "hint": hint})
+        _check_parts(given.get("messages"))
         return given
+
+
+def _check_parts(messages: Any) -> None:
+    """Refuse a conversation of too many parts before they are checked one by one.
+
+    Raises:
+        PydanticCustomError: too many parts.
+    """
+    if not isinstance(messages, list):
+        return
+    contents = (each.get("content") for each in messages if isinstance(each, dict))
+    if sum(len(content) for content in contents if isinstance(content, list)) > _MOST_PARTS:
+        raise PydanticCustomError("messages", "at most {most} parts per request", {"most": _MOST_PARTS})
 
 
 class MmProcessorKwargs(_Body):
@@ -211,7 +227,6 @@ class SamplingFields(_Body):
     n: int = Field(default=1, ge=1)
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
-    mm_processor_kwargs: MmProcessorKwargs | None = None
     user: str | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
     metadata: dict[str, str] | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
 
@@ -233,6 +248,7 @@ class ChatRequest(SamplingFields):
     }  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    mm_processor_kwargs: MmProcessorKwargs | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -270,6 +286,8 @@ class TokenizeRequest(_Body):
     def _check(self) -> TokenizeRequest:
         if (self.messages is None) == (self.prompt is None):
             raise PydanticCustomError("prompt", "give either messages or prompt")
+        if self.prompt is not None and self.mm_processor_kwargs is not None:
+            raise PydanticCustomError("mm_processor_kwargs", "mm_processor_kwargs goes with messages")
         return self
 
 
@@ -296,13 +314,15 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     """Return the parsed body.
 
     Raises:
-        FieldError: it is not JSON, or a field is unknown or has a wrong value.
+        FieldError: it is not JSON, or a field is unknown, has a wrong value or stands there twice.
     """
     try:
-        return kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
+        json.loads(body, object_pairs_hook=_unique)
+        return parsed
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _path(first["loc"]) or None
+    param = _path(first["loc"]) or (first["type"] if first["type"] in kind.model_fields else None)
     if first["type"] == "json_invalid":
         raise FieldError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if first["type"] in ("unknown", "unsupported"):
@@ -310,6 +330,20 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         param = name if param is None else f"{param}.{name}"
         raise FieldError(first["msg"] if "." not in param else f"{param.rpartition('.')[0]}: {first['msg']}", param)
     raise FieldError(f"{param}: {first['msg']}" if param else first["msg"], param)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. A proxy in front of the server may read the first of two values, and Python the last.
+
+    Raises:
+        FieldError: a name stands there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in found if names.count(name) > 1)[:100]
+        raise FieldError(f"{name}: the JSON body has this field twice", name)
+    return found
 
 
 def _path(location: tuple[int | str, ...]) -> str:

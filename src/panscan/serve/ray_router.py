@@ -17,9 +17,9 @@ _NO_WORK = Work(views=0, prompt_tokens=0, max_new_tokens=0)
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
     """Routes by predicted work. Calls pass theirs as the keyword argument ``work``; others count as no work."""
 
-    def initialize_state(self, **_options: Any) -> None:
+    def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
         """Start with empty books. Ray calls this once, before the first replica is known."""
-        self._router = open_books(self.app_name)
+        self._router = open_books(self.app_name, policy)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that run now."""

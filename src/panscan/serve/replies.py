@@ -56,6 +56,9 @@ _TYPES = {
 }  # fmt: skip
 
 
+_PARAMS = {"json_schema": "response_format", "messages": "messages"}  # what the engine's errors begin with
+
+
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape."""
     kind = _TYPES.get(status, "invalid_request_error")
@@ -64,7 +67,7 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 
 def error_of(error: PanscanError) -> dict[str, Any]:
     """Return an exception in OpenAI's shape."""
-    param = error.param if isinstance(error, FieldError) else None
+    param = error.param if isinstance(error, FieldError) else _PARAMS.get(str(error).partition(":")[0])
     return error_body(str(error), error_status(error), param)
 
 

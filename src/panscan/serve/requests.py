@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
+from panscan.core.ranges import shorten
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.serve.backend import Work
 from panscan.serve.media import Document, MediaReader
@@ -26,7 +27,7 @@ from panscan.serve.protocol import (
     TextPart,
 )
 
-__all__ = ["Prepared", "RequestBuilder"]
+__all__ = ["Prepared", "RequestBuilder", "check_used"]
 
 _CHARACTERS_PER_TOKEN = 4  # of text, about: for the estimate of a prompt's length
 
@@ -76,12 +77,13 @@ class RequestBuilder:
         work = self._work(documents, pan_and_scan, text, sampling.max_new_tokens)
         return Prepared(self._choices(request, body.n), work)
 
-    def completion(self, body: CompletionRequest) -> Prepared:
+    def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> Prepared:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
 
         Raises:
-            FieldError: a value is out of its range.
+            FieldError: a value is out of its range, or there are files, which a prompt cannot refer to.
         """
+        check_used(uploads, ())
         sampling = self._sampling(body, body.max_tokens, body.logprobs)
         prompts = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
         if len(prompts) * body.n > self._options.max_choices:
@@ -103,7 +105,7 @@ class RequestBuilder:
 
         Raises:
             ImageError: a document cannot be read, or exceeds a limit.
-            FieldError: too many images, or a file that no part refers to.
+            FieldError: too many images, or a file that nothing refers to.
         """
         found: list[Document] = []
         turns = []
@@ -120,13 +122,16 @@ class RequestBuilder:
                 found.append(self._document(url, uploads, len(found) + 1))
                 parts += [{"type": "image"} for _ in found[-1].pages]
             turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
-        if unused := uploads.keys() - used:
-            name = min(unused)
-            raise FieldError(f"{name}: no part refers to this file; use the URL attachment:{name}", name)
+        check_used(uploads, used)
         return turns, found
 
     def document(self, url: str, uploads: Mapping[str, bytes]) -> Document:
-        """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`)."""
+        """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
+
+        Raises:
+            FieldError: a file that the URL does not refer to.
+        """
+        check_used(uploads, [url.partition(":")[2]])
         return self._media.read(url, uploads, "image")
 
     def pan_and_scan(self, given: MmProcessorKwargs | None) -> PanAndScan:
@@ -155,10 +160,11 @@ class RequestBuilder:
     def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
         own = self._options.settings.sampling
         if body.n > self._options.max_choices:
-            raise FieldError(f"n: at most {self._options.max_choices}, got {body.n}", "n")
+            raise FieldError(f"n: at most {self._options.max_choices}, got {shorten(body.n)}", "n")
         tokens = own.max_new_tokens if max_tokens is None else max_tokens
         if tokens > self._options.max_output_tokens:
-            raise FieldError(f"max_tokens: at most {self._options.max_output_tokens}, got {tokens}", "max_tokens")
+            most = self._options.max_output_tokens
+            raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
         given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
         stop = body.stop or ()
         try:
@@ -179,12 +185,13 @@ class RequestBuilder:
             raise FieldError(message, param) from error
 
     def _choices(self, request: Request, count: int) -> list[Request]:
-        """Return ``count`` copies with ids of their own; with a seed, each has the next one."""
+        """Return ``count`` copies with ids of their own; with a seed, each has the next one modulo 2^64."""
         choices = []
         for index in range(count):
             sampling = request.sampling
             if index and sampling.seed is not None:
-                sampling = replace(sampling, seed=sampling.seed + index)
+                seed = sampling.seed + index
+                sampling = replace(sampling, seed=seed - 2**64 if seed >= 2**64 else seed)
             choices.append(replace(request, id=uuid.uuid4().hex, sampling=sampling))
         return choices
 
@@ -205,6 +212,17 @@ class RequestBuilder:
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
         return Work(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+
+
+def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:
+    """Refuse files of a multipart body that nothing refers to.
+
+    Raises:
+        FieldError: there is one.
+    """
+    if unused := uploads.keys() - set(used):
+        name = min(unused)
+        raise FieldError(f"{name}: nothing refers to this file; use the URL attachment:{name}", name)
 
 
 _SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")

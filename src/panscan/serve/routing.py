@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from panscan.serve.backend import Work
 
@@ -70,11 +71,15 @@ class Router:
     Args:
         cost: what requests cost.
         keys_per_replica: images remembered per replica, the most recently used ones.
+        policy: one of :data:`panscan.serve.options.ROUTING`.
     """
 
-    def __init__(self, cost: CostModel | None = None, *, keys_per_replica: int = 2048) -> None:
+    def __init__(
+        self, cost: CostModel | None = None, *, keys_per_replica: int = 2048, policy: str = "affinity"
+    ) -> None:  # fmt: skip
         self._cost = CostModel() if cost is None else cost
-        self._keys = keys_per_replica
+        self._keys, self._policy = keys_per_replica, policy
+        self._random = Random(0)
         self._replicas: dict[str, _Replica] = {}
         self._routed = 0
         self.hits = 0
@@ -101,9 +106,12 @@ class Router:
         names = self.replicas if candidates is None else candidates
         found = {name: self._replicas[name] for name in names if name in self._replicas}
 
+        if self._policy == "random":
+            return self._random.sample(list(found), len(found))
+
         def key(name: str) -> tuple[float, int, int]:
             replica = found[name]
-            saved = self._cost.saved(work, _known(replica, work))
+            saved = self._cost.saved(work, _known(replica, work)) if self._policy == "affinity" else 0.0
             return replica.load - saved, len(replica.running), replica.last
 
         return sorted(found, key=key)
@@ -150,13 +158,13 @@ def _known(replica: _Replica, work: Work) -> list[bool]:
 _BOOKS: dict[str, Router] = {}
 
 
-def open_books(app: str) -> Router:
-    """Return new books for the router of an application.
+def open_books(app: str, policy: str = "affinity") -> Router:
+    """Return new books for the router of an application (``policy``: see :class:`Router`).
 
     Ray creates its routers, on a thread that belongs to Ray, from a copy of their module. This module is not copied, so
     :func:`books` finds them here.
     """
-    _BOOKS[app] = Router()
+    _BOOKS[app] = Router(policy=policy)
     return _BOOKS[app]
 
 

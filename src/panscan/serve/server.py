@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from panscan.core import EngineError, SettingError
 from panscan.serve.app import create_app
@@ -23,6 +24,7 @@ log = logging.getLogger("panscan.serve")
 
 _KEEP_ALIVE = 30  # seconds that an idle connection stays open
 _BACKLOG = 2048  # connections that wait to be accepted
+_HEAD_SECONDS = 30  # for the head of a request
 _GRACE = 5  # seconds from the end of the last request to the end of its connection
 
 
@@ -51,6 +53,44 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Connection(H11Protocol):
+    """An HTTP/1.1 connection, closed if the head of a request takes too long. h11 bounds the size of heads."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._forget_head()
+        elif self._idle() and self._late is None:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        self._late = self.loop.call_later(_HEAD_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        self._late = None
+        if self._idle():
+            self.transport.close()
+
+    def _forget_head(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
 class _Server:
     def __init__(self, options: ServeOptions, on_ready: Callable[[str], None]) -> None:
         self._options, self._on_ready = options, on_ready
@@ -62,7 +102,7 @@ class _Server:
             backend = EngineProcess(self._options.settings, max_queued_requests=self._options.max_queued_requests)
             app = create_app(self._options, backend)
             config = uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, backlog=_BACKLOG,
+                app, http=_Connection, ws="none", lifespan="off", log_config=None, access_log=False, backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_GRACE, server_header=False,
             )  # fmt: skip
             server = _Uvicorn(config)

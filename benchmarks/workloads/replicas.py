@@ -1,0 +1,94 @@
+"""Replicas on Ray Serve: the throughput of N beside that of one, and cache hits of follow-up questions by routing.
+
+    python -m benchmarks.workloads.replicas --model-shape 4b --random-weights --output replicas.json
+    python -m benchmarks.workloads.replicas --model mini --device cpu --num-requests 8 --output replicas-mini.json
+
+Distinct documents (W1) measure throughput. Then each of some documents is asked four questions, in rounds over the
+documents, so that follow-up questions arrive after others: the share of prompt tokens found in the prefix cache tells
+how many reached the replica that knows the document.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.workloads.client import as_files, bodies, post_all, running_server
+from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, parse, save, say
+from benchmarks.workloads.figures import spread
+from benchmarks.workloads.turns import with_tokens
+from panscan.core import Request
+from panscan.engine.engine import Engine
+from panscan.model.checkpoint import Loaded
+from panscan.settings import Settings
+
+_MINI_TEXT_TOKENS = 160  # the bundled models write the words around crops in more tokens
+_REPLICAS = 2
+_QUESTIONS = 4  # about each document
+_FOLLOW_UP_TOKENS = 16  # output tokens of the questions that measure cache hits
+
+
+def throughput(settings: Settings, turns: Sequence[Sequence[Request]], replicas: int) -> dict[str, Any]:
+    """Return the throughput of distinct documents; the first turn is discarded."""
+    found = []
+    with running_server(settings, "--replicas", str(replicas)) as url:
+        for number, requests in enumerate(turns):
+            say(f"{replicas} replica(s): turn {number} of {len(turns) - 1}")
+            found.append(post_all(url, bodies(requests), max_concurrency=len(requests)))
+    return {"requests_per_s": spread([turn["requests_per_s"] for turn in found[1:]])}
+
+
+def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, *options: str) -> dict[str, Any]:
+    """Return the share of prompt tokens that a server finds in its prefix caches."""
+    with running_server(settings, *options) as url:
+        done = post_all(url, bodies(rounds), max_concurrency=concurrency)
+    return {"cached_share": done["cached_share"], "requests_per_s": done["requests_per_s"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, compare, write the record."""
+    work = parse("replicas", __doc__ or "", argv, requests=256, max_new_tokens=128)
+    with Engine.from_settings(work.settings) as engine:
+        turns, rounds = _requests(work, engine.loaded)
+        [one] = engine.generate([with_tokens(turns[0][0], 1)], progress=False)
+        record = base_record(work, engine.loaded, one)
+    del engine
+    fresh = replace(work.settings, prefix_caching=False)
+    speed = {str(count): throughput(fresh, turns, count) for count in (1, _REPLICAS)}
+    concurrency = max(2, len(rounds) // 8)
+    two = ("--replicas", str(_REPLICAS))
+    hits = {
+        "one engine": cache_hits(work.settings, rounds, concurrency),
+        "affinity": cache_hits(work.settings, rounds, concurrency, *two),
+        "random": cache_hits(work.settings, rounds, concurrency, *two, "--routing", "random"),
+    }
+    medians = {count: each["requests_per_s"]["median"] for count, each in speed.items()}
+    ratios = {
+        "requests_per_s": medians[str(_REPLICAS)] / medians["1"],
+        **{f"cached_share_{name}": hits[name]["cached_share"] / hits["one engine"]["cached_share"]
+           for name in ("affinity", "random")},
+    }  # fmt: skip
+    found = {"replicas": _REPLICAS, "throughput": speed, "cache_hits": hits, "ratios": ratios}
+    save(work, record | found | {"follow_ups": {"requests": len(rounds), "max_concurrency": concurrency}})
+    say(str(ratios))
+    return 0
+
+
+def _requests(work: Work, loaded: Loaded) -> tuple[list[list[Request]], list[Request]]:
+    """Return the turns of distinct documents, and the rounds of questions about the same documents."""
+    count, tokens = work.num_requests, TEXT_TOKENS if work.settings.random_weights else _MINI_TEXT_TOKENS
+    turns = [
+        as_files(ask(work, loaded, [Asked(seed, seed) for seed in range(turn * count, (turn + 1) * count)], tokens))
+        for turn in range(work.repeats + 1)
+    ]
+    documents = max(2, count // _QUESTIONS)
+    asked = [Asked(page, 1_000_000 + number * documents + page)
+             for number in range(_QUESTIONS) for page in range(documents)]  # fmt: skip
+    rounds = [with_tokens(request, _FOLLOW_UP_TOKENS) for request in as_files(ask(work, loaded, asked, tokens))]
+    return turns, rounds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Servers for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.serve.serving import Server, launch
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server with the mini model and default limits. Tests leave it idle."""
+    started = launch()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Server]]:
+    """Start servers with other options; they end with the module. Each takes about 8 s: share them."""
+    started: list[Server] = []
+
+    def begin(*options: str, environment: dict[str, str] | None = None) -> Server:
+        started.append(launch(*options, environment=environment))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.process.kill()
+        each.process.wait()

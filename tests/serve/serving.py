@@ -1,0 +1,167 @@
+"""A real server in a process of its own, and HTTP requests to it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import httpx
+import psutil
+from PIL import Image
+
+LOAD_SECONDS = 120.0
+DEADLINE = 60.0
+
+
+@dataclass
+class Server:
+    """A running ``panscan serve``.
+
+    Args:
+        process: of the HTTP server.
+        url: its root.
+        log: lines that it has written on standard error so far.
+    """
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def pid(self) -> int:
+        """Process id of the HTTP server."""
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        """TCP port."""
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine's process."""
+        [found] = psutil.Process(self.pid).children()
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels."""
+        pairs = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = httpx.get(f"{self.url}/metrics", timeout=DEADLINE).text.splitlines()
+        samples = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
+        assert samples or labels, f"no metric {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))
+
+    def idle(self) -> bool:
+        """Whether no request is handled or computed, and no KV block is in use."""
+        names = ("panscan:http_requests_active", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        return not any(map(self.metric, (*names, "vllm:kv_cache_usage_perc")))
+
+    def stop(self, seconds: float = DEADLINE) -> int:
+        """Send SIGTERM unless it has ended, and return the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = DEADLINE) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        TimeoutError: it does not hold in time.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(0.02)
+
+
+def command(*options: str) -> list[str]:
+    """Return the command line of a server on a free port."""
+    return [sys.executable, "-m", "panscan", "serve", "--port", "0", "--device", "cpu", *options]
+
+
+def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
+    """Start a server and return it once it is ready.
+
+    Raises:
+        RuntimeError: it ends instead.
+    """
+    process = subprocess.Popen(
+        command(*options), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace",
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+    server, known = Server(process), threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None  # a pipe
+        for line in process.stderr:
+            server.log.append(line)
+            if found := re.match(r"Serving \S+ on (\S+)", line):
+                server.url = found[1]
+                known.set()
+        known.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    known.wait(LOAD_SECONDS)
+    if not server.url:
+        process.kill()
+        raise RuntimeError("".join(server.log))
+    return server
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return an image as the bytes of a file."""
+    stream = BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    """Return the bytes of a file as a data URL."""
+    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode()}"
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return an image part of a message."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*parts: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a conversation of one turn; texts become text parts."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return [{"role": "user", "content": content}]
+
+
+def post(server: Server, path: str, body: Any, **options: Any) -> httpx.Response:
+    """Send a JSON body."""
+    return httpx.post(f"{server.url}{path}", json=body, timeout=DEADLINE, **options)
+
+
+def chat(server: Server, messages: Any, **fields: Any) -> httpx.Response:
+    """Ask for a chat completion."""
+    return post(server, "/v1/chat/completions", {"messages": messages, **fields})
+
+
+def refused(response: httpx.Response, status: int, param: str | None = None) -> str:
+    """Check the shape of an error and return its message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    message: str = error["message"]
+    assert len(message) < 500 and "\n" not in message and "Traceback" not in message
+    return message
