@@ -3,9 +3,9 @@
     python -m benchmarks.faults                       # all faults, about ten minutes on two cores
     python -m benchmarks.faults --only kill_replica   # one of them; writes no record
 
-Every request has one of five ends. Answered: complete. Refused: 429 or 503 with Retry-After, before any work.
-Unreachable: no connection. Failed: an explicit error. Lost: anything else, such as a connection that breaks or a stream
-that ends without saying why. A request that was accepted and not streamed must be answered. The record also has the
+Every request has one of five ends. Answered: complete. Refused: 429 or 503 with Retry-After. Unreachable: no
+connection. Failed: another explicit error. Lost: anything else, such as a connection that breaks or a stream that ends
+without saying why. A request that was accepted and not streamed must be answered. The record also has the
 latency before, during and after each fault, and the time until all replicas answer again.
 """
 
@@ -254,7 +254,7 @@ async def _under_load(
         await asyncio.sleep(STEADY)
         tally = await load.stop()
         after = time.monotonic()
-        retried = await _retried(server, client) - retried
+        retried = max(0, await _retried(server, client) - retried)  # a new ingress counts from 0
     return {
         **_ends(tally), "retried": retried, "recovered_s": round(recovered - fault, 1),
         "before": tally.latency(before, fault), "during": tally.latency(fault, recovered),
@@ -435,10 +435,9 @@ async def deploy_config(server: Server) -> dict[str, Any]:
             await asyncio.gather(*[ask(client, tally) for _ in range(4)])
     finally:
         family = psutil.Process(deployed.pid).children(recursive=True)
-        deployed.send_signal(signal.SIGINT)
-        await asyncio.to_thread(deployed.wait, 60)
-        for each in psutil.wait_procs(family, 30)[1]:
-            each.kill()
+        deployed.kill()  # Ray's processes end with it
+        deployed.wait()
+        await asyncio.to_thread(psutil.wait_procs, family, 30)
     return _ends(tally)
 
 

@@ -182,7 +182,8 @@ def check_a_known_image_goes_where_it_is_cached(server: Server) -> None:
         assert answer.status_code == 200, answer.text
         found.append(answer.json()["usage"])
     assert found[0]["views"] > 1
-    assert [usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in found] == [False, True, True]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in found]
+    assert cached[0] < found[0]["prompt_tokens_details"]["image_tokens"] < cached[1] == cached[2]
 
 
 def check_ports(server: Server) -> None:
@@ -294,7 +295,7 @@ def test_the_printed_configuration_is_one_that_ray_accepts_and_means_the_same():
     assert app.import_path == "panscan.serve.cluster:build"
     assert schema.http_options.port == 8123
     ingress = build(app.args)._bound_deployment
-    engines, options, replicas = ingress.init_args
+    engines, _, options, replicas = ingress.init_args
     assert options == OPTIONS
     assert replicas == 3
     assert engines._bound_deployment.init_args == (OPTIONS.settings, 2)
@@ -312,10 +313,10 @@ def test_the_printed_configuration_has_no_keys_and_demands_them(monkeypatch, tmp
     with pytest.raises(SettingError, match=API_KEYS_VARIABLE):
         build(args)
     monkeypatch.setenv(API_KEYS_VARIABLE, "other secret")
-    assert build(args)._bound_deployment.init_args[1].api_keys.accept("secret")
+    assert build(args)._bound_deployment.init_args[2].api_keys.accept("secret")
     (tmp_path / "keys").write_text("secret\n")
     args = yaml.safe_load(print_config(secured, replicas=1, api_key_file=tmp_path / "keys"))["applications"][0]["args"]
-    assert build(args)._bound_deployment.init_args[1].api_keys == secured.api_keys
+    assert build(args)._bound_deployment.init_args[2].api_keys == secured.api_keys
 
 
 @pytest.mark.parametrize(
@@ -344,10 +345,11 @@ def test_a_taken_port_is_named_before_anything_starts():
 
 
 def test_tensor_parallel_replicas_lie_on_one_node():
+    from panscan.serve.app import create_app
     from panscan.serve.deployments import application
 
     options = replace(OPTIONS, settings=replace(OPTIONS.settings, device="cuda", tensor_parallel_size=2))
-    engines = application(options, Scale(5), gpus=2)._bound_deployment.init_args[0]._bound_deployment
+    engines = application(create_app, options, Scale(5), gpus=2)._bound_deployment.init_args[0]._bound_deployment
     placed = engines._replica_config
     assert placed.placement_group_bundles == [{"CPU": 1, "GPU": 2}]
     assert placed.placement_group_strategy == "STRICT_PACK"

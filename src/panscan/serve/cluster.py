@@ -52,8 +52,10 @@ def build(args: Mapping[str, Any]) -> Any:
     Raises:
         SettingError: an unknown name or value, or no API keys although the configuration demands them.
     """
+    from panscan.serve.app import create_app
+
     options, scale = _options_of(args)
-    return application(options, scale, gpus=_gpus_per_replica(options.settings))
+    return application(create_app, options, scale, gpus=_gpus_per_replica(options.settings))
 
 
 def print_config(
@@ -182,9 +184,11 @@ def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> A
     """Start the proxies and the application, and return the handle of its ingress without waiting for it."""
     from ray import serve
 
+    from panscan.serve.app import create_app
+
     location = "HeadOnly" if local else "EveryNode"
     serve.start(proxy_location=location, http_options={"host": options.host, "port": options.port})
-    target = serve.RunTarget(application(options, scale, gpus=gpus), name=APP, route_prefix="/")
+    target = serve.RunTarget(application(create_app, options, scale, gpus=gpus), name=APP, route_prefix="/")
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     return handle
 
@@ -230,10 +234,10 @@ def _watch(stop: _Stop) -> None:
 
 
 def _reason(status: Any) -> str:
-    """Return the last line of what Ray reports of a failed deployment: the exception."""
+    """Return the exception's message from what Ray reports of a failed deployment: a traceback."""
     messages = [deployment.message for deployment in status.deployments.values()]
     lines = [line.strip() for text in (*messages, status.message) for line in text.splitlines() if "Error" in line]
-    return str(lines[-1] if lines else status.message)
+    return str(lines[-1].rpartition("Error: ")[2] if lines else status.message)
 
 
 def _answers(url: str) -> bool:
@@ -319,7 +323,8 @@ def _check_gpus(scale: Scale, gpus: int, *, local: bool) -> None:
     found = int(ray.cluster_resources().get("GPU", 0))
     if local and scale.bound * gpus > found:
         raise SettingError(
-            f"--replicas {scale.bound} with {gpus} GPUs each: this machine has {found}; use fewer, or --ray-address"
+            f"--replicas: {scale.bound} replicas need {scale.bound * gpus} GPUs, and this machine has {found};"
+            " use fewer, or join a cluster with --ray-address"
         )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from panscan.core import PanscanError, SettingError
 from panscan.core.ranges import Range
+from panscan.serve.backend import Backend
 from panscan.serve.options import ServeOptions
 from panscan.serve.replica import EngineReplica
 
@@ -20,10 +22,12 @@ log = logging.getLogger("panscan.serve")
 APP = "panscan"
 """Name of the application on a Ray cluster."""
 
+CreateApp = Callable[[ServeOptions, Backend], Any]
+
 _REPLICAS = Range(whole=True, least=1, most=1024)
 _HTTP_REQUESTS = 65_536  # at once on the ingress; the queue's own bound answers 429 far below it
 _QUERIES = 16  # calls to a replica besides requests: token counts, statistics
-_STARTS = 3  # attempts to start a replica before the deployment fails
+_STARTS = 1  # failures at the first start: a model that cannot be loaded fails at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,12 @@ class Ingress:
 
     Args:
         engines: Ray's handle of the engine replicas.
+        create_app: :func:`panscan.serve.app.create_app`.
         options: what the server runs and allows.
         replicas: replicas at most.
     """
 
-    def __init__(self, engines: Any, options: ServeOptions, replicas: int) -> None:
-        from panscan.serve.app import create_app
+    def __init__(self, engines: Any, create_app: CreateApp, options: ServeOptions, replicas: int) -> None:
         from panscan.serve.replica_backend import ReplicaBackend
 
         self._backend = ReplicaBackend(engines, options, app=APP, replicas=replicas)
@@ -95,10 +99,11 @@ class Ingress:
             log.error("%s", error)
 
 
-def application(options: ServeOptions, scale: Scale, *, gpus: int) -> Any:
+def application(create_app: CreateApp, options: ServeOptions, scale: Scale, *, gpus: int) -> Any:
     """Return the Ray Serve application.
 
     Args:
+        create_app: :func:`panscan.serve.app.create_app`.
         options: what the server runs and allows.
         scale: how many replicas.
         gpus: GPUs of each replica, all on one node; 0: the replica computes on a CPU.
@@ -115,7 +120,7 @@ def application(options: ServeOptions, scale: Scale, *, gpus: int) -> Any:
         graceful_shutdown_wait_loop_s=0.5,
         logging_config={"enable_access_log": False},
     )
-    return ingress.bind(engines.bind(options.settings, scale.replicas), options, scale.bound)
+    return ingress.bind(engines.bind(options.settings, scale.replicas), create_app, options, scale.bound)
 
 
 def _engine_options(options: ServeOptions, scale: Scale, gpus: int) -> dict[str, Any]:
