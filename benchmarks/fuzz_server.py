@@ -47,9 +47,9 @@ _SILENCE = 0.3  # seconds after which the server is taken to wait for the rest o
 _SAMPLES = 20  # memory readings
 _VERSIONS = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "python-multipart", "schemathesis", "hypothesis")
 _SERVER = [
-    "serve", "--model", "tiny", "--served-model-name", "mini", "--port", "0", "--device", "cpu", "--max-new-tokens", "4", "--max-output-tokens", "16",
-    "--max-choices", "2", "--kv-cache-gb", "0.05", "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5",
-    "--max-pixels", "20000000",
+    "serve", "--model", "tiny", "--served-model-name", "mini", "--port", "0", "--device", "cpu",
+    "--max-new-tokens", "4", "--max-output-tokens", "16", "--max-choices", "2", "--kv-cache-gb", "0.05",
+    "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5", "--max-pixels", "20000000",
 ]  # fmt: skip
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/views")
