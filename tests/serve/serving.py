@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and HTTP requests to it."""
+"""A real server in a separate process, and HTTP requests to it."""
 
 from __future__ import annotations
 

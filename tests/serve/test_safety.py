@@ -1,4 +1,4 @@
-"""What a server must not do, whoever asks: read, fetch, reveal or obey what its options do not allow."""
+"""What a server refuses to read, fetch, reveal or obey, unless its options allow it."""
 
 from __future__ import annotations
 
