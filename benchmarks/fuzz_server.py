@@ -47,9 +47,9 @@ _SILENCE = 0.3  # seconds after which the server is taken to wait for the rest o
 _SAMPLES = 20  # memory readings
 _VERSIONS = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "python-multipart", "schemathesis", "hypothesis")
 _SERVER = [
-    "serve", "--model", "tiny", "--port", "0", "--device", "cpu", "--max-new-tokens", "4", "--max-output-tokens", "16",
-    "--max-choices", "2", "--kv-cache-gb", "0.05", "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5",
-    "--max-pixels", "20000000",
+    "serve", "--model", "tiny", "--served-model-name", "mini", "--port", "0", "--device", "cpu",
+    "--max-new-tokens", "4", "--max-output-tokens", "16", "--max-choices", "2", "--kv-cache-gb", "0.05",
+    "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5", "--max-pixels", "20000000",
 ]  # fmt: skip
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/views")
@@ -74,7 +74,7 @@ _OTHERS: tuple[Any, ...] = (
     [{"type": "image_url"}],
 )
 _FULL: dict[str, Any] = {
-    "model": "tiny", "stream": False, "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+    "model": "mini", "stream": False, "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
     "repetition_penalty": 1.1, "seed": 1, "stop": ["x"], "stop_token_ids": [5], "n": 1, "ignore_eos": False,
     "user": "a", "metadata": {"a": "b"}, "store": False,
 }  # fmt: skip
@@ -179,7 +179,7 @@ def _body_of(path: str) -> dict[str, Any]:
         case "/v1/completions":
             return {**_FULL, "prompt": ["Hi"], "logprobs": 1}
         case "/tokenize":
-            return {"model": "tiny", "messages": messages, "mm_processor_kwargs": _CHAT["mm_processor_kwargs"]}
+            return {"model": "mini", "messages": messages, "mm_processor_kwargs": _CHAT["mm_processor_kwargs"]}
     return {"width": 900, "height": 300, "mm_processor_kwargs": _CHAT["mm_processor_kwargs"], "preview": False}
 
 

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and HTTP requests to it."""
+"""A real server in a separate process, and HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
         pairs = [f'{label}="{value}"' for label, value in labels.items()]
-        lines = httpx.get(f"{self.url}/metrics", timeout=DEADLINE).text.splitlines()
-        samples = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
-        assert samples or labels, f"no metric {name}"
+        text = httpx.get(f"{self.url}/metrics", timeout=DEADLINE).text
+        assert f"# HELP {name} " in text, f"no metric {name}"
+        samples = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
         return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))
 
     def idle(self) -> bool:

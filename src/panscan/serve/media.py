@@ -118,13 +118,16 @@ class MediaReader:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise refused from error
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise refused
             if found.st_size > self._max_bytes:
                 raise image_error(name, f"more than {self._max_bytes} bytes")
-            return file.read(self._max_bytes)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read(self._max_bytes)
+        finally:
+            os.close(descriptor)
 
 
 def _data(url: str, name: str) -> bytes:

@@ -66,9 +66,17 @@ class _Body(BaseModel):
         unknown = next((name for name in given if name not in cls.model_fields), None)
         if unknown is not None:
             hint = nearest(unknown, cls.model_fields)
-            raise PydanticCustomError("unknown", "{name} is not supported{hint}", {"name": unknown[:100], "hint": hint})
+            raise _unknown(unknown, hint)
         _check_parts(given.get("messages"))
         return given
+
+
+def _unknown(name: str, hint: str) -> PydanticCustomError:
+    name = name[:100]
+    shown = name if name.isprintable() and name else repr(name)
+    return PydanticCustomError(
+        "unknown", "{shown} is not supported{hint}", {"name": name, "shown": shown, "hint": hint}
+    )
 
 
 def _check_parts(messages: Any) -> None:
@@ -168,7 +176,7 @@ class _JsonSchema(_Body):
         unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
             hint = nearest(unknown, known)
-            raise PydanticCustomError("unknown", "{name} is not supported{hint}", {"name": unknown[:100], "hint": hint})
+            raise _unknown(unknown, hint)
         return given
 
 
@@ -321,14 +329,15 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         json.loads(body, object_pairs_hook=_unique)
         return parsed
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
     param = _path(first["loc"]) or (first["type"] if first["type"] in kind.model_fields else None)
     if first["type"] == "json_invalid":
         raise FieldError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if first["type"] in ("unknown", "unsupported"):
-        name = first["msg"].split(" ", 1)[0]
-        param = name if param is None else f"{param}.{name}"
-        raise FieldError(first["msg"] if "." not in param else f"{param.rpartition('.')[0]}: {first['msg']}", param)
+        name = first["ctx"]["name"]
+        raise FieldError(
+            first["msg"] if param is None else f"{param}: {first['msg']}", f"{param}.{name}" if param else name
+        )
     raise FieldError(f"{param}: {first['msg']}" if param else first["msg"], param)
 
 

@@ -161,9 +161,9 @@ class RequestBuilder:
         own = self._options.settings.sampling
         if body.n > self._options.max_choices:
             raise FieldError(f"n: at most {self._options.max_choices}, got {shorten(body.n)}", "n")
-        tokens = own.max_new_tokens if max_tokens is None else max_tokens
-        if tokens > self._options.max_output_tokens:
-            most = self._options.max_output_tokens
+        most = self._options.max_output_tokens
+        tokens = min(own.max_new_tokens, most) if max_tokens is None else max_tokens
+        if tokens > most:
             raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
         given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
         stop = body.stop or ()

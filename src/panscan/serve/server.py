@@ -25,6 +25,7 @@ log = logging.getLogger("panscan.serve")
 _KEEP_ALIVE = 30  # seconds that an idle connection stays open
 _BACKLOG = 2048  # connections that wait to be accepted
 _HEAD_SECONDS = 30  # for the head of a request
+_STALL_SECONDS = 60  # until a client that reads nothing is disconnected
 _GRACE = 5  # seconds from the end of the last request to the end of its connection
 
 
@@ -54,12 +55,17 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """An HTTP/1.1 connection, closed if the head of a request takes too long. h11 bounds the size of heads."""
+    """An HTTP/1.1 connection with deadlines for the head of a request and for a client that reads nothing.
+
+    h11 bounds the size of heads. A closed connection would stay open until its last byte is read.
+    """
 
     _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # pause_writing() is called as soon as the client is behind
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -72,7 +78,21 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        self._forget_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(_STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._forget_stall()
+        super().resume_writing()
+
+    def _forget_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

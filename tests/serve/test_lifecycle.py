@@ -1,0 +1,169 @@
+"""Servers under pressure: full queues, deadlines, dead engines, signals. Each server is shared by several tests."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from tests.serve.serving import DEADLINE, Server, chat, post, refused, user, wait_for
+
+PATH = "/v1/chat/completions"
+
+
+def long(tokens: int = 2000, **fields: Any) -> dict[str, Any]:
+    """Return a request that computes for a while."""
+    return {"messages": user("Hi"), "max_tokens": tokens, "ignore_eos": True, **fields}
+
+
+class Reader:
+    """Reads a stream in a thread.
+
+    Args:
+        server: that answers.
+        body: of the request.
+    """
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        self.begun = threading.Event()
+        self.text = ""
+        self._args = server, {**body, "stream": True}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        server, body = self._args
+        with httpx.stream("POST", f"{server}{PATH}", json=body, timeout=DEADLINE) as response:
+            for piece in response.iter_text():
+                self.text += piece
+                if '"content":"' in piece:
+                    self.begun.set()
+
+    def events(self) -> list[str]:
+        """Return all events, once the stream has ended."""
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
+        return [event.removeprefix("data: ") for event in self.text.split("\n\n") if event]
+
+
+@pytest.fixture(scope="module")
+def small(start: Callable[..., Server]) -> Server:
+    """A server that computes one request while one waits."""
+    return start("--max-num-seqs", "1", "--max-queued-requests", "1", "--kv-cache-gb", "0.05", "--drain-timeout", "50")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as opened:
+        yield opened
+
+
+def sent(pool: ThreadPoolExecutor, server: Server, body: dict[str, Any], **options: Any) -> Future[httpx.Response]:
+    """Send a request in a thread."""
+    return pool.submit(post, server, PATH, body, **options)
+
+
+def test_a_full_queue_is_429(small: Server) -> None:
+    computing = socket_with(small, long(16_000))
+    waiting = socket_with(small, long(16_000))
+    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    response = post(small, PATH, long(1))
+    assert "at capacity" in refused(response, 429)
+    assert response.json()["error"]["code"] == "queue_full" and int(response.headers["retry-after"]) >= 1
+    for path in ("/health", "/ready", "/v1/models"):
+        assert httpx.get(f"{small}{path}").status_code == 200
+    computing.close()
+    waiting.close()
+    wait_for(small.idle)
+
+
+def socket_with(server: Server, body: dict[str, Any]) -> socket.socket:
+    """Return a connection on which a request was sent."""
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    return connection
+
+
+def test_a_deadline_is_504_or_the_last_event(small: Server) -> None:
+    headers = {"X-Request-Timeout": "0.5"}
+    refused(post(small, PATH, long(16_000), headers=headers), 504)
+    *_, last = post(small, PATH, long(16_000, stream=True), headers=headers).text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout_error"
+    refused(post(small, PATH, long(1), headers={"X-Request-Timeout": "soon"}), 400)
+    wait_for(small.idle)
+
+
+def test_a_slow_body_ends_with_its_deadline(small: Server) -> None:
+    """A body of which a byte never comes does not hold its slot."""
+    with socket.create_connection(("127.0.0.1", small.port), DEADLINE) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nX-Request-Timeout: 0.3"
+        connection.sendall(head.encode() + b"\r\nContent-Length: 500\r\n\r\n{")
+        received = b""
+        while piece := connection.recv(65_536):  # the server closes the connection
+            received += piece
+    assert received.startswith(b"HTTP/1.1 504 ")
+    wait_for(small.idle)
+
+
+def test_a_killed_engine_is_replaced(small: Server, pool: ThreadPoolExecutor) -> None:
+    """The stream ends with an error; the request that has not begun to answer is computed again."""
+    expected = chat(small, user("Hi"), max_tokens=100, ignore_eos=True).json()["choices"]
+    reader = Reader(small, long(16_000))
+    assert reader.begun.wait(DEADLINE)
+    whole = sent(pool, small, long(100))
+    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    before = small.engine
+    before.send_signal(signal.SIGKILL)
+    *_, last = reader.events()
+    assert "SIGKILL" in json.loads(last)["error"]["message"]
+    assert whole.result().json()["choices"] == expected
+    assert small.metric("panscan:requests_retried") >= 1
+    assert small.engine != before
+    wait_for(small.idle)
+
+
+def test_sigterm_finishes_what_runs_and_refuses_the_rest(small: Server, pool: ThreadPoolExecutor) -> None:
+    """Runs last: it ends the server."""
+    reader = Reader(small, long(300))
+    assert reader.begun.wait(DEADLINE)
+    idle = httpx.Client(base_url=str(small), timeout=DEADLINE)
+    assert idle.get("/ready").status_code == 200
+    small.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: idle.get("/ready").status_code == 503)
+    response = idle.post(PATH, json=long(1))
+    assert "shutting down" in refused(response, 503) and response.headers["retry-after"]
+    assert reader.events()[-1] == "[DONE]"
+    assert small.process.wait(DEADLINE) == 0
+    idle.close()
+
+
+def test_the_generate_runner_answers_the_same_and_a_second_signal_ends_at_once(
+    server: Server, start: Callable[..., Server], pool: ThreadPoolExecutor
+) -> None:
+    other = start("--runner", "generate")
+    body = {"messages": user("Hi"), "max_tokens": 8, "ignore_eos": True}
+    whole, wanted = (post(each, PATH, body).json() for each in (other, server))
+    for field in ("prompt_tokens", "completion_tokens"):
+        assert whole["usage"][field] == wanted["usage"][field] == (8 if field[0] == "c" else whole["usage"][field])
+    assert whole["choices"][0]["message"] == wanted["choices"][0]["message"]
+    text = Reader(other, body).events()
+    deltas = [choice["delta"] for event in text[:-1] for choice in json.loads(event)["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+    refused(post(other, PATH, {**body, "response_format": {"type": "json_object"}, "ignore_eos": False}), 400)
+    cut = pool.submit(httpx.post, f"{other}{PATH}", json=long(16_000), timeout=DEADLINE)
+    wait_for(lambda: other.metric("vllm:num_requests_running") == 1)
+    other.process.send_signal(signal.SIGINT)
+    wait_for(lambda: httpx.get(f"{other}/ready").status_code == 503)
+    other.process.send_signal(signal.SIGINT)
+    assert other.process.wait(DEADLINE) == 0
+    assert isinstance(cut.exception(), httpx.HTTPError) or cut.result().status_code == 503

@@ -1,0 +1,403 @@
+"""The HTTP API over the real command: answers equal the engine's own, and every field does what it says."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai import BadRequestError, NotFoundError, OpenAI
+from PIL import Image
+from tests.conftest import noise, printed
+from tests.serve.serving import (
+    DEADLINE,
+    Server,
+    chat,
+    command,
+    data_url,
+    image_part,
+    post,
+    refused,
+    saved,
+    user,
+    wait_for,
+)
+
+from panscan import Engine, PanAndScan, Request, Result, Sampling
+from panscan.engine.detokenizer import token_bytes
+from panscan.images.views import plan_views
+from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest
+
+TOKENS = 12
+GREEDY, DEFAULT = Sampling(TOKENS), PanAndScan()
+RECEIPT = printed("receipt", 220, 660)
+CHART = printed("chart", 300, 300)
+QUESTION = RECEIPT.asks[0].question
+PNG, JPEG = saved(RECEIPT.image), saved(CHART.image, "JPEG", quality=90)
+PDF = saved(noise(300, 200), "PDF", save_all=True, append_images=[noise(200, 500, 1), noise(250, 250, 2)])
+TIFF = saved(noise(90, 300, 3), "TIFF", save_all=True, append_images=[noise(200, 100, 4)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question, as the API and as the engine take it.
+
+    Args:
+        messages: of the API.
+        images: files of its images and documents, in order.
+        fields: of the API, besides.
+        sampling: the same for the engine.
+        pan_and_scan: the same for the engine.
+    """
+
+    messages: list[dict[str, Any]]
+    images: tuple[tuple[bytes, int], ...] = ()
+    fields: dict[str, Any] | None = None
+    sampling: Sampling = GREEDY
+    pan_and_scan: PanAndScan = DEFAULT
+
+    def request(self, folder: Path) -> Request:
+        """Return the engine's request; documents are read from files, page by page."""
+        pages = []
+        for number, (content, count) in enumerate(self.images):
+            path = folder / str(number)
+            path.write_bytes(content)
+            pages += [f"{path}#page={page}" for page in range(1, count + 1)] if count > 1 else [str(path)]
+        counts = iter([count for _, count in self.images])
+        turns = []
+        for turn in self.messages:
+            content: Any = turn["content"]
+            if not isinstance(content, str):
+                content = [
+                    each
+                    for part in content
+                    for each in ([part] if part["type"] == "text" else [{"type": "image"}] * next(counts))
+                ]  # fmt: skip
+            turns.append({**turn, "content": content})
+        return Request(messages=turns, images=pages, sampling=self.sampling, pan_and_scan=self.pan_and_scan)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the API's request."""
+        return {"model": "mini", "messages": self.messages, "max_tokens": TOKENS, **(self.fields or {})}
+
+
+TURNS = [
+    {"role": "system", "content": "Answer in few words."},
+    *user("First", image_part(data_url(PNG)), "?"),
+    {"role": "assistant", "content": "A receipt."},
+    *user(image_part(data_url(JPEG)), "And this?"),
+]
+SAMPLED = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "top_k": 50}
+CASES = {
+    "text": Case(user("Hi"), fields={"ignore_eos": True}, sampling=Sampling(TOKENS, ignore_eos=True)),
+    "image": Case(user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),)),
+    "conversation": Case(TURNS, ((PNG, 1), (JPEG, 1))),
+    "pdf and tiff": Case(
+        user("Compare", image_part(data_url(PDF)), {"type": "file", "file": {"file_data": data_url(TIFF)}}),
+        ((PDF, 3), (TIFF, 2)),
+    ),
+    "no crops": Case(
+        user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),),
+        {"mm_processor_kwargs": {"do_pan_and_scan": False}}, pan_and_scan=PanAndScan(enabled=False),
+    ),
+    "more crops": Case(
+        user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),),
+        {"mm_processor_kwargs": {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}},
+        pan_and_scan=PanAndScan(min_crop_size=50, max_num_crops=6),
+    ),
+    "sampled": Case(user("Say it"), fields=SAMPLED, sampling=Sampling(TOKENS, **SAMPLED)),
+    "stop": Case(
+        user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),), {"stop": ["0", "5"]},
+        Sampling(TOKENS, stop=("0", "5")),
+    ),
+    "penalty": Case(
+        user("Hi"), fields={"repetition_penalty": 1.5, "min_p": 0.1, "temperature": 0.5, "seed": -3},
+        sampling=Sampling(TOKENS, repetition_penalty=1.5, min_p=0.1, temperature=0.5, seed=-3),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.from_pretrained("mini", device="cpu", dtype="fp32", kv_cache_gb=0.05) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
+
+
+def streamed(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
+    """Return the events of a stream, which must end as it should."""
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    response = post(server, path, body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def check_usage(usage: dict[str, Any], result: Result) -> None:
+    assert usage["prompt_tokens"] == result.prompt_tokens
+    assert usage["completion_tokens"] == result.output_tokens
+    assert usage["total_tokens"] == result.prompt_tokens + result.output_tokens
+    assert usage["prompt_tokens_details"]["image_tokens"] == result.image_tokens
+    assert usage["views"] == result.views
+
+
+def test_answers_are_the_engines_whole_and_streamed_in_company(server: Server, engine: Engine, tmp_path: Path) -> None:
+    """Every case is sent twice at once, among all others."""
+    expected = {}
+    for name, case in CASES.items():
+        (tmp_path / name).mkdir()
+        expected[name] = engine.generate([case.request(tmp_path / name)])[0]
+    bodies = {name: {**case.body, "logprobs": True, "top_logprobs": 2} for name, case in CASES.items()}
+    with ThreadPoolExecutor(2 * len(CASES)) as pool:
+        whole = {name: pool.submit(post, server, "/v1/chat/completions", body) for name, body in bodies.items()}
+        events = {name: pool.submit(streamed, server, body) for name, body in bodies.items()}
+    tokenizer = engine.loaded.reader.tokenizer
+    for name, result in expected.items():
+        assert result.error is None
+        answer = whole[name].result().json()
+        [choice], chunks = answer["choices"], events[name].result()
+        assert (choice["message"]["content"], choice["finish_reason"]) == (result.text, result.finish_reason), name
+        tokens = [bytes(token["bytes"]) for token in choice["logprobs"]["content"]]
+        assert tokens == [token_bytes(tokenizer, token) for token in result.token_ids], name
+        check_usage(answer["usage"], result)
+        assert "".join(each["delta"].get("content", "") for chunk in chunks for each in chunk["choices"]) == result.text
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        ends = [each["finish_reason"] for chunk in chunks for each in chunk["choices"] if each["finish_reason"]]
+        assert ends == [result.finish_reason]
+        check_usage(chunks[-1]["usage"], result)
+        assert chunks[-1]["panscan"]["crops"] == answer["panscan"]["crops"] == result.crops
+
+
+def test_log_probabilities_are_the_engines(client: OpenAI, engine: Engine) -> None:
+    request = Request("Hi", sampling=Sampling(TOKENS, logprobs=3))
+    [result] = engine.generate([request])
+    answer = client.chat.completions.create(
+        model="mini", messages=[{"role": "user", "content": "Hi"}], max_tokens=TOKENS, logprobs=True, top_logprobs=3
+    )  # fmt: skip
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and result.logprobs is not None
+    assert [each.logprob for each in logprobs.content] == pytest.approx([each.logprob for each in result.logprobs])
+    for found, wanted in zip(logprobs.content, result.logprobs, strict=True):
+        assert [each.logprob for each in found.top_logprobs] == pytest.approx([value for _, value in wanted.top])
+
+
+def test_choices_have_the_seeds_that_follow_and_completions_are_raw(client: OpenAI, engine: Engine) -> None:
+    sampling = Sampling(TOKENS, temperature=1.0, seed=2**64 - 2)
+    seeds = (2**64 - 2, 2**64 - 1, 0)
+    requests = [
+        Request(prompt, raw=True, sampling=replace(sampling, seed=seed)) for prompt in ("One", "Two") for seed in seeds
+    ]  # fmt: skip
+    expected = engine.generate(requests)
+    answer = client.completions.create(
+        model="mini", prompt=["One", "Two"], n=3, max_tokens=TOKENS, temperature=1, seed=2**64 - 2
+    )  # fmt: skip
+    assert [choice.text for choice in answer.choices] == [result.text for result in expected]
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected[0].prompt_tokens + expected[3].prompt_tokens
+    assert answer.usage.completion_tokens == sum(result.output_tokens for result in expected)
+
+
+def test_answers_satisfy_a_json_schema(client: OpenAI) -> None:
+    schema = {
+        "type": "object", "required": ["total", "paid"], "additionalProperties": False,
+        "properties": {"total": {"type": "string", "maxLength": 8}, "paid": {"type": "boolean"}},
+    }  # fmt: skip
+    messages: Any = user(image_part(data_url(PNG)), QUESTION)
+    formats: Any = {"type": "json_schema", "json_schema": {"name": "receipt", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(model="mini", messages=messages, max_tokens=60, response_format=formats)
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found.keys() == {"total", "paid"} and isinstance(found["paid"], bool) and len(found["total"]) <= 8
+
+
+def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
+    crops = {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 2}
+    fields = {"max_tokens": TOKENS, "mm_processor_kwargs": crops}
+    request = {**fields, "messages": user(image_part("attachment:page one"), QUESTION)}
+    files = [("page one", ("a.png", PNG)), ("request", (None, json.dumps(request)))]
+    uploaded = httpx.post(f"{server}/v1/chat/completions", files=files, timeout=DEADLINE).json()
+    sent = chat(server, user(image_part(data_url(PNG)), QUESTION), **fields).json()
+    assert uploaded["choices"] == sent["choices"]
+    assert uploaded["usage"]["views"] == sent["usage"]["views"] == 3
+
+
+def test_tokenize_counts_as_the_engine(server: Server, engine: Engine, tmp_path: Path) -> None:
+    ids, image_tokens, views = engine.count(CASES["conversation"].request(tmp_path))
+    found = post(server, "/tokenize", {"messages": TURNS}).json()
+    assert found == {
+        "count": len(ids), "tokens": ids, "image_tokens": image_tokens, "views": views,
+        "max_model_len": engine.loaded.reader.prompts.context,
+    }  # fmt: skip
+    raw, *_ = engine.count(Request("Hi", raw=True))
+    assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
+
+
+@pytest.mark.parametrize("preview", [False, True])
+def test_views_are_those_of_the_upright_image(server: Server, engine: Engine, preview: bool) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    content = saved(noise(300, 900), "JPEG", exif=exif.tobytes())
+    kwargs = {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 3}
+    body = {"image": data_url(content), "mm_processor_kwargs": kwargs, "preview": preview}
+    [page] = post(server, "/v1/views", body).json()["pages"]
+    plan = plan_views(900, 300, PanAndScan(min_crop_size=100, max_num_crops=3), engine.loaded.reader.prompts.cost())
+    assert (page["width"], page["height"]) == (900, 300)
+    assert [(view["kind"], tuple(view["box"])) for view in page["views"]] == [
+        (each.kind, each.box) for each in plan.views
+    ]
+    assert (page["image_tokens"], page["prompt_tokens"]) == (plan.image_tokens, plan.prompt_tokens)
+    if preview:
+        content = base64.b64decode(page["preview"].partition(",")[2])
+        with Image.open(BytesIO(content)) as image:
+            assert image.size == (900, 300)
+    sized = post(server, "/v1/views", {"width": 900, "height": 300, "mm_processor_kwargs": kwargs}).json()
+    assert sized["pages"][0]["views"] == page["views"]
+
+
+def test_the_model_and_its_limits_are_listed(server: Server, client: OpenAI) -> None:
+    [model] = client.models.list().data
+    assert (model.id, model.owned_by) == ("mini", "panscan")
+    assert client.models.retrieve("mini").id == "mini"
+    with pytest.raises(NotFoundError):
+        client.models.retrieve("other")
+    with pytest.raises(NotFoundError):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
+    own = httpx.get(f"{server}/v1/models").json()["data"][0]["panscan"]
+    assert own["runner"] == "engine" and own["reads_images"] and own["limits"]["max_images"] == 16
+
+
+BODIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatRequest, {"messages": user("Hi"), "max_tokens": 1}),
+    "/v1/completions": (CompletionRequest, {"prompt": "Hi", "max_tokens": 1}),
+    "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
+    "/v1/views": (ViewsRequest, {"width": 5, "height": 5}),
+}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(list(BODIES)),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.integers() | st.text(),
+)
+def test_unknown_fields_are_refused_by_name(server: Server, path: str, name: str, value: Any) -> None:
+    kind, body = BODIES[path]
+    if name not in kind.model_fields and name not in kind.NEUTRAL:
+        message = refused(post(server, path, {**body, name: value}), 400, name)
+        assert message.startswith(name if name.isprintable() and name else repr(name))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"n": 17}, "n"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**300}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"), ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{}]}, "tools"), ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"seed": 2**64}, "seed"),
+        ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size"),
+        ({"mm_processor_kwargs": {"pan_and_scan_max_num_crops": 0}}, "mm_processor_kwargs"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+         "response_format"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_field_before_a_stream_begins(
+    server: Server, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    refused(post(server, "/v1/chat/completions", {"messages": user("Hi"), **fields, "stream": stream}), 400, param)
+
+
+def test_the_client_library_sees_errors_as_openais(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(
+            model="mini", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1.0
+        )  # fmt: skip
+    assert caught.value.param == "frequency_penalty"
+
+
+def test_metrics_add_up(server: Server) -> None:
+    counted = {
+        "vllm:prompt_tokens_total": "prompt_tokens", "vllm:generation_tokens_total": "completion_tokens",
+        "panscan:views_total": "views",
+    }  # fmt: skip
+    wait_for(server.idle)
+    before = {name: server.metric(name) for name in counted}
+    answered = server.metric("vllm:request_success_total", finished_reason="length")
+    failed = server.metric("panscan:requests_refused_total", status="400")
+    body = CASES["image"].body
+    answer = post(server, "/v1/chat/completions", {**body, "ignore_eos": True}).json()
+    streamed(server, {**body, "ignore_eos": True})
+    post(server, "/v1/chat/completions", {"messages": []})
+    wait_for(lambda: server.metric("vllm:request_success_total", finished_reason="length") == answered + 2)
+    for name, field in counted.items():
+        assert server.metric(name) == before[name] + 2 * answer["usage"][field], name
+    assert server.metric("panscan:requests_refused_total", status="400") == failed + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_frees_the_engine(server: Server, stream: bool) -> None:
+    wait_for(server.idle)
+    body = {"messages": user("Hi"), "max_tokens": 16_000, "ignore_eos": True, "stream": stream}
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        content = json.dumps(body).encode()
+        head = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + head.encode() + content)
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+    wait_for(server.idle)
+    assert chat(server, user("Hi"), max_tokens=2).status_code == 200
+
+
+def test_a_slow_reader_does_not_hold_others_up(server: Server) -> None:
+    body = {"messages": user("Hi"), "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": True}
+    body["top_logprobs"] = 20
+    with httpx.stream("POST", f"{server}/v1/chat/completions", json=body, timeout=DEADLINE) as response:
+        assert response.status_code == 200  # its chunks are not read
+        assert chat(server, user("Hi"), max_tokens=TOKENS).status_code == 200
+    wait_for(server.idle)
+
+
+def test_traces_have_a_span_per_stage(engine: Engine) -> None:
+    trace = pytest.importorskip("opentelemetry.sdk.trace")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    from panscan.serve import tracing
+
+    provider = trace.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    [result] = engine.generate([Request(QUESTION, [noise(80, 80, 9)], sampling=Sampling(4, ignore_eos=True))])
+    parent = "0af7651916cd43dd8448eb211c80319c"
+    tracing.record(provider.get_tracer("test"), result, {"traceparent": f"00-{parent}-b7ad6b7169203331-01"})
+    *stages, root = memory.get_finished_spans()
+    assert [span.name for span in stages] == ["queue", "load", "preprocess", "schedule", "vision", "prefill", "decode"]
+    assert root.name == "llm_request" and f"{root.context.trace_id:x}" == parent.lstrip("0")
+    assert all(span.parent.span_id == root.context.span_id for span in stages)
+    for before, after in pairwise(stages):
+        assert before.end_time == after.start_time
+    assert (root.start_time, root.end_time) == (stages[0].start_time, pytest.approx(stages[-1].end_time, abs=10**9))
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
+
+
+def test_startup_failures_are_one_line(server: Server) -> None:
+    for options, code, words in ((["--port", str(server.port)], 2, "cannot be bound"), (["--model", "/no"], 3, "/no")):
+        ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=DEADLINE)
+        lines = [line for line in ended.stderr.splitlines() if not line.startswith("no --model")]
+        assert ended.returncode == code and len(lines) == 1 and words in lines[0], ended.stderr
