@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core import Request as ModelRequest
-from panscan.serve.backend import Backend
+from panscan.serve.backend import ServeBackend
 from panscan.serve.generation import Desk, RefusedError, Ticket, read_body, refusal
 from panscan.serve.guards import BodyTooLargeError, Guard
-from panscan.serve.metrics import Metrics
+from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
 from panscan.serve.replies import Reply, TokenNames, error_body, error_of, error_status
@@ -43,7 +43,7 @@ _POLICY = (
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "png": "image/png", "svg": "image/svg+xml"}
 
 
-def create_app(options: ServeOptions, backend: Backend) -> FastAPI:
+def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
     """Return the application. The caller starts and closes the backend.
 
     ``app.state.desk`` is the :class:`panscan.serve.generation.Desk`, which drains.
@@ -55,7 +55,7 @@ def create_app(options: ServeOptions, backend: Backend) -> FastAPI:
     if options.otlp_traces_endpoint is not None:
         tracer = open_tracer(options.otlp_traces_endpoint, options.model_name)
     app = FastAPI(title="panscan", version=__version__, docs_url=None, redoc_url=None)
-    metrics = Metrics(options.model_name)
+    metrics = ServerMetrics(options.model_name)
     app.state.desk = desk = Desk(options, backend, metrics, tracer)
     api = _Api(options, backend, desk)
     _add_routes(app, api)
@@ -68,7 +68,7 @@ def create_app(options: ServeOptions, backend: Backend) -> FastAPI:
 class _Api:
     """Handlers of all endpoints."""
 
-    def __init__(self, options: ServeOptions, backend: Backend, desk: Desk) -> None:
+    def __init__(self, options: ServeOptions, backend: ServeBackend, desk: Desk) -> None:
         self._options, self._backend, self._desk = options, backend, desk
         self._names = TokenNames(backend)
         self._created = int(time.time())
@@ -243,7 +243,7 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
     app.add_api_route("/playground/{name}", api.page, methods=["GET"], include_in_schema=False)
 
 
-def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+def _add_error_handlers(app: FastAPI, metrics: ServerMetrics) -> None:
     """Answer every failure in OpenAI's shape."""
 
     def reply(status: int, body: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -9,7 +9,7 @@ from typing import Protocol
 from panscan.core import Request, Stats, Stream
 from panscan.images.views import PromptCost
 
-__all__ = ["Backend", "ModelInfo", "TokenCounts", "Work"]
+__all__ = ["ModelInfo", "ServeBackend", "TokenCounts", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Work:
     keys: tuple[bytes, ...] = ()
 
 
-class Backend(Protocol):
+class ServeBackend(Protocol):
     """Answers requests. All methods belong to one event loop."""
 
     @property

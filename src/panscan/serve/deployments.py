@@ -11,7 +11,7 @@ from typing import Any
 
 from panscan.core import PanscanError, SettingError
 from panscan.core.ranges import Range
-from panscan.serve.backend import Backend
+from panscan.serve.backend import ServeBackend
 from panscan.serve.options import ServeOptions
 from panscan.serve.replica import EngineReplica
 
@@ -22,7 +22,7 @@ log = logging.getLogger("panscan.serve")
 APP = "panscan"
 """Name of the application on a Ray cluster."""
 
-CreateApp = Callable[[ServeOptions, Backend], Any]
+CreateApp = Callable[[ServeOptions, ServeBackend], Any]
 
 _REPLICAS = Range(whole=True, least=1, most=1024)
 _HTTP_REQUESTS = 65_536  # at once on the ingress; the queue's own bound answers 429 far below it

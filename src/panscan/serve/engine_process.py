@@ -33,17 +33,17 @@ from panscan.core import (
 from panscan.core.process import time_line
 from panscan.serve.backend import ModelInfo, TokenCounts, Work
 from panscan.serve.messages import (
-    Answered,
-    Ask,
+    AskQuery,
     Cancel,
     CountTokens,
     Ended,
+    EngineReady,
     Events,
     LoadFailed,
     Open,
     Query,
+    QueryAnswer,
     ReadStats,
-    Ready,
     Submit,
     TokenTexts,
 )
@@ -62,7 +62,7 @@ _EXIT_SECONDS = 10.0
 
 
 class EngineProcess:
-    """A :class:`panscan.serve.backend.Backend` over one engine process.
+    """A :class:`panscan.serve.backend.ServeBackend` over one engine process.
 
     If the process dies, it is started again. Requests without a reader for their events are computed again; streams
     end with an error. ``failed`` is set once the process has died too often.
@@ -88,17 +88,17 @@ class EngineProcess:
 
     @property
     def info(self) -> ModelInfo | None:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         return self._info
 
     @property
     def retried(self) -> int:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         return self._retried
 
     @property
     def ready(self) -> bool:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         return self._ready.is_set()
 
     @property
@@ -107,12 +107,12 @@ class EngineProcess:
         return None if self._child is None else self._child.process.pid
 
     async def start(self) -> None:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         await self._open()
         self._spawn(self._watch())
 
     async def close(self) -> None:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         self._closed = True
         self._ready.clear()
         for task in self._tasks:
@@ -122,7 +122,7 @@ class EngineProcess:
         self._end_all(EngineError("the server is shutting down"))
 
     def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         if self.failed.is_set() or self._closed or self._info is None:
             raise EngineError("the engine is not running")
         most = self._info.max_concurrency + self._max_queued
@@ -135,17 +135,17 @@ class EngineProcess:
         return flight.stream
 
     async def count(self, request: Request) -> TokenCounts:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         found: TokenCounts = await self._ask(CountTokens(request))
         return found
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         found: list[bytes] = await self._ask(TokenTexts(tuple(ids)))
         return found
 
     async def stats(self) -> Mapping[str, Stats]:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         try:
             return {"0": await self._ask(ReadStats())}
         except EngineError:
@@ -158,7 +158,7 @@ class EngineProcess:
             PanscanError: it cannot load the model, or died.
         """
         loop = asyncio.get_running_loop()
-        opened: asyncio.Future[Ready] = loop.create_future()
+        opened: asyncio.Future[EngineReady] = loop.create_future()
         child = _Child(lambda child, messages: _call(loop, lambda: self._take(child, messages, opened)))
         self._child = child
         child.send(Open(self._settings, time_line()))
@@ -168,7 +168,7 @@ class EngineProcess:
         for flight in list(self._flying.values()):
             self._send(flight)
 
-    def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[Ready]) -> None:
+    def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[EngineReady]) -> None:
         """Take messages of a process, or the reason why it has ended."""
         if child is not self._child:  # an earlier one
             return
@@ -181,7 +181,7 @@ class EngineProcess:
         for message in messages:
             self._take_one(message, opened)
 
-    def _take_one(self, message: Any, opened: asyncio.Future[Ready]) -> None:
+    def _take_one(self, message: Any, opened: asyncio.Future[EngineReady]) -> None:
         match message:
             case Events():
                 self._deliver(message)
@@ -189,10 +189,10 @@ class EngineProcess:
                 self._deaths = 0
                 if (flight := self._flying.pop(message.id, None)) is not None:
                     flight.end(message.result)
-            case Answered():
+            case QueryAnswer():
                 if (answer := self._answers.pop(message.number, None)) is not None and not answer.done():
                     _resolve(answer, message.answer)
-            case Ready():
+            case EngineReady():
                 opened.set_result(message)
             case LoadFailed():
                 opened.set_exception(message.error)
@@ -260,7 +260,7 @@ class EngineProcess:
             raise EngineError("the engine is not ready")
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._child.send(Ask(number, query))
+        self._child.send(AskQuery(number, query))
         try:
             async with asyncio.timeout(seconds):
                 return await answer

@@ -24,17 +24,17 @@ from panscan.core import EngineError, PanscanError, Result, TokenEvent, now
 from panscan.core.process import join_time_line
 from panscan.serve.loaded_model import LoadedModel, open_model
 from panscan.serve.messages import (
-    Answered,
-    Ask,
+    AskQuery,
     Cancel,
     CountTokens,
     Ended,
+    EngineReady,
     Events,
     LoadFailed,
     Open,
     Query,
+    QueryAnswer,
     ReadStats,
-    Ready,
     Submit,
     TokenTexts,
 )
@@ -66,7 +66,7 @@ class _Worker:
         except PanscanError as error:
             self._outgoing.put(LoadFailed(error))
         else:
-            self._outgoing.put(Ready(model.info, os.getpid()))
+            self._outgoing.put(EngineReady(model.info, os.getpid()))
             self._serve(model)
         self._connection.recv_bytes()  # until the server closes the connection
 
@@ -79,7 +79,7 @@ class _Worker:
                 case Cancel():
                     if (cancel := self._cancels.get(message.id)) is not None:
                         cancel()
-                case Ask():
+                case AskQuery():
                     # Statistics wait for the engine's step, and must not hold up the other questions.
                     pool = self._stats if isinstance(message.query, ReadStats) else self._pool
                     pool.submit(partial(self._answer, model, message))
@@ -103,13 +103,13 @@ class _Worker:
         with self._registering:
             self._cancels.pop(id, None)
 
-    def _answer(self, model: LoadedModel, ask: Ask) -> None:
+    def _answer(self, model: LoadedModel, ask: AskQuery) -> None:
         try:
-            self._outgoing.put(Answered(ask.number, _answer_to(model, ask.query)))
+            self._outgoing.put(QueryAnswer(ask.number, _answer_to(model, ask.query)))
         except PanscanError as error:
-            self._outgoing.put(Answered(ask.number, error))
+            self._outgoing.put(QueryAnswer(ask.number, error))
         except Exception as error:  # whatever a file makes a decoder raise is this question's failure
-            self._outgoing.put(Answered(ask.number, PanscanError(f"{type(error).__name__}: {error}")))
+            self._outgoing.put(QueryAnswer(ask.number, PanscanError(f"{type(error).__name__}: {error}")))
 
     def _send(self) -> None:
         """Send messages; events that wait together travel together."""

@@ -17,12 +17,12 @@ from starlette.types import Message, Receive, Scope, Send
 from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent, now
 from panscan.core.ranges import shorten
 from panscan.serve import tracing
-from panscan.serve.backend import Backend
-from panscan.serve.metrics import Metrics
+from panscan.serve.backend import ServeBackend
+from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import FieldError
 from panscan.serve.replies import DONE, Reply, error_body, error_of, server_sent
-from panscan.serve.requests import Prepared
+from panscan.serve.requests import PreparedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -98,7 +98,9 @@ class Desk:
         tracer: records spans; None: no traces.
     """
 
-    def __init__(self, options: ServeOptions, backend: Backend, metrics: Metrics, tracer: Tracer | None) -> None:
+    def __init__(
+        self, options: ServeOptions, backend: ServeBackend, metrics: ServerMetrics, tracer: Tracer | None
+    ) -> None:
         self.options, self.backend, self.metrics, self._tracer = options, backend, metrics, tracer
         self.draining = False
         self.bodies = 0
@@ -169,7 +171,7 @@ class Desk:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
-        self, request: Request, ticket: Ticket, prepared: Prepared, reply: Reply, *,
+        self, request: Request, ticket: Ticket, prepared: PreparedRequest, reply: Reply, *,
         stream: bool, include_usage: bool, per_prompt: int,
     ) -> Response:  # fmt: skip
         """Submit the requests of one HTTP request and return its response.

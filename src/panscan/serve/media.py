@@ -19,11 +19,11 @@ from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes, image_size
 from panscan.serve.options import ServeOptions
 
-__all__ = ["Document", "MediaReader"]
+__all__ = ["MediaFile", "MediaReader"]
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class MediaFile:
     """An image, or a document of several pages.
 
     Args:
@@ -51,7 +51,7 @@ class MediaReader:
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(self, url: str, uploads: Mapping[str, bytes], name: str) -> Document:
+    def read(self, url: str, uploads: Mapping[str, bytes], name: str) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
@@ -74,7 +74,7 @@ class MediaReader:
                 page = f"page {number}: " if len(sizes) > 1 else ""
                 problem = f"{page}{width}x{height} pixels exceed this server's limit of {self._options.max_pixels}"
                 raise image_error(name, problem)
-        return Document(found, sizes, hashlib.sha256(content).digest())
+        return MediaFile(found, sizes, hashlib.sha256(content).digest())
 
     def _content(self, url: str, uploads: Mapping[str, bytes], name: str) -> bytes:
         scheme = url.partition(":")[0].lower()

@@ -10,17 +10,17 @@ from panscan.serve.backend import ModelInfo
 from panscan.settings import Settings
 
 __all__ = [
-    "Answered",
-    "Ask",
+    "AskQuery",
     "Cancel",
     "CountTokens",
     "Ended",
+    "EngineReady",
     "Events",
     "LoadFailed",
     "Open",
     "Query",
+    "QueryAnswer",
     "ReadStats",
-    "Ready",
     "Submit",
     "TokenTexts",
 ]
@@ -72,7 +72,7 @@ Query = CountTokens | TokenTexts | ReadStats
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskQuery:
     """To the engine: answer a question. ``number``: comes back in the answer."""
 
     number: int
@@ -80,7 +80,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EngineReady:
     """From the engine: the model is loaded and warm."""
 
     info: ModelInfo
@@ -110,7 +110,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class QueryAnswer:
     """From the engine: the answer to a question, or the error that it raised."""
 
     number: int

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from panscan.core import Result, Stats
 
-__all__ = ["Metrics"]
+__all__ = ["ServerMetrics"]
 
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -18,7 +18,7 @@ _TOKENS = tuple(float(2**power) for power in range(18))
 _VIEWS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 13.0, 17.0, 25.0, 33.0, 65.0)
 
 
-class Metrics:
+class ServerMetrics:
     """Counters and histograms of requests, and gauges of engines.
 
     Args:

@@ -87,7 +87,7 @@ class EngineReplica:
                 cancel()
 
     async def count(self, request: Request) -> TokenCounts:
-        """Count the tokens of a prompt; see :class:`panscan.serve.backend.Backend`."""
+        """Count the tokens of a prompt; see :class:`panscan.serve.backend.ServeBackend`."""
         return await asyncio.to_thread(self._model.count, request)
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:

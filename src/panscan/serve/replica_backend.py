@@ -33,7 +33,7 @@ class _ReplicaLostError(EngineError):
 
 
 class ReplicaBackend:
-    """A :class:`panscan.serve.backend.Backend` over a Ray Serve deployment of :class:`EngineReplica`.
+    """A :class:`panscan.serve.backend.ServeBackend` over a Ray Serve deployment of :class:`EngineReplica`.
 
     A request whose replica dies is computed again on another one, as long as none of its events was delivered.
 
@@ -53,19 +53,19 @@ class ReplicaBackend:
 
     @property
     def ready(self) -> bool:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         found = books(self._app)
         return self.info is not None and not self._closed and found is not None and bool(found.replicas)
 
     async def start(self) -> None:
-        """See :class:`panscan.serve.backend.Backend`. Returns once the first replica has loaded the model."""
+        """See :class:`panscan.serve.backend.ServeBackend`. Returns once the first replica has loaded the model."""
         while self.info is None:
             with suppress(_ReplicaLostError):
                 info: ModelInfo = await _fresh(self._engines.info.remote)
                 self.info = replace(info, max_concurrency=self._replicas * info.max_concurrency)
 
     async def close(self) -> None:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         self._closed = True
         for task in self._flying.values():
             task.cancel()
@@ -73,7 +73,7 @@ class ReplicaBackend:
             await asyncio.wait(self._flying.values(), timeout=_QUERY_SECONDS)
 
     def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         if self._closed:
             raise EngineError("the server is shutting down")
         if self.info is None:
@@ -89,17 +89,17 @@ class ReplicaBackend:
         return flight.stream
 
     async def count(self, request: Request) -> TokenCounts:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         found: TokenCounts = await self._ask(lambda: self._engines.count.remote(request))
         return found
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`panscan.serve.backend.Backend`."""
+        """See :class:`panscan.serve.backend.ServeBackend`."""
         found: list[bytes] = await self._ask(lambda: self._engines.token_texts.remote(tuple(ids)))
         return found
 
     async def stats(self) -> Mapping[str, Stats]:
-        """See :class:`panscan.serve.backend.Backend`. Empty while a replica's process hangs, until Ray replaces it."""
+        """See :class:`panscan.serve.backend.ServeBackend`. Empty while a replica hangs, until Ray replaces it."""
         try:
             response = self._engines.broadcast("stats")
             found = await response.results_async(timeout_s=_STATS_SECONDS, return_exceptions=True)

@@ -20,7 +20,7 @@ from panscan.core import (
     TokenLogprobs,
     UnsupportedError,
 )
-from panscan.serve.backend import Backend
+from panscan.serve.backend import ServeBackend
 from panscan.serve.protocol import FieldError
 
 __all__ = ["DONE", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
@@ -75,7 +75,7 @@ def error_of(error: PanscanError) -> dict[str, Any]:
 class TokenNames:
     """Bytes of tokens, asked of the backend once each."""
 
-    backend: Backend
+    backend: ServeBackend
     _known: dict[int, bytes] = field(default_factory=dict)
 
     async def learn(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:

@@ -12,7 +12,7 @@ from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.ranges import shorten
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.serve.backend import Work
-from panscan.serve.media import Document, MediaReader
+from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
     ChatMessage,
@@ -27,13 +27,13 @@ from panscan.serve.protocol import (
     TextPart,
 )
 
-__all__ = ["Prepared", "RequestBuilder", "check_used"]
+__all__ = ["PreparedRequest", "RequestBuilder", "check_used"]
 
 _CHARACTERS_PER_TOKEN = 4  # of text, about: for the estimate of a prompt's length
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """What one HTTP request asks for.
 
     Args:
@@ -57,7 +57,7 @@ class RequestBuilder:
         self._options, self._cost = options, cost or GEMMA3_COST
         self._media = MediaReader(options)
 
-    def chat(self, body: ChatRequest, uploads: Mapping[str, bytes]) -> Prepared:
+    def chat(self, body: ChatRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
         """Return the requests of a chat completion.
 
         Raises:
@@ -75,9 +75,9 @@ class RequestBuilder:
         )  # fmt: skip
         text = sum(len(part.get("text", "")) for turn in messages for part in turn["content"])
         work = self._work(documents, pan_and_scan, text, sampling.max_new_tokens)
-        return Prepared(self._choices(request, body.n), work)
+        return PreparedRequest(self._choices(request, body.n), work)
 
-    def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> Prepared:
+    def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
 
         Raises:
@@ -94,11 +94,11 @@ class RequestBuilder:
             for choice in self._choices(Request(prompt=prompt, raw=True, sampling=sampling), body.n)
         ]
         longest = max(map(len, prompts))
-        return Prepared(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
+        return PreparedRequest(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
 
     def conversation(
         self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes]
-    ) -> tuple[list[dict[str, Any]], list[Document]]:
+    ) -> tuple[list[dict[str, Any]], list[MediaFile]]:
         """Return turns as :class:`panscan.core.Request` takes them, and their documents in order.
 
         A document of several pages takes the place of as many images.
@@ -107,7 +107,7 @@ class RequestBuilder:
             ImageError: a document cannot be read, or exceeds a limit.
             FieldError: too many images, or a file that nothing refers to.
         """
-        found: list[Document] = []
+        found: list[MediaFile] = []
         turns = []
         used: set[str] = set()
         for message in messages:
@@ -125,7 +125,7 @@ class RequestBuilder:
         check_used(uploads, used)
         return turns, found
 
-    def document(self, url: str, uploads: Mapping[str, bytes]) -> Document:
+    def document(self, url: str, uploads: Mapping[str, bytes]) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
 
         Raises:
@@ -152,7 +152,7 @@ class RequestBuilder:
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
 
-    def _document(self, url: str, uploads: Mapping[str, bytes], number: int) -> Document:
+    def _document(self, url: str, uploads: Mapping[str, bytes], number: int) -> MediaFile:
         if number > self._options.max_images:
             raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
         return self._media.read(url, uploads, f"image {number}")
@@ -196,7 +196,7 @@ class RequestBuilder:
         return choices
 
     def _work(
-        self, documents: Sequence[Document], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
+        self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
     ) -> Work:
         """Return what is known of a request from its documents' headers.
 

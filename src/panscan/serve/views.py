@@ -11,7 +11,7 @@ from PIL import Image
 from panscan.core import PanAndScan
 from panscan.images.files import open_image
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
-from panscan.serve.media import Document
+from panscan.serve.media import MediaFile
 
 __all__ = ["page_views", "size_views"]
 
@@ -34,7 +34,7 @@ def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost |
 
 
 def page_views(
-    document: Document, settings: PanAndScan, cost: PromptCost | None, *, preview: bool
+    document: MediaFile, settings: PanAndScan, cost: PromptCost | None, *, preview: bool
 ) -> list[dict[str, Any]]:
     """Return the views of each page. Pages are decoded, one at a time, because only then their orientation is known.
 
