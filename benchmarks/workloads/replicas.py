@@ -59,13 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = base_record(work, runner.loaded, one)
     runner.close()  # the servers need its memory
     fresh = replace(work.settings, prefix_caching=False)
-    speed = {str(count): throughput(fresh, turns, count) for count in (1, _REPLICAS)}
+    halves = [turn[: len(turn) // _REPLICAS] for turn in turns]  # one replica's share of the requests
+    speed = {
+        "1": throughput(fresh, turns, 1), str(_REPLICAS): throughput(fresh, turns, _REPLICAS),
+        "1, its share": throughput(fresh, halves, 1),
+    }  # fmt: skip
     concurrency = max(2, len(rounds) // 8)
     routings = {"one engine": None, "affinity": "affinity", "random": "random"}
     hits = {name: cache_hits(work.settings, rounds, concurrency, routing) for name, routing in routings.items()}
     medians = {count: each["requests_per_s"]["median"] for count, each in speed.items()}
     ratios = {
         "requests_per_s": medians[str(_REPLICAS)] / medians["1"],
+        "requests_per_s_same_batch": medians[str(_REPLICAS)] / medians["1, its share"],
         **{f"cached_share_{name}": hits[name]["cached_share"] / hits["one engine"]["cached_share"]
            for name in ("affinity", "random")},
     }  # fmt: skip

@@ -1,0 +1,142 @@
+"""Tables about the server, from its records: over HTTP beside the engine, replicas, faults, fuzzing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+
+__all__ = ["serving_faults", "serving_fuzz", "serving_over_http", "serving_replicas"]
+
+RECORDS = Path(__file__).parent / "records"
+_FAULTS = {
+    "kill_replica": "`kill -9` of a replica",
+    "hang_replica": "a replica that hangs (SIGSTOP)",
+    "full_queue": "full queue, clients do not retry",
+    "many_clients": "500 clients at once, clients retry",
+    "slow_readers": "clients that read slowly",
+    "sigterm_under_load": "SIGTERM under load",
+    "restart_head": "`kill -9` of the server and restart, clients retry",
+    "kill_ingress": "`kill -9` of the HTTP ingress",
+}
+
+
+def _record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def _where(record: dict[str, Any], name: str) -> str:
+    facts = record["environment"]
+    gpus = (
+        f"{len(facts['gpus'])} x {facts['gpus'][0]['name']}, " if record["model"]["device"].startswith("cuda") else ""
+    )
+    packages = facts["packages"]
+    return (
+        f"{gpus}{facts['cpu']}, {facts['cpu_count']} cores, torch {packages['torch']}, transformers"
+        f" {packages['transformers']}, {record['created'][:10]}. Record: `benchmarks/records/{name}.json`. Command:"
+        f" `{record['command']}`"
+    )
+
+
+def serving_over_http() -> str:
+    """The server beside the engine called directly."""
+    rows, notes = [], []
+    for name in ("serving-27b", "serving-mini"):
+        record = _record(name)
+        engine, server, work = record["engine"], record["server"], record["work"]
+        rates = [each["requests_per_s"]["median"] for each in (engine, server)]
+        ttft = [each["ttft_ms"]["median"] for each in (engine, server)]
+        rows.append(
+            [
+                record["model"]["name"], str(record["max_concurrency"]), f"{rates[0]:.2f}", f"{rates[1]:.2f}",
+                f"{rates[1] / rates[0]:.3f}x", f"{ttft[0]:.0f}", f"{ttft[1] - ttft[0]:+.1f}",
+                f"{server['health']['p99_ms']:.1f}", "yes" if record["same_texts"] else "no",
+            ]
+        )  # fmt: skip
+        notes.append(
+            f"{record['model']['name']}: {work['requests']} requests of {work['views']} views and"
+            f" {work['output_tokens']} output tokens, bodies of {server['body_mb']:.2f} MB, {_where(record, name)}"
+        )
+    headings = [
+        "model", "in flight", "engine req/s", "server req/s", "ratio", "engine TTFT ms", "server TTFT ms more",
+        "/health p99 ms", "same answers",
+    ]  # fmt: skip
+    return table(headings, rows) + "\n\n" + "\n\n".join(notes)
+
+
+def serving_replicas() -> str:
+    """Two replicas beside one, and cache hits by routing."""
+    record = _record("replicas-4b")
+    speed = {count: each["requests_per_s"]["median"] for count, each in record["throughput"].items()}
+    hits = record["cache_hits"]
+    rows = [[f"{count} replica(s), distinct documents", f"{rate:.1f}", "-"] for count, rate in speed.items()]
+    names = {"one engine": "one engine", "affinity": "2 replicas, affinity", "random": "2 replicas, random routing"}
+    rows += [
+        [f"{shown}, follow-up questions", f"{found['requests_per_s']:.1f}", f"{100 * found['cached_share']:.0f}%"]
+        for shown, found in ((names[name], hits[name]) for name in names)
+    ]  # fmt: skip
+    work = record["work"]
+    notes = (
+        f"{record['model']['name']}: {work['requests']} requests of {work['views']} views and"
+        f" {work['output_tokens']} output tokens, all at once; {record['follow_ups']['requests']} questions, four about each document,"
+        f" {record['follow_ups']['max_concurrency']} in flight, 16 output tokens; {_where(record, 'replicas-4b')}"
+    )
+    return table(["", "req/s", "of the prompt cached"], rows) + "\n\n" + notes
+
+
+def serving_faults() -> str:
+    """Requests sent, answered, retried, refused, failed and lost under each fault."""
+    record = _record("serve-faults")
+    rows = []
+    for name, shown in _FAULTS.items():
+        found = record["faults"][name]
+
+        def count(*kinds: str, found: dict[str, Any] = found) -> str:
+            ends = tuple(f"_{kind}" for kind in kinds)
+            return f"{sum(value for key, value in found.items() if key.endswith(ends)):,}"
+
+        answered = count("answered") if name != "restart_head" else f"{found['plain_answered']:,}"
+        rows.append(
+            [
+                shown, f"{found['sent']:,}", answered, str(found.get("retried", "-")), count("refused"),
+                count("failed"), count("lost"), _seconds(found.get("recovered_s")),
+                _seconds(found.get("before", {}).get("p99_s")), _seconds(found.get("after", {}).get("p99_s")),
+            ]
+        )  # fmt: skip
+    server, facts = record["server"], record["environment"]
+    headings = [
+        "fault", "sent", "answered", "retried", "refused (429)", "ended by an error event", "lost", "whole again, s",
+        "p99 before, s", "p99 after, s",
+    ]  # fmt: skip
+    notes = (
+        f"{server['replicas']} replicas of the mini model on a CPU, streaming and non-streaming requests;"
+        f" {facts['cpu']}, {facts['cpu_count']} cores that both replicas, Ray and the clients share. Record:"
+        " `benchmarks/records/serve-faults.json`. Command: `python -m benchmarks.faults`"
+    )
+    return table(headings, rows) + "\n\n" + notes
+
+
+def serving_fuzz() -> str:
+    """Hostile requests by kind and status."""
+    record = _record("serve-fuzz")
+    statuses = sorted({status for counts in record["statuses"].values() for status in counts})
+    rows = [
+        [kind, *(f"{counts.get(status, 0):,}" for status in statuses)] for kind, counts in record["statuses"].items()
+    ]
+    facts = record["environment"]
+    growth = ", ".join(f"{name} {value:.0f} MB" for name, value in record["growth_mb"].items())
+    notes = (
+        f"{record['cases']:,} requests in {record['seconds']:,} s, the slowest {record['slowest_s']:.1f} s;"
+        f" {len(record['failures'])} failures, {record['wrong_answers']} wrong answers to good requests in between;"
+        f" growth of memory: {growth}. {facts['cpu']}, {facts['cpu_count']} cores. Record:"
+        f" `benchmarks/records/serve-fuzz.json`. Command: `{shlex.join(record['command'])}`"
+    )
+    return table(["inputs", *statuses], rows) + "\n\n" + notes
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
