@@ -80,10 +80,11 @@ def serving_replicas() -> str:
         for shown, found in ((names[name], hits[name]) for name in names)
     ]  # fmt: skip
     work = record["work"]
+    follow_ups = record["follow_ups"]
     notes = (
         f"{record['model']['name']}: {work['requests']} requests of {work['views']} views and"
-        f" {work['output_tokens']} output tokens, all at once; {record['follow_ups']['requests']} questions,"
-        f" four about each document, {record['follow_ups']['max_concurrency']} in flight, 16 output tokens; {_where(record, 'replicas-4b')}"
+        f" {work['output_tokens']} output tokens, all at once; {follow_ups['requests']} questions, four about each"
+        f" document, {follow_ups['max_concurrency']} in flight, 16 output tokens; {_where(record, 'replicas-4b')}"
     )
     return table(["", "req/s", "of the prompt cached"], rows) + "\n\n" + notes
 
