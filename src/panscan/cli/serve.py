@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -109,14 +110,17 @@ def command(**options: Any) -> int:
         _require("ray", "cluster")
         from panscan.serve.cluster import run_cluster
 
-        code: int = run_cluster(
+        return run_cluster(
             chosen, on_ready, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
             ray_address=options["ray_address"],
         )  # fmt: skip
-        return code
     from panscan.serve.server import run_server
 
-    return run_server(chosen, on_ready)
+    code = run_server(chosen, on_ready)
+    # Python would wait for threads that still download documents of requests that have ended.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve_options(options: dict[str, Any]) -> ServeOptions:

@@ -145,6 +145,7 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # any failure of a pass is its requests' failure, not the engine's
+            _check_device(error)
             self._fail(step, error)
             self.land()  # before the next schedule: a preempted request may wait for a token of the pass in flight
             return True
@@ -166,6 +167,7 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # a device reports what went wrong when it is waited for
+            _check_device(error)
             for chunk in inflight.step.chunks:
                 if chunk.sequence in self._states:
                     self.end(self._states[chunk.sequence], "error", _explained(error))
@@ -404,6 +406,16 @@ class _LostImageError(Exception):
     def __init__(self, state: RequestState, reason: ImageError) -> None:
         super().__init__(str(reason))
         self.state, self.reason = state, reason
+
+
+def _check_device(error: Exception) -> None:
+    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+
+    Raises:
+        EngineError: the device has failed.
+    """
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
+        raise EngineError(f"the device has failed: {' '.join(str(error).split())[:300]}") from error
 
 
 def _explained(error: Exception) -> PanscanError:

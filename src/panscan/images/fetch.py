@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -133,19 +134,23 @@ def fetch(url: str) -> bytes:
     return content
 
 
-def fetch_from(url: str, domains: Collection[str], *, max_bytes: int = MAX_BYTES) -> bytes:
+def fetch_from(
+    url: str, domains: Collection[str], *, max_bytes: int = MAX_BYTES, deadline: float = math.inf
+) -> bytes:  # fmt: skip
     """Return the bytes behind ``url`` if it and every redirect lead to one of ``domains``; never from memory.
 
     Args:
         url: an http(s) URL.
         domains: lower-case host names that are allowed; their subdomains are not.
         max_bytes: a longer answer is refused while it arrives.
+        deadline: when the transfer is given up, seconds of :func:`panscan.core.now`; at the latest after
+            :data:`TRANSFER_S`.
 
     Raises:
         ImageError: see :func:`fetch`; also for another host.
     """
     name = named_url(url)
-    download = _Download(name, private=_allows_private(), domains=domains, max_bytes=max_bytes)
+    download = _Download(name, private=_allows_private(), domains=domains, max_bytes=max_bytes, deadline=deadline)
     return download.run(name.full if isinstance(name, ConcealedUrl) else name)
 
 
@@ -161,14 +166,16 @@ class _Download:
         private: whether it may lead to addresses that are not public.
         domains: the only hosts that it may lead to; None: any.
         max_bytes: of the answer.
+        deadline: seconds of :func:`panscan.core.now`.
     """
 
     def __init__(
-        self, name: str, *, private: bool, domains: Collection[str] | None = None, max_bytes: int = MAX_BYTES
+        self, name: str, *, private: bool, domains: Collection[str] | None = None, max_bytes: int = MAX_BYTES,
+        deadline: float = math.inf,
     ) -> None:  # fmt: skip
         self.name, self.private = name, private
         self._domains, self._max_bytes = domains, max_bytes
-        self._end = now() + TRANSFER_S
+        self._end = min(now() + TRANSFER_S, deadline)
 
     def run(self, url: str) -> bytes:
         try:

@@ -20,13 +20,13 @@ from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core import Request as ModelRequest
 from panscan.serve.backend import ServeBackend
-from panscan.serve.generation import Desk, RefusedError, Ticket, read_body, refusal
+from panscan.serve.generation import Desk, Pool, RefusedError, Ticket, read_body, refusal
 from panscan.serve.guards import BodyTooLargeError, Guard
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
 from panscan.serve.replies import Reply, TokenNames, error_body, error_of, error_status
-from panscan.serve.requests import RequestBuilder, check_used
+from panscan.serve.requests import RequestBuilder, check_used, fetches, is_remote
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
 
@@ -120,7 +120,9 @@ class _Api:
         try:
             body, uploads = await self._body(request, ticket, TokenizeRequest)
             self._check_model(body.model)
-            wanted = await self._desk.in_thread(ticket, partial(self._prompt, body, uploads))
+            remote = body.messages is not None and fetches(body.messages)
+            read = partial(self._prompt, body, uploads, ticket.until)
+            wanted = await self._desk.in_thread(ticket, read, "fetch" if remote else "read")
             counts = await self._backend.count(wanted)
         finally:
             ticket.release()
@@ -142,10 +144,10 @@ class _Api:
                 check_used(uploads, ())
                 page = size_views(body.width, body.height, settings, cost)
                 return JSONResponse({"pages": [page], "page_count": 1})
-            read = partial(self._builder.document, body.image, uploads)
-            document = await self._desk.in_thread(ticket, read)
+            read = partial(self._builder.document, body.image, uploads, ticket.until)
+            document = await self._desk.in_thread(ticket, read, "fetch" if is_remote(body.image) else "read")
             draw = partial(page_views, document, settings, cost, preview=body.preview)
-            pages = await self._desk.in_thread(ticket, draw, decodes=True)
+            pages = await self._desk.in_thread(ticket, draw, "decode")
             return JSONResponse({"pages": pages, "page_count": len(document.pages)})
         finally:
             ticket.release()
@@ -169,11 +171,15 @@ class _Api:
             body, uploads = await self._body(request, ticket, kind)
             self._check_model(body.model)
             chat = isinstance(body, ChatRequest)
-            build = partial(self._builder.chat if chat else self._builder.completion, body, uploads)
-            prepared = await self._desk.in_thread(ticket, build)
+            if chat:
+                build = partial(self._builder.chat, body, uploads, ticket.until)
+            else:
+                build = partial(self._builder.completion, body, uploads)
+            pool: Pool = "fetch" if chat and fetches(body.messages) else "read"
+            prepared = await self._desk.in_thread(ticket, build, pool)
             reply = Reply(
                 "chat" if chat else "text", self._options.model_name, self._names,
-                logprobs=body.logprobs not in (None, False),
+                logprobs=body.logprobs is not None and body.logprobs is not False,
             )  # fmt: skip
             response = await self._desk.answer(
                 request, ticket, prepared, reply, stream=body.stream,
@@ -191,11 +197,11 @@ class _Api:
         work = partial(parse, kind, content)
         return (work() if len(content) < _INLINE else await self._desk.in_thread(ticket, work)), uploads
 
-    def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes]) -> ModelRequest:
+    def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: float) -> ModelRequest:
         if body.messages is None:
             check_used(uploads, ())
             return ModelRequest(prompt=body.prompt, raw=True)
-        messages, documents = self._builder.conversation(body.messages, uploads)
+        messages, documents = self._builder.conversation(body.messages, uploads, deadline)
         return ModelRequest(
             messages=messages, images=[page for document in documents for page in document.pages],
             pan_and_scan=self._builder.pan_and_scan(body.mm_processor_kwargs), max_pages=self._options.max_pages,

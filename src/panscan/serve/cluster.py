@@ -159,6 +159,7 @@ def _signals() -> Iterator[_Stop]:
 def _connected(scale: Scale, ray_address: str | None) -> Iterator[None]:
     """Join a Ray cluster, or start one on this machine and end it afterwards."""
     if ray_address is None:
+        os.environ.pop(API_KEYS_VARIABLE, None)  # Ray's processes need only the digests that the options have
         os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
     try:
         import ray

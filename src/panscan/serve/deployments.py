@@ -24,6 +24,7 @@ APP = "panscan"
 
 CreateApp = Callable[[ServeOptions, ServeBackend], Any]
 
+_RETRY_SECONDS = 2.0  # between attempts to reach the first replica
 _REPLICAS = Range(whole=True, least=1, most=1024)
 _HTTP_REQUESTS = 65_536  # at once on the ingress; the queue's own bound answers 429 far below it
 _QUERIES = 16  # calls to a replica besides requests: token counts, statistics
@@ -69,9 +70,13 @@ class Ingress:
     """
 
     def __init__(self, engines: Any, create_app: CreateApp, options: ServeOptions, replicas: int) -> None:
+        from ray import serve
+
         from panscan.serve.replica_backend import ReplicaBackend
 
-        self._backend = ReplicaBackend(engines, options, app=APP, replicas=replicas)
+        # A configuration file may name the application otherwise: one cluster can serve several models.
+        name = serve.get_replica_context().app_name
+        self._backend = ReplicaBackend(engines, options, app=name, replicas=replicas)
         self._app = create_app(options, self._backend)
         self._loading = asyncio.get_running_loop().create_task(self._load())
 
@@ -92,11 +97,13 @@ class Ingress:
             self._app.state.desk.close()
 
     async def _load(self) -> None:
-        """Wait for the first replica. Until then, requests are answered 503."""
-        try:
-            await self._backend.start()
-        except PanscanError as error:  # Ray reports the deployment as failed
-            log.error("%s", error)
+        """Wait for the first replica, for as long as Ray tries to start one. Until then, requests are answered 503."""
+        while self._backend.info is None:
+            try:
+                await self._backend.start()
+            except PanscanError as error:  # Ray reports the deployment as failed, and may start it again
+                log.error("%s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
 
 
 def application(create_app: CreateApp, options: ServeOptions, scale: Scale, *, gpus: int) -> Any:

@@ -192,9 +192,9 @@ class EngineProcess:
             case QueryAnswer():
                 if (answer := self._answers.pop(message.number, None)) is not None and not answer.done():
                     _resolve(answer, message.answer)
-            case EngineReady():
+            case EngineReady() if not opened.done():  # a signal may have cancelled it
                 opened.set_result(message)
-            case LoadFailed():
+            case LoadFailed() if not opened.done():
                 opened.set_exception(message.error)
 
     def _deliver(self, message: Events) -> None:
@@ -210,6 +210,7 @@ class EngineProcess:
     def _cancel(self, id: str) -> None:
         if (flight := self._flying.get(id)) is None:
             return
+        flight.cancelled = True
         if self.ready and self._child is not None:
             self._child.send(Cancel(id))
         else:  # it waits for a process
@@ -227,7 +228,10 @@ class EngineProcess:
                 answer.set_exception(error)
         self._answers.clear()
         for id, flight in list(self._flying.items()):
-            if flight.streams or flight.attempts >= _ATTEMPTS:
+            if flight.cancelled:
+                del self._flying[id]
+                flight.fail(None)
+            elif flight.streams or flight.attempts >= _ATTEMPTS:
                 del self._flying[id]
                 flight.fail(error)
             else:
@@ -298,12 +302,14 @@ class _Flight:
         stream: where its events and its result go.
         streams: whether its events are read.
         attempts: processes that have begun to compute it.
+        cancelled: whether its client has gone.
     """
 
     request: Request
     stream: Stream
     streams: bool
     attempts: int = 0
+    cancelled: bool = False
 
     def end(self, result: Result) -> None:
         """Deliver its result."""
@@ -379,6 +385,7 @@ class _Child:
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # it ended, or was cut off
             while True:
                 self._take(self, pickle.loads(self._connection.recv_bytes()))
+        self._outgoing.put(None)  # ends the other thread
         self._take(self, self._exit_reason())
 
     def _transmit(self) -> None:

@@ -99,6 +99,10 @@ class _Worker:
         self._outgoing.put((id, event))
 
     def _on_end(self, id: str, result: Result) -> None:
+        if isinstance(result.error, EngineError):  # of all later requests too: the server starts another process
+            sys.stderr.write(f"the engine has failed: {result.error}\n")
+            sys.stderr.flush()
+            os._exit(1)
         self._outgoing.put(Ended(id, result))
         with self._registering:
             self._cancels.pop(id, None)

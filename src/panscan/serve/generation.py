@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
@@ -27,11 +28,16 @@ from panscan.serve.requests import PreparedRequest
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-__all__ = ["Desk", "RefusedError", "Ticket", "read_body", "refusal"]
+__all__ = ["Desk", "Pool", "RefusedError", "Ticket", "read_body", "refusal"]
+
+log = logging.getLogger("panscan.serve")
 
 Answer = TypeVar("Answer")
+Pool = Literal["read", "fetch", "decode"]
+"""Threads that read documents, download them, or decode pages for previews."""
 
-_THREADS = 16  # that read documents; a remote one may take a minute
+_THREADS = 16  # of each pool but the decoders; a download may take a minute
+_SEND_SECONDS = 60.0  # after the deadline of a request, for a client that reads slowly
 _DECODERS = 2  # threads that decode pages for previews: each holds up to 540 MB of pixels
 _BODIES = 2 * 2**30  # bytes of all request bodies in flight
 _BODY_SECONDS = 120.0  # for one body: a slow client must not hold a slot until its deadline
@@ -70,6 +76,11 @@ class Ticket:
     size: int = 0
     released: bool = False
 
+    @property
+    def until(self) -> float:
+        """The deadline, in seconds of :func:`panscan.core.now`."""
+        return now() + self.deadline - asyncio.get_running_loop().time()
+
     def grow(self, size: int) -> None:
         """Account for bytes of the body.
 
@@ -107,8 +118,8 @@ class Desk:
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._pool = ThreadPoolExecutor(_THREADS, "panscan-media")
-        self._decoders = ThreadPoolExecutor(_DECODERS, "panscan-decode")
+        sizes: dict[Pool, int] = {"read": _THREADS, "fetch": _THREADS, "decode": _DECODERS}
+        self._pools = {name: ThreadPoolExecutor(size, f"panscan-{name}") for name, size in sizes.items()}
 
     def admit(self, request: Request) -> Ticket:
         """Return a ticket for a new request.
@@ -150,24 +161,23 @@ class Desk:
             return False
         return True
 
-    async def in_thread(self, ticket: Ticket, work: Callable[[], Answer], *, decodes: bool = False) -> Answer:
+    async def in_thread(self, ticket: Ticket, work: Callable[[], Answer], pool: Pool = "read") -> Answer:
         """Run blocking work of a request in a thread and return its result.
 
         Args:
             ticket: of the request.
             work: runs to its end even if the deadline passes; its result is discarded then.
-            decodes: whether it decodes pixels, which takes a thread of the smaller pool.
+            pool: downloads and decoding have threads of their own, so that other requests never wait for them.
 
         Raises:
             TimeoutError: the deadline passed.
         """
-        pool = self._decoders if decodes else self._pool
         async with asyncio.timeout_at(ticket.deadline):
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self._pools[pool], work)
 
     def close(self) -> None:
         """Stop the threads; those at work end when their documents are read."""
-        for pool in (self._pool, self._decoders):
+        for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
@@ -183,6 +193,7 @@ class Desk:
             TimeoutError: the deadline passed.
             ClientDisconnect: the client has gone; its requests are cancelled.
         """
+        ticket.grow(prepared.image_bytes)
         streams: list[Stream] = []
         try:
             for each in prepared.requests:
@@ -192,10 +203,11 @@ class Desk:
                 first = await self._unless_gone(request, ticket, anext(events))
                 await _check_begun(streams[first[0]], first[1])
                 run = _Run(self, ticket, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt)
-                return _EventStream(run.chunks(first, events), run.close, request.receive)
+                limit = ticket.deadline + _SEND_SECONDS
+                return _EventStream(run.chunks(first, events), run.close, request.receive, limit)
             results = await self._unless_gone(request, ticket, _collect(streams))
         except BaseException:
-            _cancel(streams)
+            self.abandon(streams, request)
             raise
         for result in results:
             self.observe(result, request)
@@ -204,7 +216,21 @@ class Desk:
                 raise result.error
             if result.finish_reason == "cancelled":
                 raise EngineError("the server is shutting down")
-        return JSONResponse(await reply.whole(results, per_prompt))
+        await reply.learn(results)
+        if reply.logprobs:  # millions of entries at worst
+            return await self.in_thread(ticket, lambda: JSONResponse(reply.whole(results, per_prompt)))
+        return JSONResponse(reply.whole(results, per_prompt))
+
+    def abandon(self, streams: Sequence[Stream], request: Request) -> None:
+        """Cancel what is not finished, and count the requests once they have ended."""
+
+        def count(task: asyncio.Task[Result]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self.observe(task.result(), request)
+
+        for stream in streams:
+            stream.cancel()
+            asyncio.ensure_future(stream.result()).add_done_callback(count)
 
     def observe(self, result: Result, request: Request) -> None:
         """Count an ended request, and trace it."""
@@ -243,34 +269,34 @@ class _Run:
         self, first: tuple[int, TokenEvent], events: AsyncIterator[tuple[int, TokenEvent]]
     ) -> AsyncIterator[bytes]:
         """Yield server-sent events; a failure is an event of its own, and ends the stream."""
+        found: tuple[int, TokenEvent] | None = first
         try:
-            async with asyncio.timeout_at(self._ticket.deadline):
-                yield b"".join(map(server_sent, self._reply.first(len(self._streams))))
-                if (chunk := await self._chunk(*first)) is not None:
+            yield b"".join(map(server_sent, self._reply.first(len(self._streams))))
+            while found is not None:
+                if (chunk := await self._in_time(self._chunk(*found))) is not None:
                     yield chunk
-                async for index, event in events:
-                    if (chunk := await self._chunk(index, event)) is not None:
-                        yield chunk
-                results = await _collect(self._streams)
-                if self._include_usage:
-                    yield server_sent(self._reply.last(results, self._per_prompt))
-                yield DONE
+                found = await self._in_time(anext(events, None))
+            results = await self._in_time(_collect(self._streams))
+            if self._include_usage:
+                yield server_sent(self._reply.last(results, self._per_prompt))
+            yield DONE
         except PanscanError as error:
             yield server_sent(error_of(error))
         except TimeoutError:
             yield server_sent(error_body("the request's deadline has passed", 504))
+        except Exception as error:  # a defect must not look like the end of the answer
+            log.exception("a stream failed")
+            yield server_sent(error_body(f"internal error: {type(error).__name__}", 500))
 
     def close(self) -> None:
-        """Cancel what is not finished, and count the requests once they have ended."""
-        _cancel(self._streams)
+        """Give the slot back, cancel what is not finished, and count the requests."""
         self._ticket.release()
-        for stream in self._streams:
-            task = asyncio.ensure_future(stream.result())
-            task.add_done_callback(self._count)
+        self._desk.abandon(self._streams, self._request)
 
-    def _count(self, task: asyncio.Task[Result]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._desk.observe(task.result(), self._request)
+    async def _in_time(self, work: Awaitable[Answer]) -> Answer:
+        """Await ``work`` until the deadline. Around a ``yield``, a timeout would also cancel what sends the chunk."""
+        async with asyncio.timeout_at(self._ticket.deadline):
+            return await work
 
     async def _chunk(self, index: int, event: TokenEvent) -> bytes | None:
         if event.finish_reason == "cancelled":
@@ -286,13 +312,16 @@ class _EventStream(Response):
         chunks: what to send.
         close: called at the end, in any case.
         receive: of the request, which knows that its body has been read.
+        limit: when a client that reads too slowly is disconnected, on the event loop's clock.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None], receive: Receive) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[bytes], close: Callable[[], None], receive: Receive, limit: float
+    ) -> None:  # fmt: skip
         self.status_code, self.background = 200, None
-        self._chunks, self._close, self._receive = chunks, close, receive
+        self._chunks, self._close, self._receive, self._limit = chunks, close, receive, limit
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -300,7 +329,8 @@ class _EventStream(Response):
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_disconnected(self._receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            left = self._limit - asyncio.get_running_loop().time()
+            await asyncio.wait({sending, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (sending, gone):
                 task.cancel()
@@ -341,6 +371,8 @@ async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, 
             if kind == "multipart/form-data":
                 return await _read_form(counting, ticket.desk.options)
             return await counting.body(), {}
+    except ValueError as error:  # of the codec that a part of the form names
+        raise FieldError(f"request: the multipart body cannot be decoded ({error})", "request") from error
     except TimeoutError:
         if slow > ticket.deadline:
             raise
@@ -399,11 +431,6 @@ async def _check_begun(stream: Stream, event: TokenEvent) -> None:
 
 async def _collect(streams: Sequence[Stream]) -> list[Result]:
     return list(await asyncio.gather(*(stream.result() for stream in streams)))
-
-
-def _cancel(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        stream.cancel()
 
 
 async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEvent]]:

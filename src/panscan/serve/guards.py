@@ -15,6 +15,7 @@ __all__ = ["BodyTooLargeError", "Guard"]
 
 _OPEN = ("/", "/health", "/ready")  # without a key: nothing that they show is private
 _OPEN_PREFIX = "/playground/"
+_PROBES = ("/health", "/ready")  # also under the address of a container, which only its orchestrator knows
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -56,7 +57,7 @@ class Guard:
     def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         """Return status and reason of a refusal; None if the request may pass."""
         host = headers.get("host", "")
-        if self._hosts is not None and _name(host) not in self._hosts:
+        if self._hosts is not None and path not in _PROBES and _name(host) not in self._hosts:
             return 403, "this host name is not allowed; add it with --allowed-hosts"
         origin = headers.get("origin")
         if origin is not None and _authority(origin) != host.lower():
@@ -106,8 +107,8 @@ def _allowed_hosts(options: ServeOptions) -> frozenset[str] | None:
         loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
     except ValueError:
         loopback = False
-    if not loopback:
-        return named or None
+    if not loopback and not named:
+        return None
     own = f"[{options.host}]" if ":" in options.host else options.host
     return named | _LOOPBACK | {own.lower()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from panscan.core import ImageError
+from panscan.core import ImageError, now
 from panscan.images.decode import count_pages, image_error
 from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes, image_size
@@ -36,6 +37,11 @@ class MediaFile:
     sizes: tuple[tuple[int, int], ...]
     digest: bytes
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.pages[0].content) if self.pages else 0
+
 
 class MediaReader:
     """Reads what the URLs of a request refer to, within the server's limits. Blocks: call it in a thread.
@@ -51,18 +57,22 @@ class MediaReader:
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(self, url: str, uploads: Mapping[str, bytes], name: str) -> MediaFile:
+    def read(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float = math.inf) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
             url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
             uploads: files of a multipart body, by field name.
             name: what messages call the document, such as ``image 2``.
+            deadline: when a download is given up, seconds of :func:`panscan.core.now`.
 
         Raises:
+            TimeoutError: the deadline has passed.
             ImageError: the source is not allowed, or it cannot be read, or exceeds a limit.
         """
-        content = self._content(url, uploads, name)
+        if now() >= deadline:
+            raise TimeoutError
+        content = self._content(url, uploads, name, deadline)
         most = self._options.max_pages
         count = count_pages(BytesIO(content), name, most)
         if count > most:
@@ -76,7 +86,7 @@ class MediaReader:
                 raise image_error(name, problem)
         return MediaFile(found, sizes, hashlib.sha256(content).digest())
 
-    def _content(self, url: str, uploads: Mapping[str, bytes], name: str) -> bytes:
+    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float) -> bytes:
         scheme = url.partition(":")[0].lower()
         match scheme:
             case "data":
@@ -87,17 +97,17 @@ class MediaReader:
                     raise image_error(name, f"the multipart body has no file field {field!r}")
                 return uploads[field]
             case "http" | "https":
-                return self._fetched(url, name)
+                return self._fetched(url, name, deadline)
             case "file":
                 return self._local(url, name)
         raise image_error(name, "expected a data:, https:, file: or attachment: URL")
 
-    def _fetched(self, url: str, name: str) -> bytes:
+    def _fetched(self, url: str, name: str, deadline: float) -> bytes:
         if not self._domains:
             problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
             raise image_error(name, problem)
         try:
-            return fetch_from(url, self._domains, max_bytes=self._max_bytes)
+            return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline)
         except ImageError as error:
             raise image_error(name, str(error)) from error
 
@@ -114,11 +124,12 @@ class MediaReader:
             path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
             if not path.is_relative_to(self._root):
                 raise refused
-            # The resolved path has no links; one that is put there meanwhile is not followed.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise refused from error
         try:
+            if not _opened_path(descriptor, path).is_relative_to(self._root):  # a folder became a link meanwhile
+                raise refused
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise refused
@@ -128,6 +139,12 @@ class MediaReader:
                 return file.read(self._max_bytes)
         finally:
             os.close(descriptor)
+
+
+def _opened_path(descriptor: int, path: Path) -> Path:
+    """Return the path of an open file, where the system tells it; else the path that was opened."""
+    link = Path(f"/proc/self/fd/{descriptor}")
+    return link.readlink() if link.parent.is_dir() else path
 
 
 def _data(url: str, name: str) -> bytes:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 _ATTEMPTS = 3  # replicas that may compute one request: a request that kills its replica must end
 _QUERY_SECONDS = 30.0
 _STATS_SECONDS = 5.0
+_START_PAUSE_SECONDS = 0.5
 
 
 class _ReplicaLostError(EngineError):
@@ -63,6 +64,8 @@ class ReplicaBackend:
             with suppress(_ReplicaLostError):
                 info: ModelInfo = await _fresh(self._engines.info.remote)
                 self.info = replace(info, max_concurrency=self._replicas * info.max_concurrency)
+                return
+            await asyncio.sleep(_START_PAUSE_SECONDS)
 
     async def close(self) -> None:
         """See :class:`panscan.serve.backend.ServeBackend`."""

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from panscan.core import (
@@ -26,7 +27,6 @@ from panscan.serve.protocol import FieldError
 __all__ = ["DONE", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
 
 DONE = b"data: [DONE]\n\n"
-_NAMES = 100_000  # token texts that are remembered
 
 Kind = Literal["chat", "text"]
 
@@ -86,12 +86,7 @@ class TokenNames:
         """
         wanted = {*tokens, *(id for each in logprobs if each is not None for id, _ in each.top)}
         if missing := sorted(wanted - self._known.keys()):
-            texts = await self.backend.token_texts(missing)
-            if len(self._known) > _NAMES:
-                self._known.clear()
-                return await self.learn(logprobs, wanted)
-            self._known |= zip(missing, texts, strict=True)
-        return None
+            self._known |= zip(missing, await self.backend.token_texts(missing), strict=True)
 
     def text(self, token: int) -> str:
         """Return a token's text; bytes that are not UTF-8 alone as replacement characters."""
@@ -117,24 +112,29 @@ class Reply:
     """
 
     def __init__(self, kind: Kind, model: str, names: TokenNames, *, logprobs: bool) -> None:
-        self._kind, self._names, self._logprobs = kind, names, logprobs
+        self._kind, self._names, self.logprobs = kind, names, logprobs
+        self._offsets: dict[int, int] = {}  # characters of each streamed choice so far
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
-    async def whole(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
-        """Return the response with all choices.
+    async def learn(self, results: Sequence[Result]) -> None:
+        """Ask for the token texts that :meth:`whole` needs.
+
+        Raises:
+            EngineError: the backend cannot answer.
+        """
+        if self.logprobs:
+            for result in results:
+                await self._names.learn(result.logprobs or (), result.token_ids)
+
+    def whole(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
+        """Return the response with all choices, after :meth:`learn`.
 
         Args:
             results: of all choices, prompt by prompt.
             per_prompt: choices of each prompt.
-
-        Raises:
-            EngineError: texts of log-probabilities are needed, and the backend cannot answer.
         """
-        if self._logprobs:
-            for result in results:
-                await self._names.learn(result.logprobs or (), result.token_ids)
         object_name = "chat.completion" if self._kind == "chat" else "text_completion"
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         return {
@@ -153,19 +153,21 @@ class Reply:
         """Return the chunk of an event; None if it shows nothing.
 
         Raises:
-            EngineError: see :meth:`whole`.
+            EngineError: see :meth:`learn`.
         """
         reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
-        if not event.text and reason is None and (event.logprobs is None or not self._logprobs):
+        if not event.text and reason is None and (event.logprobs is None or not self.logprobs):
             return None
         choice: dict[str, Any] = {"index": index, "finish_reason": reason}
         if self._kind == "chat":
             choice["delta"] = {"content": event.text} if event.text else {}
         else:
             choice["text"] = event.text
-        if self._logprobs and event.logprobs is not None and event.token_id is not None:
+        if self.logprobs and event.logprobs is not None and event.token_id is not None:
             await self._names.learn([event.logprobs], [event.token_id])
-            choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs])
+            offset = self._offsets.get(index, 0)
+            choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], offset)
+            self._offsets[index] = offset + len(self._names.text(event.token_id))
         return self._chunk([choice])
 
     def last(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
@@ -177,18 +179,20 @@ class Reply:
         return {**self._head, "object": object_name, "choices": choices}
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self._logprobs else None
+        logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self.logprobs else None
         choice = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
         if self._kind == "chat":
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
         return {**choice, "text": result.text}
 
-    def _logprobs_of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs_of(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0
+    ) -> dict[str, Any]:  # fmt: skip
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._kind == "chat":
             return {"content": [self._names.entry(token, each) for token, each in pairs], "refusal": None}
         texts = [self._names.text(token) for token, _ in pairs]
-        offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+        offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
         top = [{self._names.text(id): value for id, value in each.top} for _, each in pairs]
         values = [each.logprob for _, each in pairs]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from panscan.serve.protocol import (
     TextPart,
 )
 
-__all__ = ["PreparedRequest", "RequestBuilder", "check_used"]
+__all__ = ["PreparedRequest", "RequestBuilder", "check_used", "fetches", "is_remote"]
 
 _CHARACTERS_PER_TOKEN = 4  # of text, about: for the estimate of a prompt's length
 
@@ -44,6 +45,12 @@ class PreparedRequest:
     requests: list[Request]
     work: Work
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of images on their way to the engine: each choice carries its own copy."""
+        files = {id(page.content): len(page.content) for page in self.requests[0].images}
+        return sum(files.values()) * len(self.requests)
+
 
 class RequestBuilder:
     """Builds requests for one server. Reads documents, so call it in a thread.
@@ -57,8 +64,8 @@ class RequestBuilder:
         self._options, self._cost = options, cost or GEMMA3_COST
         self._media = MediaReader(options)
 
-    def chat(self, body: ChatRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
-        """Return the requests of a chat completion.
+    def chat(self, body: ChatRequest, uploads: Mapping[str, bytes], deadline: float = math.inf) -> PreparedRequest:
+        """Return the requests of a chat completion (``deadline``: see :meth:`MediaReader.read`).
 
         Raises:
             FieldError: a value is out of its range.
@@ -66,7 +73,7 @@ class RequestBuilder:
         """
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         sampling = self._sampling(body, tokens, (body.top_logprobs or 0) if body.logprobs else None)
-        messages, documents = self.conversation(body.messages, uploads)
+        messages, documents = self.conversation(body.messages, uploads, deadline)
         pan_and_scan = self.pan_and_scan(body.mm_processor_kwargs)
         pages = [page for document in documents for page in document.pages]
         request = Request(
@@ -97,7 +104,7 @@ class RequestBuilder:
         return PreparedRequest(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
 
     def conversation(
-        self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes]
+        self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes], deadline: float = math.inf
     ) -> tuple[list[dict[str, Any]], list[MediaFile]]:
         """Return turns as :class:`panscan.core.Request` takes them, and their documents in order.
 
@@ -105,7 +112,8 @@ class RequestBuilder:
 
         Raises:
             ImageError: a document cannot be read, or exceeds a limit.
-            FieldError: too many images, or a file that nothing refers to.
+            FieldError: too many images, too many bytes in all, or a file that nothing refers to.
+            TimeoutError: the deadline has passed.
         """
         found: list[MediaFile] = []
         turns = []
@@ -119,20 +127,20 @@ class RequestBuilder:
                     continue
                 url = _url(part)
                 used.add(url.partition(":")[2] if url.startswith("attachment:") else "")
-                found.append(self._document(url, uploads, len(found) + 1))
+                found.append(self._document(url, uploads, found, deadline))
                 parts += [{"type": "image"} for _ in found[-1].pages]
             turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
         check_used(uploads, used)
         return turns, found
 
-    def document(self, url: str, uploads: Mapping[str, bytes]) -> MediaFile:
+    def document(self, url: str, uploads: Mapping[str, bytes], deadline: float = math.inf) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
 
         Raises:
             FieldError: a file that the URL does not refer to.
         """
         check_used(uploads, [url.partition(":")[2]])
-        return self._media.read(url, uploads, "image")
+        return self._media.read(url, uploads, "image", deadline)
 
     def pan_and_scan(self, given: MmProcessorKwargs | None) -> PanAndScan:
         """Return the server's pan-and-scan settings with those that a request gives.
@@ -152,10 +160,15 @@ class RequestBuilder:
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
 
-    def _document(self, url: str, uploads: Mapping[str, bytes], number: int) -> MediaFile:
-        if number > self._options.max_images:
+    def _document(
+        self, url: str, uploads: Mapping[str, bytes], before: Sequence[MediaFile], deadline: float
+    ) -> MediaFile:  # fmt: skip
+        if len(before) >= self._options.max_images:
             raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-        return self._media.read(url, uploads, f"image {number}")
+        document = self._media.read(url, uploads, f"image {len(before) + 1}", deadline)
+        if sum(each.size for each in (*before, document)) > self._options.max_body_mb * 1e6:
+            raise FieldError(f"messages: images of more than {self._options.max_body_mb:g} MB in all", "messages")
+        return document
 
     def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
         own = self._options.settings.sampling
@@ -248,6 +261,17 @@ def _schema(given: ResponseFormat | None) -> dict[str, str]:
         return {}
     schema: Any = {"type": "object"} if given.json_schema is None else given.json_schema.json_schema
     return {"json_schema": json.dumps(schema)}
+
+
+def fetches(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether a conversation has remote images, so that reading it may take long."""
+    parts = [part for message in messages if not isinstance(message.content, str) for part in message.content]
+    return any(is_remote(_url(part)) for part in parts if not isinstance(part, TextPart))
+
+
+def is_remote(url: str) -> bool:
+    """Return whether a URL is fetched over the network."""
+    return url.partition(":")[0].lower() in ("http", "https")
 
 
 def _url(part: ImagePart | FilePart) -> str:

@@ -83,7 +83,7 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(_STALL_SECONDS, self.transport.abort)
+        self._watch_stall()
 
     def resume_writing(self) -> None:
         self._forget_stall()
@@ -93,6 +93,16 @@ class _Connection(H11Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+    def _watch_stall(self) -> None:
+        before = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(_STALL_SECONDS, self._check_stall, before)
+
+    def _check_stall(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_stall()
+        else:
+            self.transport.abort()
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
