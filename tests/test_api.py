@@ -32,7 +32,8 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_readmes_examples_run_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offline, streamed, structured = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    # The first two need a server: tests/serve/test_server.py runs them.
+    _, _, offline, streamed, structured = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path, count=1)
     shutil.move("receipt-00.png", "receipt.png")

@@ -35,6 +35,7 @@ _BASES = {
     "recommend": ["recommend", "run"],
     "report": ["report", "run"],
     "samples": ["samples", "more", "--count", "1"],
+    "serve": ["serve", "--port=0", "--print-config"],  # it reads and checks every option, and ends
 }
 _WEIGHTS = {"bench": 6, "batch": 5, "ask": 5, "demo": 0.3}
 

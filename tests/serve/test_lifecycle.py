@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import socket
 import threading
@@ -13,6 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from tests.serve.serving import DEADLINE, Server, chat, post, refused, user, wait_for
+
+from panscan.core import Request, Sampling
+from panscan.serve.backend import Work
+from panscan.serve.engine_process import EngineProcess
+from panscan.settings import Settings
 
 PATH = "/v1/chat/completions"
 
@@ -167,3 +174,35 @@ def test_the_generate_runner_answers_the_same_and_a_second_signal_ends_at_once(
     other.process.send_signal(signal.SIGINT)
     assert other.process.wait(DEADLINE) == 0
     assert isinstance(cut.exception(), httpx.HTTPError) or cut.result().status_code == 503
+
+
+def test_a_killed_rank_restarts_the_engine(start: Callable[..., Server], pool: ThreadPoolExecutor) -> None:
+    server = start("--model", "tiny", "--tensor-parallel-size", "2", "--kv-cache-gb", "0.05")
+    before = server.engine.pid
+    whole = sent(pool, server, long(400))
+    wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+    server.engine.children()[0].kill()
+    assert whole.result().json()["usage"]["completion_tokens"] == 400  # by the engine that was started in its place
+    assert server.engine.pid != before
+    assert server.metric("panscan:requests_retried") == 1
+
+
+def test_a_cancelled_request_is_not_computed_again() -> None:
+    async def scenario() -> tuple[str, int]:
+        backend = EngineProcess(Settings(runner="engine", model="tiny", device="cpu"), max_queued_requests=1)
+        await backend.start()
+        try:
+            sampling = Sampling(max_new_tokens=4000, ignore_eos=True)
+            request = Request(prompt="Hi", sampling=sampling, id="abandoned")
+            stream = backend.submit(request, Work(0, 10, 4000), stream=False)
+            assert backend.pid is not None  # it is ready
+            os.kill(backend.pid, signal.SIGSTOP)  # so that the engine cannot end the request itself
+            stream.cancel()
+            os.kill(backend.pid, signal.SIGKILL)
+            async with asyncio.timeout(DEADLINE):
+                result = await stream.result()
+            return result.finish_reason, backend.retried
+        finally:
+            await backend.close()
+
+    assert asyncio.run(scenario()) == ("cancelled", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -36,6 +37,8 @@ from transformers import AutoTokenizer
 from panscan.core import ImageError, SettingError
 from panscan.images.fetch import ALLOW_PRIVATE
 from panscan.model.bundled import mini_directory
+from panscan.serve.app import create_app
+from panscan.serve.engine_process import EngineProcess
 from panscan.serve.media import MediaReader
 from panscan.serve.options import ApiKeys, ServeOptions
 from panscan.settings import Settings
@@ -370,3 +373,15 @@ def test_a_multipart_body_has_each_field_once(server: Server) -> None:
         ([request, ("model", (None, "x")), page], None),
     ):  # fmt: skip
         refused(httpx.post(f"{server}/v1/views", files=parts, timeout=DEADLINE), 400, param)
+
+
+def test_a_server_for_named_hosts_answers_to_them_to_local_names_and_to_probes() -> None:
+    options = ServeOptions(settings=Settings(runner="engine"), host="0.0.0.0", allowed_hosts=("api.example.com",))
+    app = create_app(options, EngineProcess(options.settings, max_queued_requests=1))
+
+    async def statuses() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            urls = ("api.example.com/v1/models", "127.0.0.1:8000/v1/models", "10.0.0.7/health", "10.0.0.7/v1/models")
+            return [(await client.get(f"http://{url}")).status_code for url in urls]
+
+    assert asyncio.run(statuses()) == [200, 200, 200, 403]

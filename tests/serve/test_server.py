@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ from tests.serve.serving import (
 
 from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.engine.detokenizer import token_bytes
+from panscan.images.samples import write_samples
 from panscan.images.views import plan_views
 from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest
+
+README = Path(__file__).parents[2] / "README.md"
 
 TOKENS = 12
 GREEDY, DEFAULT = Sampling(TOKENS), PanAndScan()
@@ -214,6 +218,22 @@ def test_choices_have_the_seeds_that_follow_and_completions_are_raw(client: Open
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected[0].prompt_tokens + expected[3].prompt_tokens
     assert answer.usage.completion_tokens == sum(result.output_tokens for result in expected)
+
+
+def test_completions_have_log_probabilities_at_their_place_in_the_text(client: OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "mini",
+        "prompt": "The total",
+        "max_tokens": 6,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.completions.create(**asked, logprobs=0).choices[0].logprobs
+    assert whole is not None and whole.top_logprobs == [{}] * 6  # 0: those of the chosen tokens alone
+    places = list(accumulate(map(len, whole.tokens or []), initial=0))[:-1]
+    assert whole.text_offset == places
+    chunks = client.completions.create(**asked, logprobs=1, stream=True)
+    streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    assert [place for each in streamed for place in each.text_offset or []] == places
 
 
 def test_answers_satisfy_a_json_schema(client: OpenAI) -> None:
@@ -394,6 +414,20 @@ def test_traces_have_a_span_per_stage(engine: Engine) -> None:
         assert before.end_time == after.start_time
     assert (root.start_time, root.end_time) == (stages[0].start_time, pytest.approx(stages[-1].end_time, abs=10**9))
     assert root.attributes["gen_ai.usage.output_tokens"] == 4
+
+
+def test_the_readmes_client_runs_as_it_stands(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streamed, extracted, *_ = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "samples", count=1)
+    names: dict[str, Any] = {}
+    exec(streamed.replace("http://127.0.0.1:8000", server.url), names)
+    total = capsys.readouterr().out
+    assert re.fullmatch(r"\$\d+\.\d\d", total)
+    exec(extracted, names)
+    assert json.loads(capsys.readouterr().out) == {"total": total}
 
 
 def test_startup_failures_are_one_line(server: Server) -> None:

@@ -135,14 +135,14 @@ def fetch(url: str) -> bytes:
 
 
 def fetch_from(
-    url: str, domains: Collection[str], *, max_bytes: int = MAX_BYTES, deadline: float = math.inf
+    url: str, domains: Collection[str], *, max_bytes: int | None = None, deadline: float = math.inf
 ) -> bytes:  # fmt: skip
     """Return the bytes behind ``url`` if it and every redirect lead to one of ``domains``; never from memory.
 
     Args:
         url: an http(s) URL.
         domains: lower-case host names that are allowed; their subdomains are not.
-        max_bytes: a longer answer is refused while it arrives.
+        max_bytes: a longer answer is refused while it arrives; None: :data:`MAX_BYTES`.
         deadline: when the transfer is given up, seconds of :func:`panscan.core.now`; at the latest after
             :data:`TRANSFER_S`.
 
@@ -165,16 +165,16 @@ class _Download:
         name: what messages call the URL.
         private: whether it may lead to addresses that are not public.
         domains: the only hosts that it may lead to; None: any.
-        max_bytes: of the answer.
+        max_bytes: of the answer; None: :data:`MAX_BYTES`.
         deadline: seconds of :func:`panscan.core.now`.
     """
 
     def __init__(
-        self, name: str, *, private: bool, domains: Collection[str] | None = None, max_bytes: int = MAX_BYTES,
+        self, name: str, *, private: bool, domains: Collection[str] | None = None, max_bytes: int | None = None,
         deadline: float = math.inf,
     ) -> None:  # fmt: skip
         self.name, self.private = name, private
-        self._domains, self._max_bytes = domains, max_bytes
+        self._domains, self._max_bytes = domains, MAX_BYTES if max_bytes is None else max_bytes
         self._end = min(now() + TRANSFER_S, deadline)
 
     def run(self, url: str) -> bytes:
