@@ -1,12 +1,12 @@
-"""What a cluster loses when its parts fail: real replicas over Ray Serve, under load, killed, hung, flooded, restarted.
+"""Fault injection for a cluster: real replicas on Ray Serve are killed, hung, overloaded and restarted under load.
 
     python -m benchmarks.faults                       # all faults, about ten minutes on two cores
     python -m benchmarks.faults --only kill_replica   # one of them; writes no record
 
-Every request has one of five ends. Answered: complete. Refused: 429 or 503 with Retry-After. Unreachable: no
-connection. Failed: another explicit error. Lost: anything else, such as a connection that breaks or a stream that ends
-without saying why. A request that was accepted and not streamed must be answered. The record also has the
-latency before, during and after each fault, and the time until all replicas answer again.
+Every request has one of five outcomes. Answered: complete. Refused: 429 or 503 with Retry-After. Unreachable: no
+connection. Failed: another explicit error. Lost: anything else, such as a broken connection or a stream that ends
+without an error event. An accepted non-streaming request must be answered. The record also has the latency before,
+during and after each fault, and the recovery time until all replicas answer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process; :meth:`ready` says when it answers."""
+        """Start the process; :meth:`ready` waits until it answers."""
         command = (
             f"{sys.executable} -m panscan serve --model mini --device cpu --replicas {REPLICAS} --port {self.port}"
             f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
@@ -73,7 +73,7 @@ class Server:
             self._process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
 
     async def ready(self) -> float:
-        """Wait until all replicas answer, and return how many seconds that took."""
+        """Wait until all replicas answer, and return the elapsed seconds."""
         start = time.monotonic()
         async with httpx.AsyncClient(timeout=30) as client:
             while time.monotonic() - start < START:
@@ -84,11 +84,11 @@ class Server:
         raise AssertionError(f"not ready within {START:g} s: {self.log.read_text()}")
 
     async def engines(self, client: httpx.AsyncClient) -> set[str]:
-        """Return the names of the replicas that report their figures."""
+        """Return the names of the replicas that report statistics."""
         return {name for name in await self.metrics(client) if name.startswith("vllm:num_requests_running")}
 
     async def metrics(self, client: httpx.AsyncClient) -> dict[str, float]:
-        """Return the server's metrics; none while it cannot be reached."""
+        """Return the server's metrics; empty while it cannot be reached."""
         try:
             text = (await client.get(f"{self.url}/metrics")).text
         except httpx.HTTPError:
@@ -102,8 +102,8 @@ class Server:
         return [each for each in self.family if each.is_running() and deployment in " ".join(_command(each))]
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, int, float]:
-        """Send a signal; return the exit code, how many processes are left, and the seconds until the end."""
-        self.actors()  # they are in the family now
+        """Send a signal; return the exit code, the number of remaining processes, and the seconds until the exit."""
+        self.actors()  # adds them to the family
         start = time.monotonic()
         self.process.send_signal(number)
         code = await asyncio.to_thread(self.process.wait, 120)
@@ -122,7 +122,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 @dataclass(slots=True)
 class Tally:
-    """Ends of requests, with when each began (seconds of ``time.monotonic``) and how long it took."""
+    """The outcomes of requests, with the start (``time.monotonic``) and duration of answered ones, in seconds."""
 
     ends: Counter[str] = field(default_factory=Counter)
     answered: list[tuple[float, float]] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Tally:
             self.reasons[f"{kind} {end}: {reason}"] += 1
 
     def latency(self, since: float, until: float) -> dict[str, float] | None:
-        """Return the median and the 99th percentile, in seconds, of answers to requests of a time."""
+        """Return the median and 99th percentile latency, in seconds, of requests that started in an interval."""
         found = sorted(took for start, took in self.answered if since <= start < until)
         if not found:
             return None
@@ -147,7 +147,7 @@ class Tally:
 
 
 async def ask(client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS) -> str:
-    """Send one request, count its end and return it."""
+    """Send one request; count and return its outcome."""
     start = time.monotonic()
     try:
         response = await client.post("/v1/chat/completions", json=_body(tokens))
@@ -165,7 +165,7 @@ async def ask(client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS) -> 
 async def read(
     client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS, *, pause: float = 0.0, kind: str = "stream"
 ) -> str:
-    """Stream one request, count its end and return it. ``pause``: seconds between two events, of a slow reader."""
+    """Stream one request; count and return its outcome. ``pause``: seconds between two lines, for a slow reader."""
     start = time.monotonic()
     last = ""
     try:
@@ -206,7 +206,7 @@ def _body(tokens: int, **more: Any) -> dict[str, Any]:
 
 
 class Load:
-    """As many clients as the replicas have slots, each with one request after another; every fourth one streams."""
+    """A load of one client per slot, each sending one request after another; every fourth client streams."""
 
     def __init__(self, server: Server) -> None:
         self.tally = Tally()
@@ -221,7 +221,7 @@ class Load:
                 await asyncio.sleep(0.2)
 
     async def stop(self) -> Tally:
-        """Let every request end."""
+        """Stop sending, wait for all requests, and return their outcomes."""
         self._stopped = True
         await asyncio.gather(*self._tasks)
         await self._client.aclose()
@@ -236,7 +236,7 @@ def _client(server: Server) -> httpx.AsyncClient:
 async def _under_load(
     server: Server, harm: Callable[[psutil.Process], Awaitable[None]], deployment: str = "EngineReplica"
 ) -> dict[str, Any]:
-    """Harm a process of a deployment under load, and return what became of the requests."""
+    """Harm a process of a deployment under load, and return the outcomes of the requests."""
     load = Load(server)
     before = time.monotonic()
     await asyncio.sleep(STEADY)
@@ -284,12 +284,12 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def kill_replica(server: Server) -> dict[str, Any]:
-    """``kill -9`` of a replica."""
+    """Kill a replica with SIGKILL."""
     return await _under_load(server, _kill)
 
 
 async def hang_replica(server: Server) -> dict[str, Any]:
-    """A replica's process stops (SIGSTOP), and stays stopped."""
+    """Stop a replica's process with SIGSTOP until the watchdog kills it."""
 
     async def harm(victim: psutil.Process) -> None:
         victim.suspend()
@@ -300,12 +300,12 @@ async def hang_replica(server: Server) -> dict[str, Any]:
 
 
 async def kill_ingress(server: Server) -> dict[str, Any]:
-    """``kill -9`` of the HTTP ingress: the one part whose requests are lost."""
+    """Kill the HTTP ingress with SIGKILL: the only part whose requests are lost."""
     return await _under_load(server, _kill, "Ingress")
 
 
 async def poisonous_request(server: Server) -> dict[str, Any]:
-    """Every replica is killed while it computes one request, until that request is given up."""
+    """Kill every replica that computes one request, until that request fails."""
     tally, kills = Tally(), 0
     async with _client(server) as client:
         poison = asyncio.create_task(ask(client, tally, 5000))
@@ -322,7 +322,7 @@ async def poisonous_request(server: Server) -> dict[str, Any]:
 
 
 async def full_queue(server: Server) -> dict[str, Any]:
-    """Four times as many requests at once as may run and wait."""
+    """Send four times as many requests at once as may run or wait."""
     tally = Tally()
     async with _client(server) as client:
         await asyncio.gather(*[ask(client, tally) for _ in range(4 * (REPLICAS * SEQUENCES + QUEUED))])
@@ -330,7 +330,7 @@ async def full_queue(server: Server) -> dict[str, Any]:
 
 
 async def many_clients(server: Server) -> dict[str, Any]:
-    """500 clients at once, half of them streams. A client that is refused retries until it is answered."""
+    """Run 500 clients at once, half of them streaming. A refused client retries until it is answered."""
     tally = Tally()
 
     async def persist(send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
@@ -344,19 +344,19 @@ async def many_clients(server: Server) -> dict[str, Any]:
 
 
 async def slow_readers(server: Server) -> dict[str, Any]:
-    """Eight streams that are read at ten events per second, beside the usual load."""
+    """Read eight streams at ten events per second, beside the usual load."""
     load = Load(server)
     start = time.monotonic()
     async with _client(server) as client:
         slow = [read(client, load.tally, 200, pause=0.05, kind="slow_stream") for _ in range(8)]
         await asyncio.gather(*slow)
     tally = await load.stop()
-    tally.answered = [each for each in tally.answered if each[1] < 10.0]  # the slow ones take as long as they want
+    tally.answered = [each for each in tally.answered if each[1] < 10.0]  # excludes the slow streams
     return {**_ends(tally), "during": tally.latency(start, time.monotonic())}
 
 
 async def restart_head(server: Server) -> dict[str, Any]:
-    """``kill -9`` of the whole server, started again; clients repeat what they lost."""
+    """Kill the whole server with SIGKILL and restart it; clients repeat lost requests."""
     tally, repeated, stopped = Tally(), 0, False
 
     async def persist() -> None:
@@ -386,7 +386,7 @@ async def restart_head(server: Server) -> dict[str, Any]:
 
 
 async def sigterm_under_load(server: Server) -> dict[str, Any]:
-    """SIGTERM under load: what was accepted is answered, the rest refused; exit code 0, no process left."""
+    """Send SIGTERM under load: accepted requests are answered, others refused; exit code 0, no remaining process."""
     load = Load(server)
     await asyncio.sleep(STEADY)
     ending = asyncio.create_task(server.end())
@@ -400,7 +400,7 @@ async def sigterm_under_load(server: Server) -> dict[str, Any]:
 
 
 async def second_signal(server: Server) -> dict[str, Any]:
-    """A second SIGTERM while a long answer is under way: the server ends without waiting for it."""
+    """Send a second SIGTERM during a long answer: the server exits without waiting for it."""
     tally = Tally()
     async with _client(server) as client:
         reading = asyncio.create_task(read(client, tally, 10_000))
@@ -417,7 +417,7 @@ async def second_signal(server: Server) -> dict[str, Any]:
 
 
 async def deploy_config(server: Server) -> dict[str, Any]:
-    """No fault: the printed configuration, run by Ray's own command, answers."""
+    """Check that the printed configuration answers when Ray's own command runs it (no fault)."""
     command = [sys.executable, "-m", "panscan", "serve", "--model", "mini", "--device", "cpu", "--print-config"]
     printed = subprocess.run([*command, "--port", "8129"], capture_output=True, text=True, check=True).stdout
     config = server.log.with_name("serve.yaml")
@@ -435,7 +435,7 @@ async def deploy_config(server: Server) -> dict[str, Any]:
             await asyncio.gather(*[ask(client, tally) for _ in range(4)])
     finally:
         family = psutil.Process(deployed.pid).children(recursive=True)
-        deployed.kill()  # Ray's processes end with it
+        deployed.kill()  # Ray's processes exit with it
         deployed.wait()
         await asyncio.to_thread(psutil.wait_procs, family, 30)
     return _ends(tally)
@@ -455,7 +455,7 @@ FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
 
 
 async def run(names: list[str]) -> dict[str, Any]:
-    """Inject the named faults, one after another, and return what each led to."""
+    """Inject the named faults, one after another, and return the outcome of each."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log")

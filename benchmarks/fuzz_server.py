@@ -1,11 +1,11 @@
-"""The server under hostile input: damaged images, JSON and HTTP, and whatever its OpenAPI document allows.
+"""Fuzzing of the server: damaged images, JSON and HTTP, and requests from its OpenAPI document.
 
     python -m benchmarks.fuzz_server --cases 12000
 
 It starts ``panscan serve`` with the tiny model, sends the cases, and writes ``records/serve-fuzz.json``. A case fails
-if its answer is a 5xx other than 503 and 504, is not an error in OpenAI's shape, or does not arrive in time. The job
-fails if a case does, if a process grew beyond ``--most-growth-mb``, or if a fixed question is answered differently than
-at the start. A case is made again by its seed and number (``--only 1234``). The part ``openapi`` needs schemathesis.
+if its response is a 5xx other than 503 and 504, is an error in another format than OpenAI's, or does not arrive in
+time. The job fails if a case fails, if a process grows beyond ``--most-growth-mb``, or if the answer to a fixed
+question changes. ``--only 1234`` reproduces a case from the seed and its number. ``openapi`` needs schemathesis.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from panscan.records.environment import environment
 __all__ = ["GROUPS", "Attack", "Fuzzer", "attack"]
 
 RECORD = Path(__file__).parent / "records" / "serve-fuzz.json"
-DEADLINE = 40.0  # seconds for one answer; the server is asked to give up after half of it
+DEADLINE = 40.0  # seconds for one answer; the server's timeout is half of it
 _FINE = {503, 504}
-_SILENCE = 0.3  # seconds after which the server is taken to wait for the rest of a request
+_SILENCE = 0.3  # seconds until we assume that the server waits for the rest of a request
 _SAMPLES = 20  # memory readings
 _VERSIONS = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "python-multipart", "schemathesis", "hypothesis")
 _SERVER = [
@@ -93,10 +93,10 @@ class Attack:
 
     Args:
         group: what is hostile, one of :data:`GROUPS`.
-        how: the mutation.
-        path: of the request.
-        body: its content.
-        headers: besides those that every request has.
+        how: name of the mutation.
+        path: URL path.
+        body: request body.
+        headers: headers besides those of every request.
         raw: bytes to send over TCP instead.
     """
 
@@ -109,7 +109,7 @@ class Attack:
 
 
 def attack(seed: int, index: int) -> Attack:
-    """Return a case, the same whichever cases come before it."""
+    """Return a case; it does not depend on earlier cases."""
     names = list(GROUPS)
     return GROUPS[names[index % len(names)]](Random(f"{seed}:serve:{index}"), index // len(names))
 
@@ -120,7 +120,7 @@ def _seed_file(kind: str) -> bytes:
 
 
 def _file(random: Random, turn: int) -> tuple[str, bytes]:
-    """Return a damaged image or document, and what was done to it."""
+    """Return a description of the damage, and the damaged image or document."""
     kind = list(SEEDS)[turn % len(SEEDS)]
     if random.random() < 0.1:
         other = _seed_file(random.choice(list(SEEDS)))
@@ -196,7 +196,7 @@ def _spots(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _hostile(random: Random, value: Any) -> Any:
-    """Return another value, mostly of the same type, which gets further."""
+    """Return another value, mostly of the same type, so that it passes more checks."""
     kinds = {int: _NUMBERS, float: _NUMBERS, str: _TEXTS}
     same = kinds.get(type(value), _OTHERS)
     return random.choice(same if random.random() < 0.7 else random.choice((_NUMBERS, _TEXTS, _OTHERS)))
@@ -252,18 +252,18 @@ def _http(random: Random, turn: int) -> Attack:
 GROUPS: dict[str, Callable[[Random, int], Attack]] = {
     "image": _image, "multipart": _multipart, "fields": _fields, "json": _json, "http": _http,
 }  # fmt: skip
-"""The groups of cases and how each is made."""
+"""The generator of each group of cases."""
 
 
 @dataclass(slots=True)
 class Fuzzer:
-    """Sends attacks to one server and counts the answers.
+    """A client that sends attacks to one server and counts the answers.
 
     Args:
-        url: of the server.
+        url: URL of the server.
         statuses: answers by group and HTTP status; ``closed`` if a raw connection ended without one.
         failures: number, group, mutation and reason of each failed case.
-        slowest: seconds.
+        slowest: longest time to an answer, seconds.
     """
 
     url: str
@@ -318,7 +318,7 @@ class Fuzzer:
                 while piece := connection.recv(65_536):
                     received += piece
             except ConnectionError:
-                pass  # closed while bytes were under way
+                pass  # closed while bytes were in transit
         first = re.match(rb"HTTP/1\.1 (\d{3}) ", received)
         if first is None:
             return "closed", f"not HTTP: {received[:100]!r}" if received else ""
@@ -330,7 +330,7 @@ _JSON = {"content-type": "application/json"}
 
 
 def problem_of(status: int, content: bytes) -> str:
-    """Return what is wrong with an answer, or an empty text."""
+    """Return what is wrong with an answer, or an empty string."""
     if status >= 500 and status not in _FINE:
         return f"status {status}: {content[:300]!r}"
     if status < 400:
@@ -340,7 +340,7 @@ def problem_of(status: int, content: bytes) -> str:
         fine = error.keys() == {"message", "type", "param", "code"} and isinstance(error["message"], str)
     except (ValueError, TypeError, KeyError, AttributeError):
         fine = False
-    return "" if fine else f"status {status} without an error in OpenAI's shape: {content[:300]!r}"
+    return "" if fine else f"status {status} without an error in OpenAI's format: {content[:300]!r}"
 
 
 def fuzz_openapi(fuzzer: Fuzzer, examples: int, first: int) -> int:
@@ -386,7 +386,7 @@ def _launch() -> tuple[subprocess.Popen[str], str]:
     """Start a server and return it with its URL.
 
     Raises:
-        RuntimeError: it ends before it is ready.
+        RuntimeError: the server exits before it is ready.
     """
     log = (RECORD.parent.parent.parent / "runs" / "serve-fuzz.log").resolve()
     log.parent.mkdir(exist_ok=True)
@@ -399,7 +399,7 @@ def _launch() -> tuple[subprocess.Popen[str], str]:
             break
         time.sleep(0.1)
     process.kill()
-    raise RuntimeError(f"the server did not start; its log is {log}")
+    raise RuntimeError(f"the server did not start; see {log}")
 
 
 def _memory(pid: int) -> dict[str, int]:
@@ -410,7 +410,7 @@ def _memory(pid: int) -> dict[str, int]:
 
 
 def _run(options: argparse.Namespace, process: subprocess.Popen[str], fuzzer: Fuzzer) -> dict[str, Any]:
-    """Send all cases and return the record's figures."""
+    """Send all cases and return the results for the record."""
     engine, expected, wrong = psutil.Process(process.pid).children()[0].pid, fuzzer.question(), 0
     cases = range(options.cases) if options.only is None else (options.only,)
     step, memory, start = max(1, len(cases) // _SAMPLES), [_memory(process.pid)], time.monotonic()
@@ -442,11 +442,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz_server", description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=10_000, help="cases besides those of the OpenAPI document")
     parser.add_argument("--openapi", type=int, default=200, help="cases per endpoint and mode; 0: none")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other cases")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the cases")
     parser.add_argument("--workers", type=int, default=4, help="requests at once")
     parser.add_argument("--only", type=int, metavar="CASE", help="send one case again; writes no record")
-    parser.add_argument("--most-growth-mb", type=int, default=200, help="memory a process may gain after a quarter")
-    parser.add_argument("--output", type=Path, default=RECORD, help="the record")
+    parser.add_argument("--most-growth-mb", type=int, default=200, help="maximum memory growth after a quarter, MB")
+    parser.add_argument("--output", type=Path, default=RECORD, help="path of the record")
     options = parser.parse_args()
     process, url = _launch()
     try:

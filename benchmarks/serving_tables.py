@@ -1,4 +1,4 @@
-"""Tables about the server, from its records: over HTTP beside the engine, replicas, faults, fuzzing."""
+"""Tables about the server, from its records: HTTP compared with the engine, replicas, faults, fuzzing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _where(record: dict[str, Any], name: str) -> str:
 
 
 def serving_over_http() -> str:
-    """The server beside the engine called directly."""
+    """Return the table that compares the server with direct calls of the engine."""
     rows, notes = [], []
     for name in ("serving-27b", "serving-mini"):
         record = _record(name)
@@ -62,14 +62,14 @@ def serving_over_http() -> str:
             f" {work['output_tokens']} output tokens, bodies of {server['body_mb']:.2f} MB, {_where(record, name)}"
         )
     headings = [
-        "model", "in flight", "engine req/s", "server req/s", "ratio", "engine TTFT ms", "server TTFT ms more",
+        "model", "in flight", "engine req/s", "server req/s", "ratio", "engine TTFT ms", "added TTFT ms",
         "/health p99 ms", "same answers",
     ]  # fmt: skip
     return table(headings, rows) + "\n\n" + "\n\n".join(notes)
 
 
 def serving_replicas() -> str:
-    """Two replicas beside one, and cache hits by routing."""
+    """Return the table that compares two replicas with one, and cache hits by routing policy."""
     record = _record("replicas-4b")
     speed = {count: each["requests_per_s"]["median"] for count, each in record["throughput"].items()}
     hits = record["cache_hits"]
@@ -86,11 +86,11 @@ def serving_replicas() -> str:
         f" {work['output_tokens']} output tokens, all at once; {follow_ups['requests']} questions, four about each"
         f" document, {follow_ups['max_concurrency']} in flight, 16 output tokens; {_where(record, 'replicas-4b')}"
     )
-    return table(["", "req/s", "of the prompt cached"], rows) + "\n\n" + notes
+    return table(["", "req/s", "cached prompt tokens"], rows) + "\n\n" + notes
 
 
 def serving_faults() -> str:
-    """Requests sent, answered, retried, refused, failed and lost under each fault."""
+    """Return the table of requests answered, retried, refused, failed and lost under each fault."""
     record = _record("serve-faults")
     rows = []
     for name, shown in _FAULTS.items():
@@ -110,7 +110,7 @@ def serving_faults() -> str:
         )  # fmt: skip
     server, facts = record["server"], record["environment"]
     headings = [
-        "fault", "sent", "answered", "retried", "refused (429)", "ended by an error event", "lost", "whole again, s",
+        "fault", "sent", "answered", "retried", "refused (429)", "failed (error event)", "lost", "recovery, s",
         "p99 before, s", "p99 after, s",
     ]  # fmt: skip
     notes = (
@@ -122,7 +122,7 @@ def serving_faults() -> str:
 
 
 def serving_fuzz() -> str:
-    """Hostile requests by kind and status."""
+    """Return the table of hostile requests by kind and status."""
     record = _record("serve-fuzz")
     statuses = sorted({status for counts in record["statuses"].values() for status in counts})
     rows = [

@@ -1,4 +1,4 @@
-"""A server process and an HTTP client: the engine's own requests as a client sends them, with images as base64."""
+"""A server process, and an HTTP client that sends the engine's requests, with images as base64."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def stream_alone(url: str, contents: Sequence[bytes]) -> list[float]:
 
 
 class Health:
-    """Times ``/health`` from a thread, over and over, while the server works."""
+    """A thread that repeatedly times ``/health`` while the server is under load."""
 
     def __init__(self, url: str, interval: float = 0.01) -> None:
         self._url, self._interval = url, interval
@@ -147,7 +147,7 @@ def running_server(settings: Settings, *options: str) -> Iterator[str]:
     """Run ``panscan serve`` with these settings and yield its URL.
 
     Raises:
-        InputError: it does not start.
+        InputError: the server does not start.
     """
     words = [sys.executable, "-m", "panscan", "serve", "--port", "0", *_flags(settings), *options]
     say(" ".join(words[1:]))
@@ -178,7 +178,7 @@ def running_server(settings: Settings, *options: str) -> Iterator[str]:
 
 
 def _has_text(line: str) -> bool:
-    """Whether a line of a stream is a chunk with text."""
+    """Return whether a line of a stream is a chunk with text."""
     if not line.startswith("data: {"):
         return False
     choices = json.loads(line.removeprefix("data: ")).get("choices")
@@ -186,10 +186,10 @@ def _has_text(line: str) -> bool:
 
 
 def wait_for_replicas(url: str, count: int) -> None:
-    """Wait until so many replicas answer; a server is ready as soon as the first one does.
+    """Wait until this many replicas answer; a server is ready as soon as the first one does.
 
     Raises:
-        InputError: they do not all start.
+        InputError: the replicas do not start in time.
     """
     deadline = time.monotonic() + _START_SECONDS
     with httpx.Client(base_url=url, timeout=30.0) as client:
@@ -207,7 +207,7 @@ def _drain(lines: Any) -> None:
 
 
 def _flags(settings: Settings) -> list[str]:
-    """Return the command line of these settings."""
+    """Return the command-line options of these settings."""
     return [f"--{axes()[name].flag}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in settings.changed().items()]  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""Replicas on Ray Serve: the throughput of N beside that of one, and cache hits of follow-up questions by routing.
+"""Replicas on Ray Serve: throughput compared with one replica, and cache hits of follow-up questions by routing.
 
     python -m benchmarks.workloads.replicas --model-shape 4b --random-weights --output replicas.json
     python -m benchmarks.workloads.replicas --model mini --device cpu --num-requests 8 --output replicas-mini.json
 
-Distinct documents (W1) measure throughput. Then each of some documents is asked four questions, in rounds over the
-documents, so that follow-up questions arrive after others: the share of prompt tokens found in the prefix cache tells
-how many reached the replica that knows the document.
+Distinct documents (W1) measure throughput. Then clients ask four questions about each of several documents, in rounds,
+so that questions about other documents come in between. The share of prompt tokens found in the prefix cache shows how
+many follow-up questions reached the replica that has cached the document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from panscan.core import Request
 from panscan.model.checkpoint import Loaded
 from panscan.settings import Settings
 
-_MINI_TEXT_TOKENS = 160  # the bundled models write the words around crops in more tokens
+_MINI_TEXT_TOKENS = 160  # the bundled tokenizer needs more tokens for the text around crops
 _REPLICAS = 2
 _QUESTIONS = 4  # about each document
 _FOLLOW_UP_TOKENS = 16  # output tokens of the questions that measure cache hits

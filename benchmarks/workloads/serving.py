@@ -1,10 +1,10 @@
-"""W1 over HTTP: the server's throughput and TTFT beside those of the engine called directly, in one run.
+"""W1 over HTTP: the server's throughput and TTFT compared with direct calls of the engine, in one run.
 
     python -m benchmarks.workloads.serving --model-shape 27b --random-weights --output serving.json
     python -m benchmarks.workloads.serving --model mini --device cpu --max-concurrency 32 --output serving-mini.json
 
 The same requests, with pages as PNG files, go to an engine in this process, then to ``panscan serve`` with the same
-settings; images travel as base64. ``/health`` is timed all along.
+settings; images are sent as base64. ``/health`` is timed during the load.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request
 from panscan.runners.engine import EngineRunner
 
-_MINI_TEXT_TOKENS = 160  # the bundled models write the words around crops in more tokens
+_MINI_TEXT_TOKENS = 160  # the bundled tokenizer needs more tokens for the text around crops
 _ALONE = 9  # requests streamed one after another, for TTFT; the first warms up
 
 
 def direct(work: Work, runner: EngineRunner, turns: Sequence[Sequence[Request]]) -> dict[str, Any]:
-    """Return figures of the engine in this process; its first turn is discarded."""
+    """Return measurements of the engine in this process; the first turn is discarded."""
     found = []
     for number, requests in enumerate(turns):
         say(f"engine: turn {number} of {work.repeats}")
@@ -38,9 +38,9 @@ def direct(work: Work, runner: EngineRunner, turns: Sequence[Sequence[Request]])
 
 
 def over_http(work: Work, turns: Sequence[Sequence[Request]], max_concurrency: int) -> dict[str, Any]:
-    """Return figures of the server; its first turn is discarded.
+    """Return measurements of the server; the first turn is discarded.
 
-    The runner of :func:`direct` empties its caches before each turn; here each turn has pages of its own.
+    The runner of :func:`direct` empties its caches before each turn; here each turn has different pages.
     """
     contents = [bodies(requests) for requests in turns]
     short = bodies([with_tokens(request, 2) for request in turns[-1][:_ALONE]], stream=True)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = parse("serving", __doc__ or "", argv, requests=128, max_new_tokens=128, prefix_caching=False)
     most = work.settings.max_concurrency or work.num_requests
     runner = open_runners(work)["engine"]
-    assert isinstance(runner, EngineRunner)  # as the settings name it
+    assert isinstance(runner, EngineRunner)  # the settings select it
     text_tokens = TEXT_TOKENS if work.settings.random_weights else _MINI_TEXT_TOKENS
     turns = [
         as_files(ask(work, runner.loaded, [Asked(seed, seed) for seed in seeds], text_tokens))
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def without_concurrency(work: Work) -> Work:
-    """Return the work without the option that only offline runs have: here it belongs to the client."""
+    """Return the work without ``max_concurrency``, which only the client uses here."""
     return replace(work, settings=replace(work.settings, max_concurrency=None))
 
 

@@ -31,7 +31,7 @@ def child(function):
     _, status = os.waitpid(pid, 0)
     print("exit", os.waitstatus_to_exitcode(status), flush=True)
 """
-MESSAGE = "refused: the engine was made in another process: create the Engine after the fork"
+MESSAGE = "refused: the engine was created in another process: create the Engine after the fork"
 
 
 def run(code: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema: alone and in mixed batches, token by token as ``generate()``, and hostile ones."""
+"""Answers under a JSON schema: alone, in mixed batches, compared with ``generate()``, and under hostile schemas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 40
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    """An object with exactly these properties."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
     }  # fmt: skip
@@ -93,10 +93,8 @@ ASKED = {
 }
 
 
-def test_answers_satisfy_their_schema_whatever_runs_beside_them(
-    tiny: GenerateRunner, engine: Engine, reference: Reference
-) -> None:
-    """In a mixed batch with preemptions and cached prefixes, every token is that of the request alone."""
+def test_answers_satisfy_their_schema_in_any_batch(tiny: GenerateRunner, engine: Engine, reference: Reference) -> None:
+    """In a mixed batch with preemptions and cached prefixes, every token equals that of the request alone."""
     alone = {name: answers(engine, request)[0] for name, request in ASKED.items()}
     for name, result in alone.items():
         schema = SCHEMAS[name.split()[0]]
@@ -114,9 +112,7 @@ def test_answers_satisfy_their_schema_whatever_runs_beside_them(
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_greedy_tokens_are_those_of_generate_under_the_same_grammar(
-    tiny: GenerateRunner, engine: Engine, name: str
-) -> None:
+def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunner, engine: Engine, name: str) -> None:
     """Transformers applies the masks itself, through ``prefix_allowed_tokens_fn``."""
     request, loaded = ASKED[f"{name} 0"], tiny.loaded
     assert request.sampling.json_schema is not None
@@ -206,7 +202,7 @@ BOUNDED: dict[str, Any] = {
 
 
 def test_a_hostile_schema_fails_alone(engine: Engine) -> None:
-    """And in bounded time: the suite's timeout is the limit."""
+    """It also fails in bounded time, which the timeout of the suite checks."""
     plain = requests()[0]
     expected = answers(engine, plain)[0].token_ids
     asked = [constrained(plain, schema) for schema, _ in HOSTILE.values()]
@@ -235,12 +231,12 @@ def test_a_hostile_schema_fails_alone(engine: Engine) -> None:
         ({"type": "object"}, r"use json\.dumps"),
     ],
 )
-def test_what_cannot_be_a_schema_is_refused_at_once(text: Any, message: str) -> None:
+def test_invalid_schemas_are_refused_at_construction(text: Any, message: str) -> None:
     with pytest.raises(SettingError, match=f"^json_schema .*{message}"):
         Sampling(json_schema=text)
 
 
-def test_a_schema_and_a_fixed_length_contradict() -> None:
+def test_ignore_eos_and_a_schema_exclude_each_other() -> None:
     with pytest.raises(SettingError, match="ignore_eos and json_schema exclude each other"):
         Sampling(json_schema="{}", ignore_eos=True)
 
@@ -252,6 +248,6 @@ def test_most_schemas_are_refused_without_a_checkpoint(name: str) -> None:
         check_schema(json.dumps(schema))
 
 
-def test_forced_tokens_take_no_schema(engine: Engine) -> None:
+def test_observed_requests_refuse_schemas(engine: Engine) -> None:
     with pytest.raises(SettingError, match="json_schema: an observed request takes none"):
         engine.observe([constrained(requests()[0], True)], [ForcedTokens(None, [], 3)])

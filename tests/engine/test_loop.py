@@ -235,7 +235,7 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
         stream = engine.submit(replace(requests()[0], sampling=ENDLESS))
         first = aiter(stream)
         assert (await anext(first)).token_id is not None
-        with pytest.raises(SettingError, match="another reader has its stream"):
+        with pytest.raises(SettingError, match="already has a reader"):
             await anext(aiter(stream))
         await first.aclose()  # type: ignore[attr-defined]
         assert (await stream.result()).finish_reason == "cancelled"

@@ -1,4 +1,4 @@
-"""Servers for the tests of this folder."""
+"""Fixtures for the server tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Server]]:
-    """Start servers with other options; they end with the module. Each takes about 8 s: share them."""
+    """Start servers with other options; they stop after the module. Each takes about 8 s, so share them."""
     started: list[Server] = []
 
     def begin(*options: str, environment: dict[str, str] | None = None) -> Server:

@@ -28,9 +28,9 @@ class Server:
     """A running ``panscan serve``.
 
     Args:
-        process: of the HTTP server.
-        url: its root.
-        log: lines that it has written on standard error so far.
+        process: process of the HTTP server.
+        url: root URL.
+        log: lines written to standard error so far.
     """
 
     process: subprocess.Popen[str]
@@ -65,12 +65,12 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))
 
     def idle(self) -> bool:
-        """Whether no request is handled or computed, and no KV block is in use."""
+        """Return whether no request is active and no KV block is in use."""
         names = ("panscan:http_requests_active", "vllm:num_requests_running", "vllm:num_requests_waiting")
         return not any(map(self.metric, (*names, "vllm:kv_cache_usage_perc")))
 
     def stop(self, seconds: float = DEADLINE) -> int:
-        """Send SIGTERM unless it has ended, and return the exit code."""
+        """Send SIGTERM if the process runs, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
@@ -80,7 +80,7 @@ def wait_for(condition: Callable[[], object], seconds: float = DEADLINE) -> None
     """Wait until a condition holds.
 
     Raises:
-        TimeoutError: it does not hold in time.
+        TimeoutError: the condition does not hold in time.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -98,7 +98,7 @@ def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
     """Start a server and return it once it is ready.
 
     Raises:
-        RuntimeError: it ends instead.
+        RuntimeError: the server exits before it is ready.
     """
     process = subprocess.Popen(
         command(*options), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace",

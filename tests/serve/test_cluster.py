@@ -67,7 +67,7 @@ class Server:
         return lines[0].rpartition(" ")[2] if lines else None
 
     def note_processes(self) -> None:
-        """Remember the processes that run now, so that the end of each can be checked."""
+        """Record the running processes, to check later that each of them has exited."""
         self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def replicas(self) -> list[psutil.Process]:
@@ -82,14 +82,14 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     def running(self) -> list[float]:
-        """Return the requests that compute on each replica that answers."""
+        """Return the number of running requests of each replica that answers."""
         return [value for name, value in self.metrics().items() if name.startswith("vllm:num_requests_running")]
 
 
 def command_of(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has exited
         return []
 
 
@@ -142,7 +142,7 @@ def in_client(server: Server, work: Callable[[httpx.AsyncClient], Any]) -> Any:
 
 @pytest.mark.timeout(240)
 def test_a_cluster_answers_survives_and_ends(tmp_path):
-    """One test, because a cluster takes longest to start: each part leaves it as it found it."""
+    """Run as one test, because a cluster starts slowly; each check leaves it idle for the next one."""
     with serving(tmp_path / "log") as server:
         check_both_replicas_answer(server)
         check_a_known_image_goes_where_it_is_cached(server)
@@ -187,7 +187,7 @@ def check_a_known_image_goes_where_it_is_cached(server: Server) -> None:
 
 
 def check_ports(server: Server) -> None:
-    """Ray listens on loopback only, but for one port per actor of Ray Serve, which demands the cluster's token."""
+    """Ray listens on loopback only, except for one port per Ray Serve actor, which requires the cluster's token."""
     import grpc
 
     server.note_processes()
@@ -233,7 +233,7 @@ def check_an_abandoned_stream_frees_its_replica(server: Server) -> None:
         await asyncio.wait({reading})
 
     in_client(server, work)
-    wait_for(lambda: not any(server.running()), "the end of an abandoned request", 30)
+    wait_for(lambda: not any(server.running()), "an idle cluster after an abandoned request", 30)
 
 
 def check_a_killed_replica_loses_no_request(server: Server) -> None:
@@ -286,7 +286,7 @@ OPTIONS = ServeOptions(
 )
 
 
-def test_the_printed_configuration_is_one_that_ray_accepts_and_means_the_same():
+def test_ray_accepts_the_printed_configuration_and_it_round_trips():
     from ray.serve.schema import ServeDeploySchema
 
     text = print_config(OPTIONS, replicas=2, max_replicas=3)
@@ -303,7 +303,7 @@ def test_the_printed_configuration_is_one_that_ray_accepts_and_means_the_same():
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 3, 4)
 
 
-def test_the_printed_configuration_has_no_keys_and_demands_them(monkeypatch, tmp_path):
+def test_the_printed_configuration_has_no_keys_and_requires_them(monkeypatch, tmp_path):
     secured = replace(OPTIONS, api_keys=ApiKeys.of(["secret"]))
     text = print_config(secured, replicas=1)
     assert "secret" not in text
@@ -335,7 +335,7 @@ def test_wrong_values_of_a_configuration_are_refused(args, message):
         build(args)
 
 
-def test_a_taken_port_is_named_before_anything_starts():
+def test_a_port_conflict_is_reported_before_startup():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -344,7 +344,7 @@ def test_a_taken_port_is_named_before_anything_starts():
             run_cluster(replace(OPTIONS, port=port), print, replicas=1)
 
 
-def test_tensor_parallel_replicas_lie_on_one_node():
+def test_tensor_parallel_replicas_are_placed_on_one_node():
     from panscan.serve.app import create_app
     from panscan.serve.deployments import application
 
@@ -358,7 +358,7 @@ def test_tensor_parallel_replicas_lie_on_one_node():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs POSIX signals")
-def test_the_watchdog_ends_a_process_that_hangs_and_no_other():
+def test_the_watchdog_kills_only_a_process_that_hangs():
     program = """if True:
         import sys, time
         from panscan.serve.watchdog import Watchdog

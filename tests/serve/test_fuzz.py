@@ -1,4 +1,4 @@
-"""A few of the cases of ``benchmarks/fuzz_server.py``."""
+"""A sample of the cases of ``benchmarks/fuzz_server.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_hostile_requests_are_refused_and_leave_nothing_behind(server: Server) -
     assert max(grown) < MOST_GROWTH
 
 
-def test_the_fuzzer_knows_a_failure() -> None:
+def test_the_fuzzer_detects_failures() -> None:
     error = b'{"error": {"message": "a", "type": "b", "param": null, "code": null}}'
     assert not problem_of(200, b"") and not problem_of(503, error) and not problem_of(400, error)
     for status, content in ((500, error), (400, b"Not Found"), (404, b'{"error": "a"}'), (422, b'{"detail": []}')):

@@ -30,11 +30,11 @@ def long(tokens: int = 2000, **fields: Any) -> dict[str, Any]:
 
 
 class Reader:
-    """Reads a stream in a thread.
+    """A thread that reads a stream.
 
     Args:
-        server: that answers.
-        body: of the request.
+        server: server to ask.
+        body: request body.
     """
 
     def __init__(self, server: Server, body: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def small(start: Callable[..., Server]) -> Server:
-    """A server that computes one request while one waits."""
+    """A server for one running and one waiting request."""
     return start("--max-num-seqs", "1", "--max-queued-requests", "1", "--kv-cache-gb", "0.05", "--drain-timeout", "50")
 
 
@@ -76,7 +76,7 @@ def sent(pool: ThreadPoolExecutor, server: Server, body: dict[str, Any], **optio
     return pool.submit(post, server, PATH, body, **options)
 
 
-def test_a_full_queue_is_429(small: Server) -> None:
+def test_a_full_queue_returns_429(small: Server) -> None:
     computing = socket_with(small, long(16_000))
     waiting = socket_with(small, long(16_000))
     wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
@@ -101,7 +101,7 @@ def socket_with(server: Server, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def test_a_deadline_is_504_or_the_last_event(small: Server) -> None:
+def test_a_deadline_returns_504_or_ends_the_stream(small: Server) -> None:
     headers = {"X-Request-Timeout": "0.5"}
     refused(post(small, PATH, long(16_000), headers=headers), 504)
     *_, last = post(small, PATH, long(16_000, stream=True), headers=headers).text.strip().split("\n\n")
@@ -111,7 +111,7 @@ def test_a_deadline_is_504_or_the_last_event(small: Server) -> None:
 
 
 def test_a_slow_body_ends_with_its_deadline(small: Server) -> None:
-    """A body of which a byte never comes does not hold its slot."""
+    """An incomplete body does not hold its slot forever."""
     with socket.create_connection(("127.0.0.1", small.port), DEADLINE) as connection:
         head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nX-Request-Timeout: 0.3"
         connection.sendall(head.encode() + b"\r\nContent-Length: 500\r\n\r\n{")
@@ -123,7 +123,7 @@ def test_a_slow_body_ends_with_its_deadline(small: Server) -> None:
 
 
 def test_a_killed_engine_is_replaced(small: Server, pool: ThreadPoolExecutor) -> None:
-    """The stream ends with an error; the request that has not begun to answer is computed again."""
+    """The stream ends with an error; the non-streaming request is retried."""
     expected = chat(small, user("Hi"), max_tokens=100, ignore_eos=True).json()["choices"]
     reader = Reader(small, long(16_000))
     assert reader.begun.wait(DEADLINE)
@@ -140,7 +140,7 @@ def test_a_killed_engine_is_replaced(small: Server, pool: ThreadPoolExecutor) ->
 
 
 def test_sigterm_finishes_what_runs_and_refuses_the_rest(small: Server, pool: ThreadPoolExecutor) -> None:
-    """Runs last: it ends the server."""
+    """Runs last, because it stops the server."""
     reader = Reader(small, long(300))
     assert reader.begun.wait(DEADLINE)
     idle = httpx.Client(base_url=str(small), timeout=DEADLINE)

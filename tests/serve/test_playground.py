@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from PIL import Image
+from tests.serve.serving import Server
 
 from panscan.core import PanAndScan
 from panscan.images.views import plan_views
@@ -39,6 +40,12 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chro
 
 
 @pytest.fixture(scope="module")
+def address(server: Server) -> str:
+    """The URL of the server."""
+    return server.url
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -48,7 +55,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str, *, state: str = "ok", **settings: Any) -> Iterator[Any]:
-    """A page of the playground, once it has found the server in this state."""
+    """Open the playground, and yield the page once it shows this server state."""
     context = browser.new_context(**settings)
     context.set_default_timeout(DEADLINE_MS)
     try:
@@ -61,20 +68,20 @@ def opened(browser: Any, url: str, *, state: str = "ok", **settings: Any) -> Ite
 
 
 @pytest.fixture
-def page(browser: Any, server: str) -> Iterator[Any]:
-    with opened(browser, server) as page:
+def page(browser: Any, address: str) -> Iterator[Any]:
+    with opened(browser, address) as page:
         yield page
 
 
 def png(width: int, height: int) -> dict[str, Any]:
-    """A file as Playwright chooses it."""
+    """Return an image for Playwright's file chooser."""
     stream = io.BytesIO()
     Image.new("RGB", (width, height), "#d0d8e0").save(stream, "PNG")
     return {"name": "page.png", "mimeType": "image/png", "buffer": stream.getvalue()}
 
 
 def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
-    """Boxes of the outlines in the picture, once there are ``count``."""
+    """Return the boxes of the outlines in the picture, once there are ``count``."""
     rects = page.locator("#views rect[data-view]")
     expect(rects).to_have_count(count, timeout=DEADLINE_MS)
     boxes = rects.evaluate_all(
@@ -84,10 +91,10 @@ def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
 
 
 @needs_browser
-def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, server: str) -> None:
+def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, address: str) -> None:
     problems: list[str] = []
     hosts: set[str] = set()
-    with opened(browser, server) as page:
+    with opened(browser, address) as page:
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
@@ -105,7 +112,7 @@ def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, ser
         expect(with_crops.locator("dd").first).to_have_text("4")
         expect(with_crops.locator(".stages")).to_contain_text("decode")
     assert not problems
-    assert hosts - {""} == {urlsplit(server).netloc}  # data: and blob: URLs have no host
+    assert hosts - {""} == {urlsplit(address).netloc}  # data: and blob: URLs have no host
 
 
 @needs_browser
@@ -182,8 +189,8 @@ def test_refused_values_are_shown_at_their_fields(page: Any) -> None:
 
 @needs_browser
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-def test_fits_the_window_and_has_labels(browser: Any, server: str, width: int, scheme: str) -> None:
-    with opened(browser, server, viewport={"width": width, "height": 740}, color_scheme=scheme) as page:
+def test_fits_the_window_and_has_labels(browser: Any, address: str, width: int, scheme: str) -> None:
+    with opened(browser, address, viewport={"width": width, "height": 740}, color_scheme=scheme) as page:
         page.get_by_role("button", name="Try the sample receipt").click()
         drawn_views(page, 4)
         page.get_by_text("JSON schema").click()
@@ -194,7 +201,7 @@ def test_fits_the_window_and_has_labels(browser: Any, server: str, width: int, s
 
 
 class _Relay(ThreadingHTTPServer):
-    """Passes requests to the server, but for answers that the test sets: (status, headers, body) by path."""
+    """A proxy to the server, except for responses that the test sets: (status, headers, body) by path."""
 
     daemon_threads = True
 
@@ -235,8 +242,8 @@ class _RelayHandler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def relay(server: str) -> Iterator[_Relay]:
-    relay = _Relay(server)
+def relay(address: str) -> Iterator[_Relay]:
+    relay = _Relay(address)
     thread = threading.Thread(target=relay.serve_forever, args=(0.05,))
     thread.start()
     yield relay
@@ -275,7 +282,7 @@ def test_failed_answers_are_explained(browser: Any, relay: _Relay, answer: Any, 
 
 
 @needs_browser
-def test_asks_for_a_key_and_notices_that_the_server_is_gone(browser: Any, relay: _Relay) -> None:
+def test_asks_for_a_key_and_reports_an_unreachable_server(browser: Any, relay: _Relay) -> None:
     relay.answers["/v1/models"] = (401, {}, json_error("a valid API key is required"))
     with opened(browser, relay.url, state="fair") as page:
         page.get_by_label("API key").fill("secret")
@@ -290,7 +297,7 @@ def test_asks_for_a_key_and_notices_that_the_server_is_gone(browser: Any, relay:
         expect(page.locator("#connection")).to_contain_text("cannot be reached")
 
 
-def test_palette_is_that_of_the_report() -> None:
+def test_palette_matches_the_report() -> None:
     style = (FILES / "style.css").read_text("utf-8")
     blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     palettes = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block)) for block in blocks]

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: least predicted work, and images where they are cached."""
+"""Replica selection by predicted work and cached images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def router_of(*ids: str, **options: float) -> Router:
 
 
 def send(router: Router, number: int, work: Work) -> str:
-    """Route a request to the best replica and return which."""
+    """Route a request to the best replica and return its id."""
     chosen = router.rank(work)[0]
     router.assign(str(number), chosen, work)
     return chosen
@@ -76,7 +76,7 @@ def test_follow_ups_keep_their_cache():
 
 @dataclass
 class Simulated:
-    """Share of requests that found their document in the cache, and total time in units of cost."""
+    """The share of requests that found their document in the cache, and the total time in units of cost."""
 
     hits: float
     time: float
@@ -102,7 +102,7 @@ def simulated(documents: int = 40, questions: int = 4, in_flight: int = 20, **op
 
 
 def finish_one(router: Router, running: dict[str, dict[str, float]]) -> float:
-    """Let time pass until the next request ends, and return how much."""
+    """Advance the time to the end of the next request, and return the difference."""
     ends = [
         (min(left.values()) * len(left), id, min(left, key=left.__getitem__)) for id, left in running.items() if left
     ]
@@ -144,7 +144,7 @@ def test_a_restarted_replica_has_neither_load_nor_images():
     assert router.hits == 0
 
 
-def test_a_request_that_moves_is_booked_once():
+def test_a_request_that_moves_is_counted_once():
     router = router_of("a", "b")
     router.assign("0", "a", TEXT)
     router.assign("0", "b", TEXT)
@@ -183,7 +183,7 @@ works = st.builds(
 
 
 @given(st.lists(st.tuples(works, st.booleans()), max_size=40), st.integers(1, 5))
-def test_books_balance_whatever_comes(steps, replicas):
+def test_outstanding_work_returns_to_zero(steps, replicas):
     router = router_of(*map(str, range(replicas)))
     flying: dict[str, str] = {}
     for number, (work, ends) in enumerate(steps):

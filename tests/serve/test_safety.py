@@ -145,7 +145,7 @@ def test_hosts_and_origins_are_checked(server: Server, headers: dict[str, str], 
     assert not any(name.startswith("access-control") for name in response.headers)
 
 
-def test_the_playground_may_load_nothing_from_elsewhere(server: Server) -> None:
+def test_the_playground_loads_nothing_from_other_origins(server: Server) -> None:
     same = httpx.get(f"{server}/", headers={"Origin": str(server)})
     assert same.status_code == 200
     policy = same.headers["content-security-policy"]
@@ -181,10 +181,10 @@ REQUEST = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: applicat
     ids=lambda rest: rest[:30].decode(),
 )  # fmt: skip
 def test_ambiguous_requests_are_refused(server: Server, rest: bytes) -> None:
-    """Another server in front could read them differently."""
+    """A proxy in front of the server could interpret them differently."""
     try:
         assert raw(server, REQUEST + rest).startswith(b"HTTP/1.1 400 ")
-    except ConnectionError:  # closed while bytes were under way
+    except ConnectionError:  # closed while bytes were in transit
         assert len(rest) > 65_536
 
 
@@ -274,7 +274,7 @@ def test_a_silent_site_does_not_outlast_the_deadline(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::ffff:127.0.0.1]"])
-def test_an_allowed_domain_may_not_lead_to_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_an_allowed_domain_must_not_resolve_to_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.delenv(ALLOW_PRIVATE, raising=False)
     options = ServeOptions(settings=Settings(), allowed_media_domains=(host.strip("[]"),))
     with serving() as site:
@@ -314,7 +314,7 @@ INJECTIONS = (
 
 
 def test_special_tokens_in_texts_are_plain_text(server: Server) -> None:
-    """In any role, and put together from several parts, they add no special id."""
+    """In any role, and even if split into several parts, they add no special token id."""
     tokens = AutoTokenizer.from_pretrained(mini_directory()).added_tokens_decoder
     special = {id for id, token in tokens.items() if token.special}
 

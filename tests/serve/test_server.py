@@ -1,4 +1,4 @@
-"""The HTTP API over the real command: answers equal the engine's own, and every field does what it says."""
+"""The HTTP API over the real command: answers equal the engine's own, and every field has its documented effect."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ TIFF = saved(noise(90, 300, 3), "TIFF", save_all=True, append_images=[noise(200,
 
 @dataclass(frozen=True)
 class Case:
-    """A question, as the API and as the engine take it.
+    """A question, for the API and for the engine.
 
     Args:
-        messages: of the API.
-        images: files of its images and documents, in order.
-        fields: of the API, besides.
-        sampling: the same for the engine.
-        pan_and_scan: the same for the engine.
+        messages: messages for the API.
+        images: (file content, page count) of its images and documents, in order.
+        fields: other fields for the API.
+        sampling: equivalent sampling parameters for the engine.
+        pan_and_scan: equivalent settings for the engine.
     """
 
     messages: list[dict[str, Any]]
@@ -146,7 +146,7 @@ def client(server: Server) -> OpenAI:
 
 
 def streamed(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
-    """Return the events of a stream, which must end as it should."""
+    """Return the events of a stream, after checking how it ends."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     response = post(server, path, body)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -163,8 +163,8 @@ def check_usage(usage: dict[str, Any], result: Result) -> None:
     assert usage["views"] == result.views
 
 
-def test_answers_are_the_engines_whole_and_streamed_in_company(server: Server, engine: Engine, tmp_path: Path) -> None:
-    """Every case is sent twice at once, among all others."""
+def test_concurrent_whole_and_streamed_answers_match_the_engine(server: Server, engine: Engine, tmp_path: Path) -> None:
+    """All cases run at once, each of them streaming and non-streaming."""
     expected = {}
     for name, case in CASES.items():
         (tmp_path / name).mkdir()
@@ -190,7 +190,7 @@ def test_answers_are_the_engines_whole_and_streamed_in_company(server: Server, e
         assert chunks[-1]["panscan"]["crops"] == answer["panscan"]["crops"] == result.crops
 
 
-def test_log_probabilities_are_the_engines(client: OpenAI, engine: Engine) -> None:
+def test_log_probabilities_match_the_engine(client: OpenAI, engine: Engine) -> None:
     request = Request("Hi", sampling=Sampling(TOKENS, logprobs=3))
     [result] = engine.generate([request])
     answer = client.chat.completions.create(
@@ -203,7 +203,7 @@ def test_log_probabilities_are_the_engines(client: OpenAI, engine: Engine) -> No
         assert [each.logprob for each in found.top_logprobs] == pytest.approx([value for _, value in wanted.top])
 
 
-def test_choices_have_the_seeds_that_follow_and_completions_are_raw(client: OpenAI, engine: Engine) -> None:
+def test_choices_use_consecutive_seeds_and_completions_are_raw(client: OpenAI, engine: Engine) -> None:
     sampling = Sampling(TOKENS, temperature=1.0, seed=2**64 - 2)
     seeds = (2**64 - 2, 2**64 - 1, 0)
     requests = [
@@ -259,7 +259,7 @@ def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
     assert uploaded["usage"]["views"] == sent["usage"]["views"] == 3
 
 
-def test_tokenize_counts_as_the_engine(server: Server, engine: Engine, tmp_path: Path) -> None:
+def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: Path) -> None:
     ids, image_tokens, views = engine.count(CASES["conversation"].request(tmp_path))
     found = post(server, "/tokenize", {"messages": TURNS}).json()
     assert found == {
@@ -346,7 +346,7 @@ def test_errors_name_the_field_before_a_stream_begins(
     refused(post(server, "/v1/chat/completions", {"messages": user("Hi"), **fields, "stream": stream}), 400, param)
 
 
-def test_the_client_library_sees_errors_as_openais(client: OpenAI) -> None:
+def test_the_openai_client_raises_its_own_errors(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(
             model="mini", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1.0
@@ -386,7 +386,7 @@ def test_a_disconnect_frees_the_engine(server: Server, stream: bool) -> None:
     assert chat(server, user("Hi"), max_tokens=2).status_code == 200
 
 
-def test_a_slow_reader_does_not_hold_others_up(server: Server) -> None:
+def test_a_slow_reader_does_not_delay_others(server: Server) -> None:
     body = {"messages": user("Hi"), "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": True}
     body["top_logprobs"] = 20
     with httpx.stream("POST", f"{server}/v1/chat/completions", json=body, timeout=DEADLINE) as response:

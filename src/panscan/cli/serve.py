@@ -1,4 +1,4 @@
-"""``panscan serve``: an OpenAI-compatible server, on one engine or on replicas over Ray Serve."""
+"""``panscan serve``: an OpenAI-compatible server, on one engine or on Ray Serve replicas."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Examples
   panscan serve --model google/gemma-3-27b-it --replicas 5 --tensor-parallel-size 2
   curl http://127.0.0.1:8000/v1/models
 
-The playground is the server's root page. Sampling and pan-and-scan options are the defaults of requests. API keys
-also come from the environment variable PANSCAN_API_KEYS, separated by spaces.
+The playground is the server's root page. Sampling and pan-and-scan options set the defaults of requests. The
+environment variable PANSCAN_API_KEYS adds API keys, separated by spaces.
 """
 
 
@@ -51,34 +51,34 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _number(name: str, text: str) -> Callable[[_Command], _Command]:
-    """Return an option with the range and the default of :class:`ServeOptions`."""
+    """Return an option with the range and default that :class:`ServeOptions` defines."""
     flag = f"--{name.replace('_', '-')}"
     return click.option(flag, type=InRange(SERVE_RANGES[name]), default=_PLAIN[name], show_default=True, help=text)
 
 
 @click.command("serve", epilog=EPILOG, short_help="Serve an OpenAI-compatible API and a playground.")
 @click.option("--host", default=_PLAIN["host"], show_default=True, help="Address to bind.")
-@_number("port", "TCP port; 0 for a free one.")
+@_number("port", "TCP port; 0 selects a free port.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
-@click.option("--served-model-name", help="The model's name in the API.")
-@click.option("--api-key", "api_keys", multiple=True, help="Require this key; repeat it for several keys.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="Require one of the keys in this file.")
+@click.option("--served-model-name", help="Model name in the API.")
+@click.option("--api-key", "api_keys", multiple=True, help="Require this API key; repeat it for several.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="Require one of the API keys in this file.")
 @click.option("--allowed-hosts", multiple=True, help="Accept this host name; repeat it for several.")
 @click.option("--allowed-media-domains", multiple=True, help="Fetch images from this domain; repeat it for several.")
 @click.option("--allowed-local-media-path", type=click.Path(path_type=Path), help="Allow file: URLs below this path.")
-@_number("max_queued_requests", "Requests that wait; more are refused (429).")
-@_number("request_timeout", "Seconds until a request fails (504).")
-@_number("drain_timeout", "Seconds for running requests after SIGTERM.")
-@_number("max_body_mb", "Size of a request body, MB.")
-@_number("max_images", "Images and documents per request.")
-@_number("max_pages", "Pages per document.")
-@_number("max_pixels", "Pixels per image or page.")
-@_number("max_output_tokens", "Output tokens per answer.")
-@_number("max_choices", "Answers per request (n).")
+@_number("max_queued_requests", "Maximum queued requests; more get status 429.")
+@_number("request_timeout", "Seconds until a request times out (504).")
+@_number("drain_timeout", "Seconds to finish requests after SIGTERM.")
+@_number("max_body_mb", "Maximum size of a request body, MB.")
+@_number("max_images", "Maximum images and documents per request.")
+@_number("max_pages", "Maximum pages per document.")
+@_number("max_pixels", "Maximum pixels per image or page.")
+@_number("max_output_tokens", "Maximum output tokens per answer.")
+@_number("max_choices", "Maximum answers per request (n).")
 @click.option("--otlp-traces-endpoint", help="Send OpenTelemetry traces to this URL.")
 @click.option("--replicas", type=_REPLICAS, help="Run this many replicas on Ray Serve.")
 @click.option("--max-replicas", type=_REPLICAS, help="Scale up to this many replicas under load.")
-@click.option("--routing", default="affinity", show_default=True, help="Replica choice: affinity, work or random.")
+@click.option("--routing", default="affinity", show_default=True, help="Routing policy: affinity, work or random.")
 @click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
 @click.option("--print-config", is_flag=True, help="Print a Ray Serve config file and exit.")
 @axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
@@ -127,7 +127,7 @@ def _serve_options(options: dict[str, Any]) -> ServeOptions:
     """Return the server's options.
 
     Raises:
-        SettingError: an option has a wrong value, or excludes another one.
+        SettingError: an option is invalid, or conflicts with another one.
     """
     keys = [*options["api_keys"], *os.environ.get("PANSCAN_API_KEYS", "").split()]
     if options["api_key_file"] is not None:
@@ -144,7 +144,7 @@ def _serve_options(options: dict[str, Any]) -> ServeOptions:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    """Return the settings; those of the preset that the runner does not have are ignored, with a note."""
+    """Return the settings; preset settings that the runner does not support are ignored with a note."""
     preset = one_preset(options["preset"], "serve", [name for name in axes() if name not in _NOT_HERE])
     given = given_values(options)
     runner = choose_runner(given, preset)
@@ -157,14 +157,14 @@ def _settings(options: dict[str, Any]) -> Settings:
         say_left_out(options["preset"], f"runner {runner}", idle)
     chosen = {name: value for name, value in preset.items() if name not in idle} | given
     if runner not in ("engine", "generate"):
-        raise SettingError(f"--runner {runner}: panscan serve takes engine or generate")
+        raise SettingError(f"--runner {runner} is not supported by panscan serve; use engine or generate")
     return Settings(**{**chosen, "runner": runner})
 
 
 def _warn_open(options: ServeOptions) -> None:
-    """Warn if other machines can reach a server without keys."""
+    """Warn if other machines can reach a server without API keys."""
     if options.host not in ("127.0.0.1", "::1", "localhost") and not options.api_keys:
-        message = f"warning: --host {options.host} without --api-key: any machine that reaches it can use this server"
+        message = f"warning: --host {options.host} without --api-key: anyone who can connect can use this server"
         errors().print(message, style="yellow", soft_wrap=True)
 
 
@@ -172,7 +172,7 @@ def _require(module: str, extra: str) -> None:
     """Refuse to start without an optional dependency.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: the dependency is not installed.
     """
     from importlib.util import find_spec
 

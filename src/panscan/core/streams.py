@@ -11,18 +11,18 @@ from panscan.core.result import Result, TokenEvent
 
 __all__ = ["FORKED", "Stream"]
 
-FORKED = "the engine was made in another process: create the Engine after the fork, or start the process with 'spawn'"
+FORKED = "the engine was created in another process: create the Engine after the fork, or start processes with 'spawn'"
 
 
 class Stream:
     """An asynchronous iterator over a request's events; the last has a ``finish_reason``.
 
     If the request fails, the iteration ends by raising its error. Only one reader at a time is allowed. Leaving an
-    ``async for`` early cancels the request, once the iterator is closed or collected.
+    ``async for`` early cancels the request once the iterator is closed or garbage-collected.
 
     Args:
-        id: the request's id; :meth:`panscan.engine.engine.Engine.cancel` takes it.
-        cancel: ends the request.
+        id: request id, as :meth:`panscan.engine.engine.Engine.cancel` takes it.
+        cancel: callback that cancels the request.
     """
 
     def __init__(self, id: str, cancel: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         self._check_process()
         if self._reading:
-            raise SettingError(f"request {self.id!r}: another reader has its stream; submit it once per reader")
+            raise SettingError(f"request {self.id!r}: its stream already has a reader; submit it once per reader")
         self._reading = True
         try:
             while not self._ended:
@@ -71,5 +71,5 @@ class Stream:
     def _call(self, function: Callable[[], object]) -> None:
         try:
             self._asyncio.call_soon_threadsafe(function)
-        except RuntimeError:  # the event loop is closed: no reader is left
+        except RuntimeError:  # the event loop is closed, so there is no reader
             self.cancel()

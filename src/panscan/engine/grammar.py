@@ -18,7 +18,7 @@ from panscan.core import SettingError
 
 __all__ = ["Constraint", "Grammars", "check_schema"]
 
-_CACHED = 64  # compiled schemas; a batch job has one
+_CACHED = 64  # compiled schemas; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
     "coerce_one_of": False,
@@ -40,13 +40,13 @@ _UNSATISFIABLE = "no value satisfies the schema: loosen it"
 
 
 class Constraint:
-    """The tokens that may come next in one answer.
+    """The tokens that the grammar allows next in one answer.
 
     ``allowed``: uint8 bit mask over the vocabulary (see :class:`panscan.engine.scheduling.batch.SamplingRow`). When the
     JSON value is complete, only end tokens are allowed.
 
     Args:
-        matcher: at the start of the answer.
+        matcher: llguidance matcher, at the start of the answer.
 
     Raises:
         SettingError: no value satisfies the schema, or the schema is too complex.
@@ -77,13 +77,13 @@ class Constraint:
 
 
 class Grammars:
-    """The compiled JSON schemas of one checkpoint. Thread-safe.
+    """A thread-safe cache of the JSON schemas compiled for one checkpoint.
 
     The tokenizer is converted on first use: about 2 s and 200 MB for Gemma 3's vocabulary.
 
     Args:
-        tokenizer: of Transformers, with a ``tokenizers`` backend.
-        eos_ids: tokens that end an answer.
+        tokenizer: Transformers tokenizer with a ``tokenizers`` backend.
+        eos_ids: ids of the tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
@@ -96,7 +96,7 @@ class Grammars:
         """Return the constraint of a new answer.
 
         Args:
-            schema: as in :class:`panscan.core.Sampling`.
+            schema: JSON schema, as in :class:`panscan.core.Sampling`.
 
         Raises:
             SettingError: the schema is invalid, unsupported, unsatisfiable or too complex, or the checkpoint has no
@@ -134,7 +134,7 @@ class Grammars:
 
 
 def check_schema(schema: str) -> None:
-    """Refuse a schema that no checkpoint can follow. What depends on the tokenizer is checked by :class:`Grammars`.
+    """Reject a schema that no checkpoint can satisfy. :class:`Grammars` checks what depends on the tokenizer.
 
     Raises:
         SettingError: the schema is invalid, unsupported or too complex.
@@ -148,7 +148,7 @@ def _grammar_of(schema: str) -> str:
     """Return a schema as llguidance's grammar.
 
     Raises:
-        SettingError: it allows no value, overrides panscan's options, or costs more than llguidance's limits cover.
+        SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
     """
     parsed = json.loads(schema, parse_float=Decimal)
     if parsed is False:
@@ -156,7 +156,7 @@ def _grammar_of(schema: str) -> str:
     if parsed is True:  # llguidance takes objects only
         parsed, schema = {}, "{}"
     if "x-guidance" in parsed:
-        raise SettingError("json_schema: x-guidance is not supported: leave it out")
+        raise SettingError("json_schema: x-guidance is not supported; remove it")
     _check_remainders(parsed)
     try:
         return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
@@ -165,12 +165,12 @@ def _grammar_of(schema: str) -> str:
 
 
 def _check_remainders(schema: Any) -> None:
-    """Bound the automata of ``multipleOf``: one state per remainder, which no limit of llguidance counts.
+    """Bound the states of ``multipleOf``: one per remainder, which llguidance's limits do not count.
 
-    ``allOf`` may combine any of them, hence the least common multiple.
+    ``allOf`` may combine any of the values, so the bound uses their least common multiple.
 
     Raises:
-        SettingError: too many remainders.
+        SettingError: the values need too many states, or have too many digits.
     """
     divisors = [Decimal(value) for value in _numbers_under(schema, "multipleOf")]
     if not divisors:
@@ -182,13 +182,13 @@ def _check_remainders(schema: Any) -> None:
     remainders = lcm(*(int(value.scaleb(scale)) for value in divisors)) * len(divisors)
     if remainders > _MOST_REMAINDERS:
         raise SettingError(
-            f"json_schema: the values of multipleOf need {remainders:,} states, more than {_MOST_REMAINDERS:,}:"
-            " use fewer or smaller ones"
+            f"json_schema: the values of multipleOf need {remainders:,} states, more than {_MOST_REMAINDERS:,};"
+            " use fewer or smaller values"
         )
 
 
 def _numbers_under(schema: Any, key: str) -> Iterator[int | Decimal]:
-    """Yield each number that stands under a key, at any depth."""
+    """Yield each number stored under a key, at any depth."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()

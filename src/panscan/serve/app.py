@@ -34,8 +34,8 @@ __all__ = ["create_app"]
 
 log = logging.getLogger("panscan.serve")
 
-_INLINE = 64 * 1024  # bytes of a body that are parsed on the event loop; more of them in a thread
-_CLOSED = 499  # nginx's status for a client that has gone: only the log sees it
+_INLINE = 64 * 1024  # bytes; smaller bodies are parsed on the event loop, larger ones in a thread
+_CLOSED = 499  # nginx's status for a client that disconnected; it appears in the metrics only
 _POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
@@ -46,10 +46,10 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "png"
 def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
     """Return the application. The caller starts and closes the backend.
 
-    ``app.state.desk`` is the :class:`panscan.serve.generation.Desk`, which drains.
+    ``app.state.desk`` is the :class:`panscan.serve.generation.Desk`, which drains the server.
 
     Raises:
-        UnsupportedError: tracing is asked for, and OpenTelemetry is not installed.
+        UnsupportedError: tracing is enabled, but OpenTelemetry is not installed.
     """
     tracer = None
     if options.otlp_traces_endpoint is not None:
@@ -61,12 +61,12 @@ def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
     _add_routes(app, api)
     _add_error_handlers(app, metrics)
     app.add_middleware(Guard, options=options)
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # FastAPI documents this way to extend it
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # FastAPI documents this override
     return app
 
 
 class _Api:
-    """Handlers of all endpoints."""
+    """The handlers of all endpoints."""
 
     def __init__(self, options: ServeOptions, backend: ServeBackend, desk: Desk) -> None:
         self._options, self._backend, self._desk = options, backend, desk
@@ -80,11 +80,11 @@ class _Api:
         return RequestBuilder(self._options, None if info is None else info.cost)
 
     async def health(self, _request: Request) -> Response:
-        """Return 200 while the process lives."""
+        """Return 200 while the process is alive."""
         return JSONResponse({})
 
     async def ready(self, _request: Request) -> Response:
-        """Return 200 if a request would be computed now."""
+        """Return 200 if the server can start a request now, otherwise 503."""
         if self._desk.draining:
             raise RefusedError(503, "the server is shutting down", 5)
         if not self._backend.ready:
@@ -92,30 +92,30 @@ class _Api:
         return JSONResponse({})
 
     async def metrics(self, _request: Request) -> Response:
-        """Return metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         self._desk.metrics.retried.labels(self._options.model_name).set(self._backend.retried)
         body = self._desk.metrics.expose(await self._backend.stats())
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _request: Request) -> Response:
-        """Return the one model."""
+        """List the served model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """Return the model, if that is its name."""
+        """Return the model with this name."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def chat(self, request: Request) -> Response:
-        """Answer a chat completion."""
+        """Create a chat completion."""
         return await self._generate(request, ChatRequest)
 
     async def completions(self, request: Request) -> Response:
-        """Answer a plain completion."""
+        """Create a text completion."""
         return await self._generate(request, CompletionRequest)
 
     async def tokenize(self, request: Request) -> Response:
-        """Return the token ids of a prompt, with its views."""
+        """Return the token ids of a prompt, and its number of views."""
         ticket = self._desk.admit(request)
         try:
             body, uploads = await self._body(request, ticket, TokenizeRequest)
@@ -133,7 +133,7 @@ class _Api:
         )  # fmt: skip
 
     async def views(self, request: Request) -> Response:
-        """Return the views of an image, for given pan-and-scan settings."""
+        """Return the views of an image under the given pan-and-scan settings."""
         ticket = self._desk.admit(request)
         try:
             body, uploads = await self._body(request, ticket, ViewsRequest)
@@ -153,7 +153,7 @@ class _Api:
             ticket.release()
 
     async def page(self, request: Request) -> Response:
-        """Return a file of the playground."""
+        """Return one of the playground's files."""
         name = request.path_params.get("name", "index.html")
         if name not in self._pages:
             raise HTTPException(404)
@@ -164,7 +164,7 @@ class _Api:
         return Response(self._pages[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
 
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        """Answer a completion of either kind."""
+        """Create a chat or text completion."""
         ticket = self._desk.admit(request)
         handed_over = False
         try:
@@ -192,7 +192,7 @@ class _Api:
                 ticket.release()
 
     async def _body(self, request: Request, ticket: Ticket, kind: type[Any]) -> tuple[Any, dict[str, bytes]]:
-        """Return the parsed body, and the files of a multipart one."""
+        """Return the parsed body, and the files of a multipart body."""
         content, uploads = await read_body(request, ticket)
         work = partial(parse, kind, content)
         return (work() if len(content) < _INLINE else await self._desk.in_thread(ticket, work)), uploads
@@ -209,7 +209,7 @@ class _Api:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._options.model_name):
-            message = f"the model {name!r} does not exist; this server has {self._options.model_name!r}"
+            message = f"the model {name!r} does not exist; this server serves {self._options.model_name!r}"
             raise RefusedError(404, message, code="model_not_found")
 
     def _model(self) -> dict[str, Any]:
@@ -250,31 +250,35 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
 
 
 def _add_error_handlers(app: FastAPI, metrics: ServerMetrics) -> None:
-    """Answer every failure in OpenAI's shape."""
+    """Register handlers that return every error in OpenAI's format."""
 
     def reply(status: int, body: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:
         metrics.refuse(status)
         return JSONResponse(body, status, headers)
 
     def panscan_error(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, PanscanError)  # registered for it
+        assert isinstance(error, PanscanError)  # registered for this type only
         status = error_status(error)
         return reply(status, error_of(error), {"retry-after": str(metrics.retry_after)} if status >= 429 else None)
 
     def refused(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RefusedError)  # registered for it
+        assert isinstance(error, RefusedError)  # registered for this type only
         metrics.refuse(error.status)
         return refusal(error)
 
     def http(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)  # registered for it
+        assert isinstance(error, HTTPException)  # registered for this type only
         return reply(error.status_code, error_body(str(error.detail), error.status_code), dict(error.headers or {}))
 
     def too_large(_request: Request, error: Exception) -> Response:
         return reply(413, error_body(str(error), 413), {"connection": "close"})
 
     def late(_request: Request, _error: Exception) -> Response:
-        return reply(504, error_body("the request's deadline has passed", 504), {"connection": "close"})
+        return reply(
+            504,
+            error_body("the request timed out (--request-timeout, or its header X-Request-Timeout)", 504),
+            {"connection": "close"},
+        )
 
     def gone(_request: Request, _error: Exception) -> Response:
         metrics.refuse(_CLOSED)
@@ -293,7 +297,7 @@ def _add_error_handlers(app: FastAPI, metrics: ServerMetrics) -> None:
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the request body of an endpoint for the OpenAPI document."""
+    """Return an endpoint's request body for the OpenAPI document."""
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
     form = {
         "type": "object", "properties": {"request": {"type": "string", "contentMediaType": "application/json"}},
@@ -306,7 +310,7 @@ def _body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the schemas of request bodies."""
+    """Return the OpenAPI document, including the schemas of request bodies."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -319,7 +323,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _playground() -> dict[str, bytes]:
-    """Return the files of the playground by name."""
+    """Return the playground's files by name."""
     folder = files("panscan.serve").joinpath("playground")
     return {
         each.name: each.read_bytes()

@@ -1,4 +1,4 @@
-"""What answers requests behind the HTTP server: an engine in a process of its own, or replicas on a cluster."""
+"""The interface between the HTTP server and what computes answers: an engine process, or replicas on a cluster."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ModelInfo:
     """Properties of a loaded model.
 
     Args:
-        runner: what answers: ``engine`` or ``generate``.
+        runner: ``engine`` or ``generate``.
         max_model_len: context length, tokens.
         cost: prompt tokens of an image; None for a text-only model.
         vocab_size: number of token ids.
-        dtype: of the weights, as in ``--dtype``.
-        max_concurrency: requests that compute at once.
-        decisions: what was chosen at startup and why, one line each.
+        dtype: PyTorch dtype of the weights, such as ``bfloat16``.
+        max_concurrency: maximum number of requests computed at the same time.
+        decisions: choices made at startup and their reasons, one line each.
     """
 
     runner: str
@@ -37,12 +37,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """A prompt, counted with the checkpoint's tokenizer.
+    """The token counts of a prompt, from the checkpoint's tokenizer.
 
     Args:
-        ids: token ids of the whole prompt; image tokens included.
-        image_tokens: how many of them are image tokens.
-        views: views of all images.
+        ids: token ids of the whole prompt, including image tokens.
+        image_tokens: number of image tokens among them.
+        views: number of views of all images.
     """
 
     ids: tuple[int, ...]
@@ -52,13 +52,13 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is known of a request before it is computed: what a router decides by.
+    """The estimated work of a request, which the router uses.
 
     Args:
         views: views that the vision tower would encode.
         prompt_tokens: an estimate of the prompt's length, from its views and characters.
-        max_new_tokens: output tokens at most.
-        keys: digests of its images, in order: requests that share them share cached views and prefixes.
+        max_new_tokens: maximum number of output tokens.
+        keys: digests of its images, in order. Requests with equal digests share cached views and prefixes.
     """
 
     views: int
@@ -68,7 +68,7 @@ class Work:
 
 
 class ServeBackend(Protocol):
-    """Answers requests. All methods belong to one event loop."""
+    """A backend that answers requests. Call all methods from one event loop."""
 
     @property
     def info(self) -> ModelInfo | None:
@@ -77,16 +77,16 @@ class ServeBackend(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether a request that is submitted now would be computed now."""
+        """Whether the backend can start a request now."""
         ...
 
     @property
     def retried(self) -> int:
-        """Requests that were computed again because a process died."""
+        """Number of requests retried because a process died."""
         ...
 
     async def start(self) -> None:
-        """Load the model and return when the first request can be computed.
+        """Load the model, and return once it can answer requests.
 
         Raises:
             PanscanError: the model cannot be loaded.
@@ -94,20 +94,20 @@ class ServeBackend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Cancel what runs and free everything."""
+        """Cancel running requests and free all resources."""
         ...
 
     def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
-        """Begin to answer a request and return its stream.
+        """Submit a request and return its stream.
 
         Args:
-            request: its images are bytes of files (:class:`panscan.images.files.PageBytes`); its id is unique.
-            work: what is known of it.
-            stream: whether the events will be read. Otherwise only ``Stream.result()`` may be awaited, and the request
-                is computed again elsewhere if its process dies.
+            request: request with a unique id, whose images are :class:`panscan.images.files.PageBytes`.
+            work: estimated work of the request.
+            stream: whether the caller reads the events. Otherwise only ``Stream.result()`` may be awaited, and the
+                request is retried if its process dies.
 
         Raises:
-            QueueFullError: too many requests wait.
+            QueueFullError: the queue is full.
             EngineError: no process can answer.
         """
         ...
@@ -131,5 +131,5 @@ class ServeBackend(Protocol):
         ...
 
     async def stats(self) -> Mapping[str, Stats]:
-        """Return the figures of each engine, by replica; without those that do not answer in time."""
+        """Return the statistics of each engine by replica id, without engines that do not answer in time."""
         ...

@@ -29,14 +29,14 @@ __all__ = ["API_KEYS_VARIABLE", "build", "print_config", "run_cluster"]
 log = logging.getLogger("panscan.serve")
 
 API_KEYS_VARIABLE = "PANSCAN_API_KEYS"
-"""Environment variable with API keys, separated by spaces: in a configuration file, keys are left out."""
+"""Environment variable with API keys, separated by spaces. Configuration files contain no keys."""
 
 _POLL_SECONDS = 0.25
 _WATCH_SECONDS = 5.0
-_DRAIN_MARGIN_SECONDS = 5.0  # the ingress itself ends the wait at the drain timeout
-_OBJECT_STORE_BYTES = 1 << 30  # request bodies on their way to replicas; Ray spills more than that to disk
+_DRAIN_MARGIN_SECONDS = 5.0  # the ingress enforces the drain timeout; this margin covers its reply
+_OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk
 _LOCAL_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing home
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds Ray's ports to the loopback interface, on every platform
     "RAY_SERVE_LOG_TO_STDERR": "0",  # Ray's own messages stay in its log directory
@@ -44,13 +44,13 @@ _LOCAL_ENVIRONMENT = {
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """Return the application of a configuration file; ``import_path`` of ``serve deploy`` and KubeRay.
+    """Return the application of a configuration file, which names this function as its ``import_path``.
 
     Args:
-        args: as :func:`print_config` writes them.
+        args: arguments, as :func:`print_config` writes them.
 
     Raises:
-        SettingError: an unknown name or value, or no API keys although the configuration demands them.
+        SettingError: an argument is unknown or invalid, or the required API keys are missing.
     """
     from panscan.serve.app import create_app
 
@@ -61,9 +61,9 @@ def build(args: Mapping[str, Any]) -> Any:
 def print_config(
     options: ServeOptions, *, replicas: int, max_replicas: int | None = None, api_key_file: Path | None = None
 ) -> str:
-    """Return the server as a configuration file of Ray Serve (YAML), for ``serve deploy`` or KubeRay.
+    """Return a Ray Serve configuration file (YAML) of the server, for ``serve deploy`` or KubeRay.
 
-    API keys are left out: the nodes read them from ``api_key_file`` or from ``PANSCAN_API_KEYS``.
+    The file contains no API keys: the nodes read them from ``api_key_file`` or from ``PANSCAN_API_KEYS``.
     """
     scale = Scale(replicas, max_replicas)
     args: dict[str, Any] = {"settings": options.settings.changed(), "replicas": scale.replicas}
@@ -96,20 +96,20 @@ def run_cluster(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
-    The first signal drains: new requests are refused, and running ones have ``options.drain_timeout`` seconds to end.
-    A second signal ends at once.
+    The first signal drains: new requests are refused, running ones have ``options.drain_timeout`` seconds to finish.
+    A second signal stops the server immediately.
 
     Args:
-        options: what to serve.
+        options: server options.
         on_ready: called with the server's URL once a request can be answered.
-        replicas: replicas at least.
-        max_replicas: replicas at most; None: always ``replicas``.
-        ray_address: address of a Ray cluster; None: a cluster that exists on this machine only, as long as this call.
+        replicas: minimum number of replicas.
+        max_replicas: maximum number of replicas; None: always ``replicas``.
+        ray_address: address of a Ray cluster; None: start a cluster on this machine for the duration of this call.
 
     Raises:
-        SettingError: the port is taken, or the cluster has too few GPUs.
+        SettingError: the port is in use, or the machine has too few GPUs.
         ModelError: the replicas cannot load the model.
-        EngineError: the cluster or the application on it is gone.
+        EngineError: the cluster was lost, or the application was removed from it.
         UnsupportedError: Ray is not installed.
     """
     scale = Scale(replicas, max_replicas)
@@ -117,7 +117,7 @@ def run_cluster(
     if local:
         options = replace(options, port=_usable_port(options))
     elif options.port == 0:
-        raise SettingError("--port 0: a Ray cluster needs the same port on every node; name one")
+        raise SettingError("--port 0: a Ray cluster needs the same port on every node; use a fixed port")
     with _connected(scale, ray_address), _signals() as stop:
         gpus = _gpus_per_replica(options.settings)
         _check_gpus(scale, gpus, local=local)
@@ -133,7 +133,7 @@ def run_cluster(
 
 
 class _Stop:
-    """The signals that have arrived."""
+    """The shutdown signals received so far."""
 
     def __init__(self) -> None:
         self.first, self.second = threading.Event(), threading.Event()
@@ -145,7 +145,7 @@ class _Stop:
 
 @contextmanager
 def _signals() -> Iterator[_Stop]:
-    """Collect SIGTERM and SIGINT. After Ray's start, which installs handlers that exit."""
+    """Collect SIGTERM and SIGINT. Call it after starting Ray, which installs handlers that exit the process."""
     stop = _Stop()
     before = {number: signal.signal(number, stop.take) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -157,7 +157,7 @@ def _signals() -> Iterator[_Stop]:
 
 @contextmanager
 def _connected(scale: Scale, ray_address: str | None) -> Iterator[None]:
-    """Join a Ray cluster, or start one on this machine and end it afterwards."""
+    """Join a Ray cluster, or start one on this machine and shut it down afterwards."""
     if ray_address is None:
         os.environ.pop(API_KEYS_VARIABLE, None)  # Ray's processes need only the digests that the options have
         os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -170,7 +170,7 @@ def _connected(scale: Scale, ray_address: str | None) -> Iterator[None]:
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=max(os.cpu_count() or 1, scale.bound + 2),  # logical: placement only
+            num_cpus=max(os.cpu_count() or 1, scale.bound + 2),  # logical CPUs, used for placement only
             object_store_memory=_OBJECT_STORE_BYTES,
         )
     else:
@@ -182,7 +182,7 @@ def _connected(scale: Scale, ray_address: str | None) -> Iterator[None]:
 
 
 def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> Any:
-    """Start the proxies and the application, and return the handle of its ingress without waiting for it."""
+    """Start the proxies and the application, and return the ingress handle without waiting until it is ready."""
     from ray import serve
 
     from panscan.serve.app import create_app
@@ -195,7 +195,7 @@ def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> A
 
 
 def _wait_until_ready(url: str, stop: _Stop) -> bool:
-    """Wait until the server is ready; return False if a signal comes first.
+    """Wait until the server is ready; return False if a signal arrives first.
 
     Raises:
         ModelError: the deployment has failed.
@@ -212,10 +212,10 @@ def _wait_until_ready(url: str, stop: _Stop) -> bool:
 
 
 def _watch(stop: _Stop) -> None:
-    """Wait for a signal, and log what becomes of the deployment.
+    """Wait for a signal, and log status changes of the deployment.
 
     Raises:
-        EngineError: the cluster is gone.
+        EngineError: the cluster was lost, or the application was removed from it.
     """
     from ray import serve
     from ray.exceptions import RayError
@@ -226,7 +226,7 @@ def _watch(stop: _Stop) -> None:
         try:
             status = serve.status().applications.get(APP)
         except (RayError, RayServeException) as error:
-            raise EngineError(f"the Ray cluster is gone: {type(error).__name__}") from error
+            raise EngineError(f"lost the connection to the Ray cluster: {type(error).__name__}") from error
         if status is None:
             raise EngineError(f"the application {APP!r} was removed from the Ray cluster")
         if status.status != before:
@@ -235,21 +235,21 @@ def _watch(stop: _Stop) -> None:
 
 
 def _reason(status: Any) -> str:
-    """Return the exception's message from what Ray reports of a failed deployment: a traceback."""
+    """Return the exception message from the traceback that Ray reports for a failed deployment."""
     messages = [deployment.message for deployment in status.deployments.values()]
     lines = [line.strip() for text in (*messages, status.message) for line in text.splitlines() if "Error" in line]
     return str(lines[-1].rpartition("Error: ")[2] if lines else status.message)
 
 
 def _answers(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between us and this machine
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for requests to this machine
     with suppress(urllib.error.URLError, OSError), opener.open(url, timeout=2.0) as reply:
         return bool(reply.status == 200)
     return False
 
 
 def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
-    """Refuse new requests and wait until none is in flight, the time is over, or a second signal arrives."""
+    """Refuse new requests, and wait until none is in flight, the timeout expires, or a second signal arrives."""
     from ray.exceptions import RayError
 
     drained = ingress.drain.remote()
@@ -261,18 +261,18 @@ def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
             return
         except TimeoutError:
             continue
-        except RayError as error:  # the ingress is gone, and its requests with it
+        except RayError as error:  # the ingress died, so its requests have failed
             log.warning("the ingress was lost: %s", type(error).__name__)
             return
 
 
 def _remove(*, local: bool, at_once: bool) -> None:
-    """Remove the application; on this machine's own cluster, Ray Serve too."""
+    """Remove the application; on a local cluster, shut down Ray Serve too."""
     from ray import serve
 
     if not local:
         serve.delete(APP, _blocking=not at_once)
-    elif not at_once:  # otherwise the end of Ray ends everything
+    elif not at_once:  # otherwise, shutting down Ray stops everything
         serve.shutdown()
 
 
@@ -282,10 +282,10 @@ def _url(options: ServeOptions) -> str:
 
 
 def _usable_port(options: ServeOptions) -> int:
-    """Return the port, a free one for 0. Ray would report a port that is taken only in its log.
+    """Return the port, or a free one for 0. Ray reports a port conflict in its log only.
 
     Raises:
-        SettingError: it cannot be bound.
+        SettingError: the port cannot be bound.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -298,10 +298,10 @@ def _usable_port(options: ServeOptions) -> int:
 
 
 def _gpus_per_replica(settings: Settings) -> int:
-    """Return the GPUs that each replica needs. Needs a connection to the cluster if ``--device`` is auto.
+    """Return the number of GPUs per replica. With ``--device auto``, Ray must be connected.
 
     Raises:
-        SettingError: a single GPU is named, although Ray assigns them.
+        SettingError: ``--device`` names one GPU, although Ray assigns GPUs.
     """
     if settings.device.startswith("cuda:"):
         raise SettingError(f"--device {settings.device}: Ray assigns GPUs to replicas; use --device cuda")
@@ -314,23 +314,23 @@ def _gpus_per_replica(settings: Settings) -> int:
 
 
 def _check_gpus(scale: Scale, gpus: int, *, local: bool) -> None:
-    """Check that this machine has enough GPUs; a cluster may still grow.
+    """Check that this machine has enough GPUs; other clusters may still grow.
 
     Raises:
-        SettingError: it has too few.
+        SettingError: the machine has too few GPUs.
     """
     import ray
 
     found = int(ray.cluster_resources().get("GPU", 0))
     if local and scale.bound * gpus > found:
         raise SettingError(
-            f"--replicas: {scale.bound} replicas need {scale.bound * gpus} GPUs, and this machine has {found};"
+            f"--replicas: {scale.bound} replicas need {scale.bound * gpus} GPUs, but this machine has {found};"
             " use fewer, or join a cluster with --ray-address"
         )
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of an option as YAML knows it."""
+    """Return an option's value as a type that YAML supports."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
 
 
@@ -356,10 +356,10 @@ def _options_of(args: Mapping[str, Any]) -> tuple[ServeOptions, Scale]:
 
 
 def _keys_of(source: str | None) -> ApiKeys:
-    """Return the API keys from where a configuration file says they are.
+    """Return the API keys from the source that a configuration file names.
 
     Raises:
-        SettingError: there are none.
+        SettingError: the source is invalid, or contains no keys.
     """
     if source is None:
         return ApiKeys()
@@ -368,4 +368,4 @@ def _keys_of(source: str | None) -> ApiKeys:
         return ApiKeys.of(read_api_keys(Path(place)))
     if kind == "env" and os.environ.get(place):
         return ApiKeys.of(os.environ[place].split())
-    raise SettingError(f"args: api_keys: {source!r} must be file:PATH, or env:NAME of a variable that is set")
+    raise SettingError(f"args: api_keys: expected file:PATH, or env:NAME of a variable that is set, got {source!r}")

@@ -26,21 +26,21 @@ CreateApp = Callable[[ServeOptions, ServeBackend], Any]
 
 _RETRY_SECONDS = 2.0  # between attempts to reach the first replica
 _REPLICAS = Range(whole=True, least=1, most=1024)
-_HTTP_REQUESTS = 65_536  # at once on the ingress; the queue's own bound answers 429 far below it
+_HTTP_REQUESTS = 65_536  # concurrent requests on the ingress; far above the queue bound, which returns 429
 _QUERIES = 16  # calls to a replica besides requests: token counts, statistics
-_STARTS = 1  # failures at the first start: a model that cannot be loaded fails at once
+_STARTS = 1  # failed starts until the deployment fails: a model that cannot be loaded fails at once
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many replicas run.
+    """The number of replicas, fixed or scaled by load.
 
     Args:
-        replicas: replicas at least.
-        most: replicas at most; None: always ``replicas``.
+        replicas: minimum number of replicas.
+        most: maximum number of replicas; None: always ``replicas``.
 
     Raises:
-        SettingError: a number out of its range.
+        SettingError: a number is out of range.
     """
 
     replicas: int
@@ -55,18 +55,18 @@ class Scale:
 
     @property
     def bound(self) -> int:
-        """Replicas at most."""
+        """Maximum number of replicas."""
         return self.replicas if self.most is None else self.most
 
 
 class Ingress:
-    """The HTTP server: the same application as without a cluster, on the replicas as its backend.
+    """The HTTP server: the same application as without a cluster, with the replicas as its backend.
 
     Args:
         engines: Ray's handle of the engine replicas.
         create_app: :func:`panscan.serve.app.create_app`.
-        options: what the server runs and allows.
-        replicas: replicas at most.
+        options: server options.
+        replicas: maximum number of replicas.
     """
 
     def __init__(self, engines: Any, create_app: CreateApp, options: ServeOptions, replicas: int) -> None:
@@ -90,14 +90,14 @@ class Ingress:
         return drained
 
     async def __del__(self) -> None:
-        """Cancel what runs. Ray calls this once the ingress has drained."""
+        """Cancel running requests. Ray calls this once the ingress has drained."""
         if hasattr(self, "_loading"):  # otherwise it did not start
             self._loading.cancel()
             await self._backend.close()
             self._app.state.desk.close()
 
     async def _load(self) -> None:
-        """Wait for the first replica, for as long as Ray tries to start one. Until then, requests are answered 503."""
+        """Wait for the first replica, as long as Ray tries to start one. Until then, requests get status 503."""
         while self._backend.info is None:
             try:
                 await self._backend.start()
@@ -111,15 +111,15 @@ def application(create_app: CreateApp, options: ServeOptions, scale: Scale, *, g
 
     Args:
         create_app: :func:`panscan.serve.app.create_app`.
-        options: what the server runs and allows.
-        scale: how many replicas.
-        gpus: GPUs of each replica, all on one node; 0: the replica computes on a CPU.
+        options: server options.
+        scale: number of replicas.
+        gpus: GPUs per replica, all on one node; 0: the replicas use the CPU.
     """
     from ray import serve
 
     engines = serve.deployment(EngineReplica, name="EngineReplica").options(**_engine_options(options, scale, gpus))
     ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
-        # One ingress: its queue bound and its router's books cover all requests.
+        # One ingress, so that its queue bound and its router cover all requests.
         num_replicas=1,
         max_ongoing_requests=_HTTP_REQUESTS,
         ray_actor_options={"num_cpus": 1},

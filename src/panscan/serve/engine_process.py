@@ -1,4 +1,4 @@
-"""The engine in a process of its own, seen from the HTTP server: started, watched, restarted if it dies."""
+"""The engine process, as the HTTP server manages it: start, monitor, restart."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ __all__ = ["EngineProcess"]
 
 log = logging.getLogger("panscan.serve")
 
-_ATTEMPTS = 3  # processes that may compute one request: a request that kills every process must end
-_RESTARTS = 3  # processes in a row that die without having answered a request
+_ATTEMPTS = 3  # attempts per request, so that a request that kills its process fails eventually
+_RESTARTS = 3  # consecutive restarts without an answered request
 _QUERY_SECONDS = 30.0
 _WATCH_SECONDS = 5.0
-_HANG_SECONDS = 600.0  # without an answer between two steps: on a CPU a step may take minutes
+_HANG_SECONDS = 600.0  # longest step; on a CPU, one may take minutes
 _EXIT_SECONDS = 10.0
 
 
 class EngineProcess:
     """A :class:`panscan.serve.backend.ServeBackend` over one engine process.
 
-    If the process dies, it is started again. Requests without a reader for their events are computed again; streams
-    end with an error. ``failed`` is set once the process has died too often.
+    If the process dies, the backend restarts it and retries non-streaming requests; streams end with an error.
+    ``failed`` is set once the process has died too often.
 
     Args:
-        settings: what to load.
-        max_queued_requests: requests that wait besides those that compute.
+        settings: settings of the model and its runner.
+        max_queued_requests: maximum number of waiting requests, besides those being computed.
     """
 
     def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
@@ -103,7 +103,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine; None while there is none."""
+        """Process id of the engine; None if there is no process."""
         return None if self._child is None else self._child.process.pid
 
     async def start(self) -> None:
@@ -127,7 +127,7 @@ class EngineProcess:
             raise EngineError("the engine is not running")
         most = self._info.max_concurrency + self._max_queued
         if len(self._flying) >= most:
-            raise QueueFullError(f"{most} requests run or wait already (--max-queued-requests {self._max_queued})")
+            raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {self._max_queued})")
         flight = _Flight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
         self._flying[request.id] = flight
         if self.ready:
@@ -155,7 +155,7 @@ class EngineProcess:
         """Start a process and wait until it is ready.
 
         Raises:
-            PanscanError: it cannot load the model, or died.
+            PanscanError: the process cannot load the model, or died.
         """
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[EngineReady] = loop.create_future()
@@ -169,8 +169,8 @@ class EngineProcess:
             self._send(flight)
 
     def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[EngineReady]) -> None:
-        """Take messages of a process, or the reason why it has ended."""
-        if child is not self._child:  # an earlier one
+        """Handle messages from a process, or the reason for its exit."""
+        if child is not self._child:  # a process that was replaced
             return
         if isinstance(messages, str):
             if not opened.done():
@@ -218,7 +218,7 @@ class EngineProcess:
             flight.fail(None)
 
     def _lose(self, reason: str) -> None:
-        """The process died: end streams, keep what can be computed again, and start another process."""
+        """Handle the death of the process: end streams, keep the requests to retry, and restart it."""
         self._ready.clear()
         self._deaths += 1
         log.error("%s", reason)
@@ -243,11 +243,11 @@ class EngineProcess:
 
     async def _restart(self) -> None:
         await asyncio.sleep(min(2.0 ** (self._deaths - 1) - 1, 30.0))
-        log.warning("starting the engine's process again")
+        log.warning("restarting the engine's process")
         try:
             await self._open()
         except PanscanError as error:
-            self._give_up(f"the engine's process could not be started again: {error}")
+            self._give_up(f"the engine's process could not be restarted: {error}")
 
     def _give_up(self, reason: str) -> None:
         log.error("%s", reason)
@@ -274,7 +274,7 @@ class EngineProcess:
             self._answers.pop(number, None)
 
     async def _watch(self) -> None:
-        """Kill the process if it hangs; its end is then handled as any other."""
+        """Kill the process if it hangs; its exit is then handled like any other."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             child = self._child
@@ -295,14 +295,14 @@ class EngineProcess:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request under way.
+    """An in-flight request.
 
     Args:
-        request: what to answer.
-        stream: where its events and its result go.
-        streams: whether its events are read.
-        attempts: processes that have begun to compute it.
-        cancelled: whether its client has gone.
+        request: request to answer.
+        stream: stream that receives its events and its result.
+        streams: whether the caller reads its events.
+        attempts: number of processes that it was sent to.
+        cancelled: whether its client has disconnected.
     """
 
     request: Request
@@ -312,11 +312,11 @@ class _Flight:
     cancelled: bool = False
 
     def end(self, result: Result) -> None:
-        """Deliver its result."""
+        """Deliver the result."""
         self.stream.on_end(result)
 
     def fail(self, error: PanscanError | None) -> None:
-        """End it without an answer: with an error, or cancelled."""
+        """End the request without an answer: failed with the error, or cancelled if there is none."""
         result = Result.unanswered(self.request.id, now(), error)
         if self.streams:
             self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
@@ -327,7 +327,7 @@ class _Child:
     """One engine process, its connection, and a thread for each direction.
 
     Args:
-        take: called with the child and each list of messages, in its reading thread; at the end with the reason.
+        take: called in the reading thread with the child and each list of messages, at last with the exit reason.
     """
 
     def __init__(self, take: Callable[[_Child, list[Any] | str], None]) -> None:
@@ -337,8 +337,8 @@ class _Child:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with theirs:
             self.process = subprocess.Popen(
-                # -P: a module in the working directory must not shadow a library. A session of its own: Ctrl-C in a
-                # terminal is for the server, which lets the engine finish.
+                # -P: a module in the working directory must not shadow a library. A new session: Ctrl-C in a
+                # terminal must reach the server only, which lets the engine finish.
                 [sys.executable, "-P", "-m", "panscan.serve.engine_worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name != "PANSCAN_API_KEYS"},
@@ -351,7 +351,7 @@ class _Child:
             thread.start()
 
     def send(self, message: Any) -> None:
-        """Send a message. If the process has died, the end of its connection says so."""
+        """Queue a message. If the process has died, the reading thread reports it."""
         self._outgoing.put(message)
 
     def kill(self) -> None:
@@ -359,7 +359,7 @@ class _Child:
         self.process.kill()
 
     def close(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has exited."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
             self.process.wait(_EXIT_SECONDS)
@@ -369,23 +369,23 @@ class _Child:
         self._connection.close()
 
     def _exit_reason(self) -> str:
-        """Return how the process ended, once its connection has closed."""
+        """Return why the process exited. Call it once the connection has closed."""
         try:
             code = self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
             code = self.process.wait()
         if code == -signal.SIGKILL:
-            return "the engine's process was killed by SIGKILL (by the system, if the host ran out of memory)"
+            return "the engine's process was killed by SIGKILL (by the kernel, if the host ran out of memory)"
         if code < 0:
             return f"the engine's process was killed by {signal.Signals(-code).name}"
         return f"the engine's process exited with code {code}; its log is above"
 
     def _receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # it ended, or was cut off
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # it exited, or was cut off
             while True:
                 self._take(self, pickle.loads(self._connection.recv_bytes()))
-        self._outgoing.put(None)  # ends the other thread
+        self._outgoing.put(None)  # stops the other thread
         self._take(self, self._exit_reason())
 
     def _transmit(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine's process: loads the model and answers what the HTTP server's process sends.
+"""The engine process: loads the model and answers messages of the HTTP server's process.
 
     python -m panscan.serve.engine_worker CONNECTION_FD
 
@@ -41,11 +41,11 @@ from panscan.serve.messages import (
 
 __all__ = ["main"]
 
-_HELPERS = 2  # threads for questions beside the engine: token counts, and statistics that wait for a step
+_HELPERS = 2  # threads for queries beside the engine: token counts and token texts
 
 
 class _Worker:
-    """Reads messages on the main thread; sends from one thread, several messages at a time."""
+    """A worker that reads messages on the main thread and sends them in batches from another thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class _Worker:
                     if (cancel := self._cancels.get(message.id)) is not None:
                         cancel()
                 case AskQuery():
-                    # Statistics wait for the engine's step, and must not hold up the other questions.
+                    # Statistics wait for the engine's current step, and must not delay other queries.
                     pool = self._stats if isinstance(message.query, ReadStats) else self._pool
                     pool.submit(partial(self._answer, model, message))
                 case _:
@@ -99,7 +99,7 @@ class _Worker:
         self._outgoing.put((id, event))
 
     def _on_end(self, id: str, result: Result) -> None:
-        if isinstance(result.error, EngineError):  # of all later requests too: the server starts another process
+        if isinstance(result.error, EngineError):  # later requests would fail too: the server restarts the process
             sys.stderr.write(f"the engine has failed: {result.error}\n")
             sys.stderr.flush()
             os._exit(1)
@@ -112,12 +112,12 @@ class _Worker:
             self._outgoing.put(QueryAnswer(ask.number, _answer_to(model, ask.query)))
         except PanscanError as error:
             self._outgoing.put(QueryAnswer(ask.number, error))
-        except Exception as error:  # whatever a file makes a decoder raise is this question's failure
+        except Exception as error:  # an image decoder may raise anything; only this query fails
             self._outgoing.put(QueryAnswer(ask.number, PanscanError(f"{type(error).__name__}: {error}")))
 
     def _send(self) -> None:
-        """Send messages; events that wait together travel together."""
-        with suppress(OSError):  # the server is gone: the main thread notices too
+        """Send queued messages; those that are waiting go out as one batch."""
+        with suppress(OSError):  # the server has exited, which ends the main thread too
             while True:
                 batch = [self._outgoing.get()]
                 with suppress(queue.Empty):
@@ -127,7 +127,7 @@ class _Worker:
 
 
 def _packed(batch: list[Any]) -> list[Any]:
-    """Return messages in order, with runs of events as one message."""
+    """Return messages in order, with consecutive events merged into one message."""
     packed: list[Any] = []
     for message in batch:
         if not isinstance(message, tuple):
@@ -151,9 +151,9 @@ def _answer_to(model: LoadedModel, query: Query) -> Any:
 
 def main() -> None:
     """Run the engine's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when the engine ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when the engine exits
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(EOFError, OSError):  # the server closed the connection, or is gone
+    with suppress(EOFError, OSError):  # the server closed the connection, or has exited
         _Worker(Connection(int(sys.argv[1]))).run()
     sys.stderr.flush()
     os._exit(0)  # the engine's threads may be inside a long step

@@ -1,4 +1,4 @@
-"""The life of a request at the server: admitted, read, submitted, answered whole or as a stream, or refused."""
+"""Request handling in the server: admission, reading the body, submission, whole or streamed answers, refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 Pool = Literal["read", "fetch", "decode"]
 """Threads that read documents, download them, or decode pages for previews."""
 
-_THREADS = 16  # of each pool but the decoders; a download may take a minute
+_THREADS = 16  # threads per pool, except for decoding; a download may take a minute
 _SEND_SECONDS = 60.0  # after the deadline of a request, for a client that reads slowly
 _DECODERS = 2  # threads that decode pages for previews: each holds up to 540 MB of pixels
 _BODIES = 2 * 2**30  # bytes of all request bodies in flight
@@ -45,12 +45,12 @@ _TIMEOUT_HEADER = "x-request-timeout"
 
 
 class RefusedError(Exception):
-    """A request is refused before it is submitted.
+    """An error for a request that is refused before it is submitted.
 
     Args:
         status: HTTP status.
-        message: why.
-        retry_after: seconds after which the client may try again.
+        message: reason, which the client receives.
+        retry_after: seconds after which the client may retry.
         code: OpenAI's error code.
     """
 
@@ -61,13 +61,14 @@ class RefusedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Admission of one request. ``release`` gives the slot back; it may be called twice.
+    """The admission slot of one request. ``release`` may be called more than once.
 
     Args:
-        desk: that issued it.
-        deadline: on the event loop's clock.
-        accepted: seconds of :func:`panscan.core.now`.
-        size: bytes of its body.
+        desk: desk that issued the ticket.
+        deadline: time on the event loop's clock.
+        accepted: time of admission, seconds of :func:`panscan.core.now`.
+        size: bytes of the body received so far.
+        released: whether the slot was released.
     """
 
     desk: Desk
@@ -82,31 +83,31 @@ class Ticket:
         return now() + self.deadline - asyncio.get_running_loop().time()
 
     def grow(self, size: int) -> None:
-        """Account for bytes of the body.
+        """Count received bytes of the body.
 
         Raises:
-            RefusedError: the bodies of all requests together are too large.
+            RefusedError: the bodies of all requests in flight are too large.
         """
         self.size += size
         self.desk.bodies += size
         if self.desk.bodies > _BODIES:
-            raise RefusedError(429, "the bodies of all requests together are too large", self.desk.metrics.retry_after)
+            raise RefusedError(429, "the bodies of all requests in flight are too large", self.desk.metrics.retry_after)
 
     def release(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         if not self.released:
             self.released = True
             self.desk.leave(self)
 
 
 class Desk:
-    """Admits requests, up to a bound, and answers them.
+    """The admission control of the server: bounds the number of requests, and answers them.
 
     Args:
-        options: limits.
-        backend: computes answers.
-        metrics: counts them.
-        tracer: records spans; None: no traces.
+        options: server options.
+        backend: backend that computes answers.
+        metrics: metrics to update.
+        tracer: tracer that records spans; None: no traces.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Desk:
         """Return a ticket for a new request.
 
         Raises:
-            RefusedError: the server drains, is not ready, or has too many requests already.
+            RefusedError: the server is draining, not ready, or at capacity.
             FieldError: the header ``X-Request-Timeout`` is not a number of seconds.
         """
         if self.draining:
@@ -135,7 +136,7 @@ class Desk:
             raise RefusedError(503, "the model is loading", 5)
         most = info.max_concurrency + self.options.max_queued_requests
         if self._active >= most:
-            message = f"the server is at capacity: {most} requests run or wait"
+            message = f"the server is at capacity: {most} requests are running or waiting"
             raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
         seconds = _timeout(request, self.options.request_timeout)
         self._active += 1
@@ -144,7 +145,7 @@ class Desk:
         return Ticket(self, asyncio.get_running_loop().time() + seconds, now())
 
     def leave(self, ticket: Ticket) -> None:
-        """Take a ticket back."""
+        """Release the slot of a ticket."""
         self._active -= 1
         self.bodies -= ticket.size
         self.metrics.active.labels(self.options.model_name).set(self._active)
@@ -152,7 +153,7 @@ class Desk:
             self._idle.set()
 
     async def drain(self) -> bool:
-        """Refuse new requests and wait for those that run; return False if the drain timeout passes first."""
+        """Refuse new requests and wait for running ones; return False if the drain timeout expires first."""
         self.draining = True
         try:
             async with asyncio.timeout(self.options.drain_timeout):
@@ -165,9 +166,9 @@ class Desk:
         """Run blocking work of a request in a thread and return its result.
 
         Args:
-            ticket: of the request.
-            work: runs to its end even if the deadline passes; its result is discarded then.
-            pool: downloads and decoding have threads of their own, so that other requests never wait for them.
+            ticket: ticket of the request.
+            work: function to run. It continues after the deadline, but its result is then discarded.
+            pool: thread pool. Downloads and decoding use separate pools, so that other requests never wait for them.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -176,7 +177,7 @@ class Desk:
             return await asyncio.get_running_loop().run_in_executor(self._pools[pool], work)
 
     def close(self) -> None:
-        """Stop the threads; those at work end when their documents are read."""
+        """Stop the threads; busy ones stop after their current document."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -186,12 +187,12 @@ class Desk:
     ) -> Response:  # fmt: skip
         """Submit the requests of one HTTP request and return its response.
 
-        A streaming response begins with the first event, so that whatever fails before it has a status of its own.
+        A streaming response starts with the first event, so that an earlier failure gets an HTTP error status.
 
         Raises:
-            PanscanError: the first request that failed.
+            PanscanError: the error of the first request that failed.
             TimeoutError: the deadline passed.
-            ClientDisconnect: the client has gone; its requests are cancelled.
+            ClientDisconnect: the client disconnected; its requests are cancelled.
         """
         ticket.grow(prepared.image_bytes)
         streams: list[Stream] = []
@@ -206,7 +207,7 @@ class Desk:
                 limit = ticket.deadline + _SEND_SECONDS
                 return _EventStream(run.chunks(first, events), run.close, request.receive, limit)
             results = await self._unless_gone(request, ticket, _collect(streams))
-        except BaseException:
+        except BaseException:  # cancellation too: nothing else would cancel these streams
             self.abandon(streams, request)
             raise
         for result in results:
@@ -222,7 +223,7 @@ class Desk:
         return JSONResponse(reply.whole(results, per_prompt))
 
     def abandon(self, streams: Sequence[Stream], request: Request) -> None:
-        """Cancel what is not finished, and count the requests once they have ended."""
+        """Cancel unfinished requests, and count all requests once they have ended."""
 
         def count(task: asyncio.Task[Result]) -> None:
             if not task.cancelled() and task.exception() is None:
@@ -233,7 +234,7 @@ class Desk:
             asyncio.ensure_future(stream.result()).add_done_callback(count)
 
     def observe(self, result: Result, request: Request) -> None:
-        """Count an ended request, and trace it."""
+        """Record a finished request in the metrics and traces."""
         self.metrics.observe(result)
         if self._tracer is not None:
             tracing.record(self._tracer, result, dict(request.headers))
@@ -268,7 +269,7 @@ class _Run:
     async def chunks(
         self, first: tuple[int, TokenEvent], events: AsyncIterator[tuple[int, TokenEvent]]
     ) -> AsyncIterator[bytes]:
-        """Yield server-sent events; a failure is an event of its own, and ends the stream."""
+        """Yield server-sent events; a failure becomes an error event, which ends the stream."""
         found: tuple[int, TokenEvent] | None = first
         try:
             yield b"".join(map(server_sent, self._reply.first(len(self._streams))))
@@ -283,18 +284,20 @@ class _Run:
         except PanscanError as error:
             yield server_sent(error_of(error))
         except TimeoutError:
-            yield server_sent(error_body("the request's deadline has passed", 504))
-        except Exception as error:  # a defect must not look like the end of the answer
+            yield server_sent(
+                error_body("the request timed out (--request-timeout, or its header X-Request-Timeout)", 504)
+            )
+        except Exception as error:  # a bug must not look like the end of the answer
             log.exception("a stream failed")
             yield server_sent(error_body(f"internal error: {type(error).__name__}", 500))
 
     def close(self) -> None:
-        """Give the slot back, cancel what is not finished, and count the requests."""
+        """Release the slot, cancel unfinished requests, and count all requests."""
         self._ticket.release()
         self._desk.abandon(self._streams, self._request)
 
     async def _in_time(self, work: Awaitable[Answer]) -> Answer:
-        """Await ``work`` until the deadline. Around a ``yield``, a timeout would also cancel what sends the chunk."""
+        """Await ``work`` until the deadline. A timeout around a ``yield`` would also cancel the sending of a chunk."""
         async with asyncio.timeout_at(self._ticket.deadline):
             return await work
 
@@ -306,13 +309,13 @@ class _Run:
 
 
 class _EventStream(Response):
-    """Server-sent events, until they end or the client disconnects, whichever is first.
+    """A response of server-sent events, which stops when they end or the client disconnects.
 
     Args:
-        chunks: what to send.
-        close: called at the end, in any case.
-        receive: of the request, which knows that its body has been read.
-        limit: when a client that reads too slowly is disconnected, on the event loop's clock.
+        chunks: encoded events.
+        close: called at the end, even after a failure.
+        receive: ``receive`` of the request, whose body has been read.
+        limit: time on the event loop's clock at which a slow client is disconnected.
     """
 
     media_type = "text/event-stream"
@@ -339,7 +342,7 @@ class _EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]  # an async generator
+        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]  # an async generator, which has aclose()
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -349,8 +352,8 @@ async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, 
     """Return the JSON of a request, and the files of a multipart body by field name.
 
     Raises:
-        RefusedError: the content type is neither JSON nor multipart, the body arrives too slowly, or there is too much
-            in flight.
+        RefusedError: the content type is neither JSON nor multipart, the body arrives too slowly, or the bodies in
+            flight are too large.
         TimeoutError: the deadline passed.
         FieldError: the multipart body is malformed.
         BodyTooLargeError: see :mod:`panscan.serve.guards`.
@@ -371,7 +374,7 @@ async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, 
             if kind == "multipart/form-data":
                 return await _read_form(counting, ticket.desk.options)
             return await counting.body(), {}
-    except ValueError as error:  # of the codec that a part of the form names
+    except ValueError as error:  # raised by the codec that a part of the form names
         raise FieldError(f"request: the multipart body cannot be decoded ({error})", "request") from error
     except TimeoutError:
         if slow > ticket.deadline:
@@ -389,18 +392,18 @@ async def _read_form(request: Request, options: ServeOptions) -> tuple[bytes, di
             if name == "request" and body is None:
                 body = content
             elif name == "request" or name in files:
-                raise FieldError(f"{name}: the multipart body has this field twice", name)
+                raise FieldError(f"{name}: the multipart body repeats this field", name)
             elif isinstance(value, UploadFile):
                 files[name] = content
             else:
-                raise FieldError(f"{name} is not supported: send files, and the JSON body in the field request", name)
+                raise FieldError(f"{name} is not supported; send files, and the JSON body in the field request", name)
     if body is None:
-        raise FieldError("request: the multipart body must have the JSON body in this field", "request")
+        raise FieldError("request: this field of the multipart body is missing; it must hold the JSON body", "request")
     return body, files
 
 
 def _timeout(request: Request, most: float) -> float:
-    """Return the seconds that a request may take: the server's limit, or less if the client asks for less."""
+    """Return the request timeout in seconds: the server's limit, or the client's if it is lower."""
     given = request.headers.get(_TIMEOUT_HEADER)
     if given is None:
         return most
@@ -420,7 +423,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _check_begun(stream: Stream, event: TokenEvent) -> None:
-    """Raise the error of a stream whose first event is its failure.
+    """Raise the error of a stream whose first event reports a failure.
 
     Raises:
         PanscanError: see :class:`panscan.core.Result`.
@@ -434,10 +437,10 @@ async def _collect(streams: Sequence[Stream]) -> list[Result]:
 
 
 async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, TokenEvent]]:
-    """Yield (index, event) of all streams as they come.
+    """Yield (index, event) of all streams as the events arrive.
 
     Raises:
-        PanscanError: of the first stream that fails.
+        PanscanError: the error of the first stream that fails.
     """
     if len(streams) == 1:
         async for event in streams[0]:

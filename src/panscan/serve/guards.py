@@ -1,4 +1,4 @@
-"""What a request must pass before it is handled: host, origin, key and size of its body."""
+"""Checks before a request is handled: host, origin, API key and body size."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from panscan.serve.replies import error_body
 
 __all__ = ["BodyTooLargeError", "Guard"]
 
-_OPEN = ("/", "/health", "/ready")  # without a key: nothing that they show is private
+_OPEN = ("/", "/health", "/ready")  # no key required: they reveal nothing private
 _OPEN_PREFIX = "/playground/"
-_PROBES = ("/health", "/ready")  # also under the address of a container, which only its orchestrator knows
+_PROBES = ("/health", "/ready")  # for any host name: orchestrators use the container's address
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class BodyTooLargeError(Exception):
-    """The body of a request exceeds the server's limit; raised while it is read."""
+    """An error raised while reading a body that exceeds the server's limit."""
 
 
 class Guard:
     """ASGI middleware that refuses requests with 400, 401, 403, 413 or 415 before any handler sees them.
 
-    - Headers: those that servers read differently when they are repeated or encoded are refused.
+    - Headers: repeated or encoded headers that servers interpret differently are refused.
     - Key: if the server has API keys, ``Authorization: Bearer KEY`` is required except for the
       playground's static files and the health checks.
     - Host: a server on a loopback address answers only to local names, so DNS rebinding cannot reach it.
-    - Origin: a browser's cross-origin request is refused. There are no CORS headers either.
+    - Origin: cross-origin requests of browsers are refused, and responses have no CORS headers.
 
     Args:
-        app: what handles the requests that pass.
+        app: application that handles accepted requests.
         options: the server's keys, hosts and limits.
     """
 
@@ -44,7 +44,7 @@ class Guard:
         self._limit = round(options.max_body_mb * 1e6)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it on."""
+        """Refuse a request, or forward it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -55,7 +55,7 @@ class Guard:
         await self._app(scope, _limited(receive, self._limit), send)
 
     def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-        """Return status and reason of a refusal; None if the request may pass."""
+        """Return status and reason of a refusal; None if the request is accepted."""
         host = headers.get("host", "")
         if self._hosts is not None and path not in _PROBES and _name(host) not in self._hosts:
             return 403, "this host name is not allowed; add it with --allowed-hosts"
@@ -68,7 +68,7 @@ class Guard:
                 return 401, "a valid API key is required: Authorization: Bearer KEY"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._limit:
-            return 413, f"the body may have {self._limit} bytes (--max-body-mb)"
+            return 413, f"the body may have at most {self._limit} bytes (--max-body-mb)"
         return None
 
 
@@ -77,11 +77,11 @@ def _text_headers(scope: Scope) -> dict[str, str]:
 
 
 def _malformed(scope: Scope) -> tuple[int, str] | None:
-    """Return status and reason of a refusal if another server could read the headers differently; None otherwise."""
+    """Return status and reason of a refusal if servers could interpret the headers differently, otherwise None."""
     names = [name.lower() for name, _ in scope["headers"]]
     repeated = next((name for name in _SINGLE if names.count(name) > 1), None)
     if repeated is not None:
-        return 400, f"the header {repeated.decode()} may be given once"
+        return 400, f"the header {repeated.decode()} must not be repeated"
     headers = _text_headers(scope)
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         return 400, "the transfer encoding must be chunked"
@@ -93,7 +93,7 @@ def _malformed(scope: Scope) -> tuple[int, str] | None:
 
 
 def _authority(origin: str) -> str | None:
-    """Return host and port of an Origin header; None if it has none, as ``null``."""
+    """Return host and port of an Origin header; None if it has none, such as ``null``."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:
@@ -101,7 +101,7 @@ def _authority(origin: str) -> str | None:
 
 
 def _allowed_hosts(options: ServeOptions) -> frozenset[str] | None:
-    """Return host names that requests may be addressed to; None: any."""
+    """Return the allowed host names; None: any."""
     named = frozenset(host.lower() for host in options.allowed_hosts)
     try:
         loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
@@ -120,7 +120,7 @@ def _name(host: str) -> str:
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Return ``receive`` that counts the bytes of the body: a header may lie, or be absent."""
+    """Return a ``receive`` that counts the bytes of the body: Content-Length may be wrong or absent."""
     total = 0
 
     async def counted() -> Message:
@@ -139,7 +139,7 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status in (400, 413, 415):  # the body is not read, so the connection cannot be used again
+    if status in (400, 413, 415):  # the body is not read, so the connection cannot be reused
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

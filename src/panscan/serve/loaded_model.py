@@ -1,4 +1,4 @@
-"""A loaded model behind callbacks: the engine, or a runner of Transformers where the engine lacks a setting."""
+"""A loaded model behind callbacks: the engine, or Transformers for settings that the engine lacks."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class LoadedModel(Protocol):
         ...
 
     def stats(self) -> Stats:
-        """Return current figures. Waits for the step under way, so one that hangs does not answer."""
+        """Return current statistics. Waits for the current step, so the call blocks while the engine hangs."""
         ...
 
     def close(self) -> None:
-        """Cancel what runs and free the model."""
+        """Cancel running requests and free the model."""
         ...
 
 
 def open_model(settings: Settings) -> LoadedModel:
-    """Load the model that settings name, in the runner that they name.
+    """Load the model in the runner that the settings name.
 
     Raises:
-        PanscanError: as :func:`panscan.runners.factory.open_runner` and :meth:`Engine.from_settings`.
+        PanscanError: see :func:`panscan.runners.factory.open_runner` and :meth:`Engine.from_settings`.
     """
     from panscan.model.runtime import quiet_libraries
 
@@ -118,7 +118,7 @@ class _EngineModel:
 class _RunnerModel:
     """A runner without continuous batching as a :class:`LoadedModel`: batches of ``--batch-size``, one after another.
 
-    Requests that share a batch share their sampling settings. All tokens of an answer come when its batch ends.
+    Requests of one batch have equal sampling settings. All tokens of an answer are delivered when its batch ends.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -159,7 +159,7 @@ class _RunnerModel:
         )  # fmt: skip
 
     def close(self) -> None:
-        """See :class:`LoadedModel`. Waits for the batch under way: ``generate()`` cannot be interrupted."""
+        """See :class:`LoadedModel`. Waits for the current batch: ``generate()`` cannot be interrupted."""
         with self._changed:
             self._closed = True
             left = list(self._queue)
@@ -175,7 +175,7 @@ class _RunnerModel:
             waiting = queued in self._queue
             if waiting:
                 self._queue.remove(queued)
-        if waiting:  # one that runs is answered in full: generate() cannot be interrupted
+        if waiting:  # a running request is answered in full: generate() cannot be interrupted
             queued.end_early()
 
     def _work(self) -> None:
@@ -185,7 +185,7 @@ class _RunnerModel:
             self._running = 0
 
     def _next_batch(self) -> list[_Queued] | None:
-        """Wait for requests and take those of the next batch; None once the runner is closed."""
+        """Wait for requests and return the next batch; None once the runner is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
@@ -199,8 +199,8 @@ class _RunnerModel:
     def _answer(self, batch: list[_Queued]) -> None:
         try:
             results = self._runner.run([queued.request for queued in batch])
-        except Exception as error:  # whatever a library raises is the failure of these requests
-            if len(batch) > 1:  # one unreadable image fails the call: answer the others alone
+        except Exception as error:  # a library may raise anything; only these requests fail
+            if len(batch) > 1:  # one unreadable image fails the whole batch: retry each request alone
                 for queued in batch:
                     self._answer([queued])
                 return
@@ -214,7 +214,7 @@ class _RunnerModel:
 
 
 class _Queued:
-    """A request that waits for its batch."""
+    """A queued request."""
 
     def __init__(self, request: Request, on_event: OnEvent | None, on_end: OnEnd, *, accepted: float) -> None:
         self.request = request
@@ -233,7 +233,7 @@ class _Queued:
         self._on_end(result)
 
     def end_early(self, error: PanscanError | None = None) -> None:
-        """Deliver the end of a request without an answer: cancelled, or failed."""
+        """End the request without an answer: failed with the error, or cancelled if there is none."""
         result = Result.unanswered(self.request.id, self._accepted, error)
         if self._on_event is not None:
             self._on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))

@@ -1,4 +1,4 @@
-"""Images and documents of requests: where they may come from, and how large they may be. No pixel is decoded here."""
+"""Images and documents of requests: allowed sources and sizes. This module decodes no pixels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MediaFile:
 
     Args:
         pages: its pages, each with the bytes of the whole file.
-        sizes: (width, height) of each page as its header says, perhaps not upright yet.
+        sizes: (width, height) of each page from its header, before any rotation.
         digest: SHA-256 of the file.
     """
 
@@ -39,15 +39,15 @@ class MediaFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return len(self.pages[0].content) if self.pages else 0
 
 
 class MediaReader:
-    """Reads what the URLs of a request refer to, within the server's limits. Blocks: call it in a thread.
+    """A reader of the documents behind a request's URLs, within the server's limits. Blocking: call it in a thread.
 
     Args:
-        options: which sources are allowed, and the limits.
+        options: server options with the allowed sources and the limits.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -63,12 +63,12 @@ class MediaReader:
         Args:
             url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
             uploads: files of a multipart body, by field name.
-            name: what messages call the document, such as ``image 2``.
-            deadline: when a download is given up, seconds of :func:`panscan.core.now`.
+            name: name of the document in error messages, such as ``image 2``.
+            deadline: time at which a download is aborted, seconds of :func:`panscan.core.now`.
 
         Raises:
             TimeoutError: the deadline has passed.
-            ImageError: the source is not allowed, or it cannot be read, or exceeds a limit.
+            ImageError: the source is not allowed, cannot be read, or exceeds a limit.
         """
         if now() >= deadline:
             raise TimeoutError
@@ -112,7 +112,7 @@ class MediaReader:
             raise image_error(name, str(error)) from error
 
     def _local(self, url: str, name: str) -> bytes:
-        """Return the bytes of a file below the allowed directory; links are resolved first."""
+        """Return the bytes of a file below the allowed directory; symbolic links are resolved first."""
         if self._root is None:
             problem = "local files are disabled on this server (--allowed-local-media-path); send a data: URL"
             raise image_error(name, problem)
@@ -128,7 +128,7 @@ class MediaReader:
         except (OSError, ValueError) as error:
             raise refused from error
         try:
-            if not _opened_path(descriptor, path).is_relative_to(self._root):  # a folder became a link meanwhile
+            if not _opened_path(descriptor, path).is_relative_to(self._root):  # a directory was replaced by a link
                 raise refused
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
@@ -142,7 +142,7 @@ class MediaReader:
 
 
 def _opened_path(descriptor: int, path: Path) -> Path:
-    """Return the path of an open file, where the system tells it; else the path that was opened."""
+    """Return the real path of an open file if the system provides it, otherwise the given path."""
     link = Path(f"/proc/self/fd/{descriptor}")
     return link.readlink() if link.parent.is_dir() else path
 
@@ -151,7 +151,7 @@ def _data(url: str, name: str) -> bytes:
     """Return the bytes of a ``data:`` URL.
 
     Raises:
-        ImageError: it is not base64, or empty.
+        ImageError: the URL is not base64, or is empty.
     """
     header, comma, payload = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):

@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """To the engine, first: load this model. ``time_line``: see :func:`panscan.core.process.join_time_line`."""
+    """To the engine, at first: load this model. ``time_line``: see :func:`panscan.core.process.join_time_line`."""
 
     settings: Settings
     time_line: float
@@ -44,28 +44,28 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """To the engine: end a request with the tokens it has. Ignored if it has ended."""
+    """To the engine: cancel a request; it keeps the tokens so far. Ignored if the request has ended."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class CountTokens:
-    """Question: the tokens of a prompt, answered with :class:`panscan.serve.backend.TokenCounts`."""
+    """Query: the tokens of a prompt; answered with :class:`panscan.serve.backend.TokenCounts`."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTexts:
-    """Question: the bytes of each token, answered with a list of bytes."""
+    """Query: the bytes of each token; answered with a list of bytes."""
 
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """Question: current figures, answered with :class:`panscan.core.Stats` between two steps."""
+    """Query: current statistics; answered with :class:`panscan.core.Stats` between two steps."""
 
 
 Query = CountTokens | TokenTexts | ReadStats
@@ -73,7 +73,7 @@ Query = CountTokens | TokenTexts | ReadStats
 
 @dataclass(frozen=True, slots=True)
 class AskQuery:
-    """To the engine: answer a question. ``number``: comes back in the answer."""
+    """To the engine: answer a query. ``number``: identifies the answer."""
 
     number: int
     query: Query
@@ -81,7 +81,7 @@ class AskQuery:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """From the engine: the model is loaded and warm."""
+    """From the engine: the model is loaded and warmed up."""
 
     info: ModelInfo
     pid: int
@@ -111,7 +111,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class QueryAnswer:
-    """From the engine: the answer to a question, or the error that it raised."""
+    """From the engine: the answer to a query, or the error that it raised."""
 
     number: int
     answer: Any | PanscanError

@@ -19,7 +19,7 @@ _VIEWS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 13.0, 17.0, 25.0, 33.0, 65.0)
 
 
 class ServerMetrics:
-    """Counters and histograms of requests, and gauges of engines.
+    """The counters and histograms of requests, and the gauges of engines.
 
     Args:
         model_name: value of the label ``model_name``.
@@ -31,7 +31,7 @@ class ServerMetrics:
         self._recent = 1.0  # seconds that a request takes: an exponential moving average
         self._ended = self._counter("vllm:request_success", "Requests that ended, by finish reason", "finished_reason")
         self._refused = self._counter("panscan:requests_refused", "Refused requests, by HTTP status", "status")
-        self.retried = self._gauge("panscan:requests_retried", "Requests computed again after a process died")
+        self.retried = self._gauge("panscan:requests_retried", "Requests retried after a process died")
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens")
         self._output = self._counter("vllm:generation_tokens", "Output tokens")
         self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
@@ -54,18 +54,18 @@ class ServerMetrics:
         self._engines = {
             name: self._gauge(name, text, "engine")
             for name, text in (
-                ("vllm:num_requests_running", "Requests that compute"),
-                ("vllm:num_requests_waiting", "Prepared requests that wait"),
+                ("vllm:num_requests_running", "Running requests"),
+                ("vllm:num_requests_waiting", "Prepared requests in the queue"),
                 ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1"),
-                ("vllm:num_preemptions", "Preemptions since the start"),
-                ("panscan:views_encoded", "Views encoded since the start"),
-                ("panscan:views_reused", "Views found in the vision cache since the start"),
+                ("vllm:num_preemptions", "Preemptions since startup"),
+                ("panscan:views_encoded", "Views encoded since startup"),
+                ("panscan:views_reused", "Views found in the vision cache since startup"),
             )
         }
 
     @property
     def retry_after(self) -> int:
-        """Seconds after which a refused client may try again: about as long as a request takes now."""
+        """Seconds after which a refused client may retry: about the current latency of a request."""
         return max(1, min(60, round(self._recent)))
 
     def refuse(self, status: int) -> None:
@@ -73,7 +73,7 @@ class ServerMetrics:
         self._refused.labels(self._model, str(status)).inc()
 
     def observe(self, result: Result) -> None:
-        """Count an ended request."""
+        """Count a finished request."""
         self._ended.labels(self._model, result.finish_reason).inc()
         if result.finish_reason == "error":
             return
@@ -102,7 +102,7 @@ class ServerMetrics:
         """Return all metrics in Prometheus' text format.
 
         Args:
-            stats: current figures of each engine; those that no longer answer are removed.
+            stats: current statistics of each engine; the gauges of absent engines are removed.
         """
         for engine in self._shown - stats.keys():
             for gauge in self._engines.values():

@@ -1,4 +1,4 @@
-"""Options of the server: limits, keys, and what it may fetch or read. Plain data, which Ray can send to replicas."""
+"""Server options: limits, API keys and allowed sources. Plain data, which Ray can send to replicas."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ SERVE_RANGES = {
     "request_timeout": Range(above=0, most=86_400, note="seconds"),
     "drain_timeout": Range(least=0, most=86_400, note="seconds"),
 }
-"""The numbers that each option accepts."""
+"""The range of each numeric option."""
 
 ROUTING = ("affinity", "work", "random")
-"""How replicas are chosen: least predicted work with cached images counted, without them, or at random."""
+"""Routing policies: least predicted work with a preference for cached images, without it, or random."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Keys that clients may present. Only their SHA-256 digests are kept."""
+    """The API keys of a server, stored as SHA-256 digests only."""
 
     digests: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> ApiKeys:
-        """Return the keys; surrounding spaces do not belong to a key.
+        """Return the keys, without surrounding spaces.
 
         Raises:
-            SettingError: a key is empty or has spaces inside.
+            SettingError: a key is empty, or contains spaces or control characters.
         """
         found = [key.strip() for key in keys]
         if not all(key and key.isprintable() and " " not in key for key in found):
@@ -52,7 +52,7 @@ class ApiKeys:
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in found))
 
     def accept(self, key: str) -> bool:
-        """Whether this is one of the keys. Takes the same time whichever key it is, and however much of it is right."""
+        """Return whether this is one of the keys, in a time that does not depend on the key."""
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
         matches = [hmac.compare_digest(digest, each) for each in self.digests]
         return any(matches)
@@ -79,31 +79,31 @@ def read_api_keys(path: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a server runs and allows.
+    """The options of a server: what it runs and what it allows.
 
     Args:
-        settings: the model, the runner, sizes, and the defaults of requests.
+        settings: settings of the model and its runner, and the defaults of requests.
         host: address to bind.
         port: TCP port; 0 for a free one.
         served_model_name: the model's name in the API; None: the name of the checkpoint.
-        api_keys: keys that clients may present; none: no authentication.
-        allowed_hosts: host names that requests may be addressed to, besides the bound address.
+        api_keys: accepted API keys; empty: no authentication.
+        allowed_hosts: host names that are accepted besides the bound address.
         allowed_media_domains: domains from which images may be fetched; empty: no remote images.
         allowed_local_media_path: directory below which ``file:`` URLs may lie; None: no local files.
-        max_body_mb: size of a request body, in MB (10^6 bytes).
-        max_images: images and documents of one request.
-        max_pages: pages of one document.
-        max_pixels: pixels of one image or page, checked before it is decoded.
-        max_output_tokens: output tokens of one answer.
-        max_choices: answers of one request (``n``).
-        max_queued_requests: requests that wait besides those that compute; more are answered 429.
+        max_body_mb: maximum size of a request body, in MB (10^6 bytes).
+        max_images: maximum number of images and documents per request.
+        max_pages: maximum number of pages per document.
+        max_pixels: maximum number of pixels per image or page, checked before decoding.
+        max_output_tokens: maximum number of output tokens per answer.
+        max_choices: maximum number of answers per request (``n``).
+        max_queued_requests: maximum number of waiting requests; further ones get status 429.
         request_timeout: seconds from acceptance to the end of an answer.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
-        routing: how replicas are chosen: one of :data:`ROUTING`.
-        otlp_traces_endpoint: where OpenTelemetry traces are sent; None: nowhere.
+        routing: routing policy, one of :data:`ROUTING`.
+        otlp_traces_endpoint: URL that receives OpenTelemetry traces; None: no traces.
 
     Raises:
-        SettingError: a number out of its range.
+        SettingError: a number is out of range, or the routing policy is unknown.
     """
 
     settings: Settings

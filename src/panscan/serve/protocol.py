@@ -35,7 +35,7 @@ _LONGEST_REFERENCE = 2**31  # characters of a data URL; the size of the body is 
 
 
 class FieldError(SettingError):
-    """A field of a request body that the server does not accept. ``param``: its path, as in OpenAI's errors."""
+    """An error in a field of a request body. ``param``: path of the field, as in OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -43,9 +43,9 @@ class FieldError(SettingError):
 
 
 class _Body(BaseModel):
-    """Refuses unknown fields; ``null`` means that a field is absent.
+    """A request body that refuses unknown fields and treats ``null`` as absent.
 
-    ``NEUTRAL``: fields of OpenAI's API that are accepted with these values only, which change nothing.
+    ``NEUTRAL``: fields of OpenAI's API that are accepted only with these values, which have no effect.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -80,7 +80,7 @@ def _unknown(name: str, hint: str) -> PydanticCustomError:
 
 
 def _check_parts(messages: Any) -> None:
-    """Refuse a conversation of too many parts before they are checked one by one.
+    """Refuse a conversation with too many parts, before validating each part.
 
     Raises:
         PydanticCustomError: too many parts.
@@ -93,7 +93,7 @@ def _check_parts(messages: Any) -> None:
 
 
 class MmProcessorKwargs(_Body):
-    """Pan-and-scan settings of one request, with the names of Transformers' processor. Absent: the server's."""
+    """The pan-and-scan settings of a request, named as in Transformers' processor. Defaults: the server's settings."""
 
     do_pan_and_scan: bool | None = None
     pan_and_scan_min_crop_size: int | None = None
@@ -157,7 +157,7 @@ class ChatMessage(_Body):
 
 
 class _JsonSchema(_Body):
-    """Field names as OpenAI's; ``schema`` itself would hide a method of pydantic."""
+    """A named JSON schema. ``schema`` is an alias, because it would shadow a method of pydantic."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=False)
 
@@ -181,7 +181,7 @@ class _JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What the answer must look like: any text, any JSON object, or JSON that matches a schema."""
+    """The format of the answer: any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -189,7 +189,7 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("schema", "json_schema goes with type 'json_schema'")
+            raise PydanticCustomError("schema", "json_schema and type 'json_schema' require each other")
         return self
 
 
@@ -207,7 +207,7 @@ def _stop_kind(value: Any) -> str:
 
 
 class SamplingFields(_Body):
-    """What chat and plain completions have in common."""
+    """The fields that chat and text completions share."""
 
     NEUTRAL: ClassVar = {
         "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "logit_bias": ({},), "best_of": (1,),
@@ -241,7 +241,7 @@ class SamplingFields(_Body):
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options goes with stream: true")
+            raise PydanticCustomError("stream_options", "stream_options requires stream: true")
         return self
 
 
@@ -264,14 +264,14 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_fields(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs goes with logprobs: true")
+            raise PydanticCustomError("top_logprobs", "top_logprobs requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         return self
 
 
 class CompletionRequest(SamplingFields):
-    """Body of ``/v1/completions``: raw text, continued without a turn template."""
+    """Body of ``/v1/completions``: raw text, without the chat template."""
 
     prompt: Annotated[
         Annotated[str, Tag("text")] | Annotated[list[str], Tag("list"), Field(min_length=1, max_length=128)],
@@ -295,7 +295,7 @@ class TokenizeRequest(_Body):
         if (self.messages is None) == (self.prompt is None):
             raise PydanticCustomError("prompt", "give either messages or prompt")
         if self.prompt is not None and self.mm_processor_kwargs is not None:
-            raise PydanticCustomError("mm_processor_kwargs", "mm_processor_kwargs goes with messages")
+            raise PydanticCustomError("mm_processor_kwargs", "mm_processor_kwargs requires messages")
         return self
 
 
@@ -322,7 +322,7 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     """Return the parsed body.
 
     Raises:
-        FieldError: it is not JSON, or a field is unknown, has a wrong value or stands there twice.
+        FieldError: the body is not valid JSON, or a field is unknown, invalid or repeated.
     """
     try:
         parsed = kind.model_validate_json(body)
@@ -342,21 +342,21 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. A proxy in front of the server may read the first of two values, and Python the last.
+    """Return a JSON object. If a name is repeated, a proxy may use the first value, and Python the last.
 
     Raises:
-        FieldError: a name stands there twice.
+        FieldError: a name is repeated.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         name = next(name for name in found if names.count(name) > 1)[:100]
-        raise FieldError(f"{name}: the JSON body has this field twice", name)
+        raise FieldError(f"{name}: the JSON body repeats this field", name)
     return found
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Return the path of a field as its client wrote it: without the tags of unions that pydantic adds."""
+    """Return the path of a field as the client wrote it, without the union tags that pydantic adds."""
     tagged = ("content", "stop", "prompt")
     steps = zip(location, (None, *location), strict=False)
     return ".".join(str(part) for part, before in steps if isinstance(part, int) or not _is_tag(part, before, tagged))

@@ -15,14 +15,14 @@ _NO_WORK = Work(views=0, prompt_tokens=0, max_new_tokens=0)
 
 
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
-    """Routes by predicted work. Calls pass theirs as the keyword argument ``work``; others count as no work."""
+    """A router by predicted work, which calls pass as the keyword argument ``work`` (default: no work)."""
 
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
-        """Start with empty books. Ray calls this once, before the first replica is known."""
+        """Create the router's state. Ray calls this once, before the first replica is known."""
         self._router = open_books(self.app_name, policy)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that run now."""
+        """Set the running replicas."""
         self._router.set_replicas(replica.replica_id.unique_id for replica in replicas)
         super().update_replicas(replicas)
 
@@ -34,15 +34,15 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas, best first, and book the request on the best one.
+        """Return the replicas, best first, and assign the request to the best one.
 
-        Ray reports where a request went only after the replica has accepted it. Requests that are routed in between
-        must already see it in the books.
+        Ray reports where a request went only after the replica has accepted it. Requests that are routed in the
+        meantime must already take it into account.
         """
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
         work = _work(pending_request)
-        ranked = sorted(self._router.rank(work, by_id), key=lambda id: id not in free)  # stable: full ones last
+        ranked = sorted(self._router.rank(work, by_id), key=lambda id: id not in free)  # stable; full ones last
         if ranked and pending_request is not None:
             request_id = pending_request.metadata.internal_request_id
             self._router.assign(request_id, ranked[0], work)
@@ -50,12 +50,12 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         return [[by_id[id]] for id in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Book a request on the replica that has accepted it."""
+        """Assign a request to the replica that has accepted it."""
         request_id = pending_request.metadata.internal_request_id
         self._router.assign(request_id, replica_id.unique_id, _work(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Remove a request from the books, however it ended."""
+        """Remove a request that has ended, with or without an error."""
         self._router.release(internal_request_id, replica_id.unique_id)
 
     def _abandon(self, cancelled: bool, request_id: str) -> None:

@@ -19,22 +19,22 @@ __all__ = ["EngineReplica"]
 
 log = logging.getLogger("panscan.serve")
 
-_STATS_SECONDS = 2.0  # a scrape of the metrics does not wait longer for one replica
+_STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped
 _BEAT_SECONDS = 1.0
-_SILENT_SECONDS = 20.0  # without a turn of the event loop, which waits for nothing
+_SILENT_SECONDS = 20.0  # longest time without a heartbeat; the event loop never blocks that long
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
 
 
 class EngineReplica:
-    """A loaded model as a Ray Serve deployment. All methods belong to the actor's event loop.
+    """A loaded model as a Ray Serve deployment. All methods run in the actor's event loop.
 
-    Methods that compute take the keyword argument ``work``, which the router reads. A replica whose engine has failed
-    ends its process, and a watchdog ends one that hangs: Ray then replaces it at once, and its requests are computed
-    again. After failed health checks Ray would first wait for them.
+    Methods that compute take the keyword argument ``work``, which the router reads. If the engine fails, the replica
+    exits; if the process hangs, a watchdog kills it. Ray then replaces the replica at once, and its requests are
+    retried. After failed health checks, Ray would first wait for the requests.
 
     Args:
-        settings: what to load.
-        replicas: replicas that share this machine's CPU cores; ignored on a GPU.
+        settings: settings of the model and its runner.
+        replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
     """
 
     def __init__(self, settings: Settings, replicas: int) -> None:
@@ -50,7 +50,7 @@ class EngineReplica:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def answer(self, request: Request, *, work: Work) -> Result:
-        """Answer a request without sending its tokens one by one. A caller that cancels the call ends the request."""
+        """Answer a request as a whole. Cancelling the call cancels the request."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Result] = loop.create_future()
         cancel = self._start(request, None, lambda result: _call(loop, lambda: _resolve(ended, result)))
@@ -61,9 +61,9 @@ class EngineReplica:
                 cancel()
 
     async def stream(self, request: Request, *, work: Work) -> AsyncIterator[list[TokenEvent] | Result]:
-        """Answer a request: yield the events that are pending at each wake-up as one list, and the result last.
+        """Answer a request as a stream: yield lists of pending events, and the result last.
 
-        A caller that cancels the call, or stops reading, ends the request.
+        Cancelling the call, or closing the iterator, cancels the request.
         """
         loop = asyncio.get_running_loop()
         pending: asyncio.Queue[TokenEvent | Result] = asyncio.Queue()  # bounded by max_new_tokens
@@ -95,7 +95,7 @@ class EngineReplica:
         return await asyncio.to_thread(self._model.token_texts, ids)
 
     async def stats(self) -> tuple[str, Stats | None]:
-        """Return this replica's id and its figures; None if the engine does not answer in time."""
+        """Return this replica's id and its statistics, or None if the engine does not answer in time."""
         probe = self._ask_engine()
         await asyncio.wait({probe}, timeout=_STATS_SECONDS)
         answered = probe.done() and probe.exception() is None
@@ -126,13 +126,13 @@ class EngineReplica:
             await asyncio.to_thread(self._model.close)
 
     async def _beat(self) -> None:
-        """Show the watchdog that the event loop turns."""
+        """Send heartbeats to the watchdog while the event loop runs."""
         while True:
             self._watchdog.beat()
             await asyncio.sleep(_BEAT_SECONDS)
 
     def _ask_engine(self) -> asyncio.Future[Stats]:
-        """Return the question under way, or ask a new one. At most one thread waits for the engine."""
+        """Return the pending query for statistics, or start one, so that at most one thread waits for the engine."""
         if self._probe is None or self._probe.done():
             self._probed = time.monotonic()
             self._probe = asyncio.get_running_loop().run_in_executor(None, self._model.stats)
@@ -148,9 +148,9 @@ class EngineReplica:
             return lambda: None
 
     def _checked(self, result: Result) -> Result:
-        """Return a result, unless the engine itself has failed."""
+        """Return a result, or exit the process if the engine itself has failed."""
         if isinstance(result.error, EngineError):
-            log.error("the engine has failed, ending replica %s: %s", self._id, result.error)
+            log.error("the engine has failed, replica %s exits: %s", self._id, result.error)
             logging.shutdown()
             os._exit(1)
         return result

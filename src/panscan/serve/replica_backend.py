@@ -1,4 +1,4 @@
-"""The replicas of a cluster as one backend of the HTTP server: bounded, routed by work, retried."""
+"""The replicas of a cluster as one backend of the HTTP server: bounded queue, routing, retries."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["ReplicaBackend"]
 log = logging.getLogger("panscan.serve")
 T = TypeVar("T")
 
-_ATTEMPTS = 3  # replicas that may compute one request: a request that kills its replica must end
+_ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
 _QUERY_SECONDS = 30.0
 _STATS_SECONDS = 5.0
 _START_PAUSE_SECONDS = 0.5
 
 
 class _ReplicaLostError(EngineError):
-    """The replica of a request died, or cannot be reached."""
+    """An error for a replica that died, or cannot be reached."""
 
 
 class ReplicaBackend:
     """A :class:`panscan.serve.backend.ServeBackend` over a Ray Serve deployment of :class:`EngineReplica`.
 
-    A request whose replica dies is computed again on another one, as long as none of its events was delivered.
+    If a replica dies, its requests are retried on another one, unless an event was already delivered.
 
     Args:
         engines: Ray's handle of the deployment.
-        options: limits and deadlines.
+        options: server options with the limits and timeouts.
         app: name of the Ray Serve application.
-        replicas: replicas at most.
+        replicas: maximum number of replicas.
     """
 
     def __init__(self, engines: Any, options: ServeOptions, *, app: str, replicas: int) -> None:
@@ -84,7 +84,7 @@ class ReplicaBackend:
         most = self.info.max_concurrency + self._options.max_queued_requests
         if len(self._flying) >= most:
             queued = self._options.max_queued_requests
-            raise QueueFullError(f"{most} requests run or wait already (--max-queued-requests {queued})")
+            raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {queued})")
         loop = asyncio.get_running_loop()
         flight = _Flight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
         task = loop.create_task(self._run(flight), context=contextvars.Context())
@@ -112,7 +112,7 @@ class ReplicaBackend:
         return {id: stats for id, stats in answered if stats is not None}
 
     async def _run(self, flight: _Flight) -> None:
-        """Answer one request and deliver its end, whatever happens."""
+        """Answer one request, and always deliver a result."""
         try:
             async with asyncio.timeout(self._options.request_timeout):
                 result = await self._attempt(flight)
@@ -123,7 +123,7 @@ class ReplicaBackend:
             result = flight.unanswered(EngineError(f"no answer within --request-timeout ({seconds:g} s)"))
         except PanscanError as error:
             result = flight.unanswered(error)
-        except Exception as error:  # a defect must not leave the client waiting
+        except Exception as error:  # a bug must not leave the client waiting
             log.exception("request %s", flight.request.id)
             result = flight.unanswered(EngineError(f"{type(error).__name__}: {error}"))
         finally:
@@ -131,21 +131,21 @@ class ReplicaBackend:
         flight.stream.on_end(result)
 
     async def _attempt(self, flight: _Flight) -> Result:
-        """Answer a request on one replica after another.
+        """Answer a request, retrying on another replica if one is lost.
 
         Raises:
-            EngineError: its replica died and it may not be computed again.
+            EngineError: the replica was lost, and the request cannot be retried.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 result = await (self._stream(flight) if flight.streams else self._answer(flight))
             except _ReplicaLostError as error:
                 if flight.delivered:
-                    raise EngineError(f"the replica was lost during the answer ({error}); send it again") from None
+                    raise EngineError(f"the replica was lost during the answer ({error}); retry the request") from None
                 if attempt == _ATTEMPTS:
-                    raise EngineError(f"{_ATTEMPTS} replicas were lost while they computed this request") from None
+                    raise EngineError(f"{_ATTEMPTS} replicas were lost while computing this request") from None
                 self.retried += 1
-                log.warning("request %s: %s; computing it again", flight.request.id, error)
+                log.warning("request %s: %s; retrying", flight.request.id, error)
             else:
                 result.stamps.accepted = min(result.stamps.accepted, flight.accepted)
                 return result
@@ -170,11 +170,11 @@ class ReplicaBackend:
         return await _called(generator, read())
 
     async def _ask(self, call: Callable[[], Any]) -> Any:
-        """Ask any replica, and another one if it dies.
+        """Call any replica, and another one if it is lost.
 
         Raises:
-            EngineError: none answers in time.
-            PanscanError: the question's own error.
+            EngineError: no replica answered in time.
+            PanscanError: the error of the call itself.
         """
         try:
             async with asyncio.timeout(_QUERY_SECONDS):
@@ -183,19 +183,19 @@ class ReplicaBackend:
                         return await _fresh(call)
         except TimeoutError:
             raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
-        raise EngineError(f"{_ATTEMPTS} replicas were lost while they answered")
+        raise EngineError(f"{_ATTEMPTS} replicas were lost while answering")
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request under way.
+    """An in-flight request.
 
     Args:
-        request: what to answer.
-        work: what it costs.
-        stream: where its events and its result go.
-        streams: whether its events are read.
-        accepted: when it was submitted, seconds of :func:`panscan.core.now`.
+        request: request to answer.
+        work: estimated work.
+        stream: stream that receives its events and its result.
+        streams: whether the caller reads its events.
+        accepted: time of submission, seconds of :func:`panscan.core.now`.
         delivered: whether an event has been delivered.
     """
 
@@ -219,11 +219,11 @@ async def _called(response: Any, reading: Awaitable[T] | None = None) -> T:
 
     Args:
         response: Ray's response.
-        reading: what to wait for; None: the response.
+        reading: awaitable that reads the response; None: the response itself.
 
     Raises:
         _ReplicaLostError: the replica died, or cannot be reached.
-        PanscanError: raised by the call itself.
+        PanscanError: the error of the call itself.
     """
     try:
         found: T = await (response if reading is None else reading)
@@ -245,7 +245,7 @@ async def _called(response: Any, reading: Awaitable[T] | None = None) -> T:
 
 
 async def _fresh(call: Callable[[], Any]) -> Any:
-    """Make a call in an empty context. Ray would take calls of one HTTP request for one call, by the context's id."""
+    """Make a call in an empty context: Ray treats calls with the same request id in the context as one call."""
 
     async def run() -> Any:
         return await _called(call())

@@ -1,4 +1,4 @@
-"""Results and events become OpenAI's response bodies: whole, or chunk by chunk."""
+"""Conversion of results and events to OpenAI's response bodies, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server_sent(body: Mapping[str, Any]) -> bytes:
 
 
 def error_status(error: PanscanError) -> int:
-    """Return the HTTP status of an error: 400 for what the client can change."""
+    """Return the HTTP status of an error: 400 if the client can correct the request."""
     match error:
         case QueueFullError():
             return 429
@@ -56,30 +56,30 @@ _TYPES = {
 }  # fmt: skip
 
 
-_PARAMS = {"json_schema": "response_format", "messages": "messages"}  # what the engine's errors begin with
+_PARAMS = {"json_schema": "response_format", "messages": "messages"}  # fields by the prefix of the engine's errors
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's shape."""
+    """Return an error in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_of(error: PanscanError) -> dict[str, Any]:
-    """Return an exception in OpenAI's shape."""
+    """Return an exception in OpenAI's format."""
     param = error.param if isinstance(error, FieldError) else _PARAMS.get(str(error).partition(":")[0])
     return error_body(str(error), error_status(error), param)
 
 
 @dataclass(slots=True)
 class TokenNames:
-    """Bytes of tokens, asked of the backend once each."""
+    """A cache of the bytes of tokens, which the backend provides."""
 
     backend: ServeBackend
     _known: dict[int, bytes] = field(default_factory=dict)
 
     async def learn(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:
-        """Ask for the bytes of all tokens that :meth:`entry` will name.
+        """Fetch the bytes of all tokens that :meth:`entry` needs.
 
         Raises:
             EngineError: the backend cannot answer.
@@ -89,7 +89,7 @@ class TokenNames:
             self._known |= zip(missing, await self.backend.token_texts(missing), strict=True)
 
     def text(self, token: int) -> str:
-        """Return a token's text; bytes that are not UTF-8 alone as replacement characters."""
+        """Return a token's text, with replacement characters for incomplete UTF-8."""
         return self._known[token].decode(errors="replace")
 
     def entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Reply:
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
     async def learn(self, results: Sequence[Result]) -> None:
-        """Ask for the token texts that :meth:`whole` needs.
+        """Fetch the token texts that :meth:`whole` needs.
 
         Raises:
             EngineError: the backend cannot answer.
@@ -132,8 +132,8 @@ class Reply:
         """Return the response with all choices, after :meth:`learn`.
 
         Args:
-            results: of all choices, prompt by prompt.
-            per_prompt: choices of each prompt.
+            results: results of all choices, grouped by prompt.
+            per_prompt: number of choices per prompt.
         """
         object_name = "chat.completion" if self._kind == "chat" else "text_completion"
         choices = [self._choice(index, result) for index, result in enumerate(results)]
@@ -143,14 +143,14 @@ class Reply:
         }  # fmt: skip
 
     def first(self, count: int) -> list[dict[str, Any]]:
-        """Return the chunks that open a stream: of a chat, the role of each choice."""
+        """Return the first chunks of a stream: for a chat, the role of each choice."""
         if self._kind == "text":
             return []
         opening = {"role": "assistant", "content": ""}
         return [self._chunk([{"index": index, "delta": opening, "finish_reason": None}]) for index in range(count)]
 
     async def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
-        """Return the chunk of an event; None if it shows nothing.
+        """Return the chunk of an event; None if there is nothing to send.
 
         Raises:
             EngineError: see :meth:`learn`.
@@ -199,11 +199,11 @@ class Reply:
 
 
 def usage(results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
-    """Return token counts: of prompts once, of all choices together.
+    """Return token counts: each prompt counts once, and every choice counts.
 
     Args:
-        results: of all choices, prompt by prompt.
-        per_prompt: choices of each prompt.
+        results: results of all choices, grouped by prompt.
+        per_prompt: number of choices per prompt.
     """
     prompts = results[::per_prompt]
     prompt_tokens = sum(result.prompt_tokens for result in prompts)

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests become the engine's requests, with their documents and what is known of their work."""
+"""Conversion of HTTP request bodies to the engine's requests, with their documents and estimated work."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from panscan.serve.protocol import (
 
 __all__ = ["PreparedRequest", "RequestBuilder", "check_used", "fetches", "is_remote"]
 
-_CHARACTERS_PER_TOKEN = 4  # of text, about: for the estimate of a prompt's length
+_CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What one HTTP request asks for.
+    """The engine's requests for one HTTP request.
 
     Args:
-        requests: one per choice, each with an id of its own.
-        work: of one of them.
+        requests: one request per choice, each with a unique id.
+        work: estimated work of one request.
     """
 
     requests: list[Request]
@@ -47,16 +47,16 @@ class PreparedRequest:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of images on their way to the engine: each choice carries its own copy."""
+        """Bytes of images in transit to the engine: each choice carries a copy."""
         files = {id(page.content): len(page.content) for page in self.requests[0].images}
         return sum(files.values()) * len(self.requests)
 
 
 class RequestBuilder:
-    """Builds requests for one server. Reads documents, so call it in a thread.
+    """A builder of the engine's requests. It reads documents, so call it in a thread.
 
     Args:
-        options: the server's defaults and limits.
+        options: server options with the defaults and limits.
         cost: prompt tokens of an image; None: those of Gemma 3.
     """
 
@@ -88,7 +88,7 @@ class RequestBuilder:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
 
         Raises:
-            FieldError: a value is out of its range, or there are files, which a prompt cannot refer to.
+            FieldError: a value is out of range, or the body has files, which a prompt cannot reference.
         """
         check_used(uploads, ())
         sampling = self._sampling(body, body.max_tokens, body.logprobs)
@@ -108,11 +108,11 @@ class RequestBuilder:
     ) -> tuple[list[dict[str, Any]], list[MediaFile]]:
         """Return turns as :class:`panscan.core.Request` takes them, and their documents in order.
 
-        A document of several pages takes the place of as many images.
+        A document becomes one image per page.
 
         Raises:
             ImageError: a document cannot be read, or exceeds a limit.
-            FieldError: too many images, too many bytes in all, or a file that nothing refers to.
+            FieldError: too many images, too many bytes in total, or an unreferenced file.
             TimeoutError: the deadline has passed.
         """
         found: list[MediaFile] = []
@@ -137,13 +137,13 @@ class RequestBuilder:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
 
         Raises:
-            FieldError: a file that the URL does not refer to.
+            FieldError: the body has a file that the URL does not reference.
         """
         check_used(uploads, [url.partition(":")[2]])
         return self._media.read(url, uploads, "image", deadline)
 
     def pan_and_scan(self, given: MmProcessorKwargs | None) -> PanAndScan:
-        """Return the server's pan-and-scan settings with those that a request gives.
+        """Return the server's pan-and-scan settings, overridden by those of a request.
 
         Raises:
             FieldError: a value is out of its range.
@@ -167,7 +167,7 @@ class RequestBuilder:
             raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
         document = self._media.read(url, uploads, f"image {len(before) + 1}", deadline)
         if sum(each.size for each in (*before, document)) > self._options.max_body_mb * 1e6:
-            raise FieldError(f"messages: images of more than {self._options.max_body_mb:g} MB in all", "messages")
+            raise FieldError(f"messages: the images exceed {self._options.max_body_mb:g} MB in total", "messages")
         return document
 
     def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
@@ -198,7 +198,7 @@ class RequestBuilder:
             raise FieldError(message, param) from error
 
     def _choices(self, request: Request, count: int) -> list[Request]:
-        """Return ``count`` copies with ids of their own; with a seed, each has the next one modulo 2^64."""
+        """Return ``count`` copies with unique ids; a seed increases by one per copy, modulo 2^64."""
         choices = []
         for index in range(count):
             sampling = request.sampling
@@ -211,10 +211,10 @@ class RequestBuilder:
     def _work(
         self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
     ) -> Work:
-        """Return what is known of a request from its documents' headers.
+        """Return the estimated work of a request, from its documents' headers.
 
         Raises:
-            FieldError: pan-and-scan settings that do not fit a document (see :func:`panscan.images.views.split`).
+            FieldError: the pan-and-scan settings do not fit a document (see :func:`panscan.images.views.split`).
         """
         try:
             plans = [
@@ -228,14 +228,14 @@ class RequestBuilder:
 
 
 def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:
-    """Refuse files of a multipart body that nothing refers to.
+    """Refuse a multipart body with unreferenced files.
 
     Raises:
-        FieldError: there is one.
+        FieldError: a file is not referenced.
     """
     if unused := uploads.keys() - set(used):
         name = min(unused)
-        raise FieldError(f"{name}: nothing refers to this file; use the URL attachment:{name}", name)
+        raise FieldError(f"{name}: the request does not reference this file; use the URL attachment:{name}", name)
 
 
 _SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -250,7 +250,7 @@ def _sampling(own: Sampling, given: dict[str, Any]) -> Sampling:
     chosen: dict[str, Any] = {name: None if value in off.get(name, ()) else value for name, value in given.items()}
     if chosen.get("temperature", own.temperature) == 0:
         filters = {name: value for name, value in chosen.items() if name in off and value is not None}
-        replace(own, **{"temperature": 1.0, **filters})  # a value out of its range is refused all the same
+        replace(own, **{"temperature": 1.0, **filters})  # raises for values that are out of range
         chosen |= dict.fromkeys(off)
     return replace(own, **chosen)
 
@@ -264,7 +264,7 @@ def _schema(given: ResponseFormat | None) -> dict[str, str]:
 
 
 def fetches(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether a conversation has remote images, so that reading it may take long."""
+    """Return whether a conversation has remote images, which may take long to read."""
     parts = [part for message in messages if not isinstance(message.content, str) for part in message.content]
     return any(is_remote(_url(part)) for part in parts if not isinstance(part, TextPart))
 

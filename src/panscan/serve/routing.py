@@ -1,4 +1,4 @@
-"""Which replica answers a request: least predicted work, where its images are cached. No Ray in here."""
+"""Replica selection by predicted work and cached images. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CostModel:
     Args:
         view: one view through the vision tower.
         output_token: one decode step of one request.
-        expected_output: output tokens that an answer has at most on average; ``max_new_tokens`` is often far above it.
+        expected_output: cap on the predicted output tokens; ``max_new_tokens`` is often far above the real length.
         tokens_per_view: image tokens of one view.
     """
 
@@ -38,7 +38,7 @@ class CostModel:
         return work.views * self.view + work.prompt_tokens + output
 
     def saved(self, work: Work, known: Sequence[bool]) -> float:
-        """Return the cost that caches save: views of known images, and the prefix up to the first unknown one.
+        """Return the cost that the caches save: views of known images, and the prefix before the first unknown one.
 
         Args:
             work: the request. Its views are assumed to be spread evenly over its images.
@@ -53,7 +53,7 @@ class CostModel:
 
 @dataclass(slots=True)
 class _Replica:
-    """The books of one replica: requests that it computes, with their costs, and images that it has seen."""
+    """The state of one replica: its running requests with their costs, and the images that it has seen."""
 
     running: dict[str, float] = field(default_factory=dict)
     seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -62,20 +62,20 @@ class _Replica:
 
 
 class Router:
-    """Keeps the books of all replicas and ranks them for a request.
+    """A router that tracks the load of all replicas and ranks them for a request.
 
-    A request goes to the replica with the least outstanding work. One that has its images in the cache is preferred,
-    unless it is behind by more than ``patience`` times the work that the caches save: a request that moves is computed
-    in full, and later questions about its images are then split between two replicas.
-    Not thread-safe: all methods belong to one thread, except for :attr:`replicas` and :attr:`hits`.
+    A request goes to the replica with the least outstanding work. A replica that has cached its images is preferred,
+    unless it is behind by more than ``patience`` times the work that the caches save: another replica would compute
+    the request in full, and later questions about its images would be split between two replicas.
+    Not thread-safe, except for :attr:`replicas` and :attr:`hits`.
 
     Args:
-        cost: what requests cost.
-        keys_per_replica: images remembered per replica, the most recently used ones.
-        patience: with 1, each request goes where it would finish first. Simulated follow-up questions about documents
-            kept 98% of the cache hits of one engine with 8, and 90% with 1, and ended 13% sooner (see
+        cost: cost model of requests.
+        keys_per_replica: number of most recently used images remembered per replica.
+        patience: with 1, each request goes where it would finish first. In a simulation of follow-up questions about
+            documents, 8 kept 98% of one engine's cache hits and 1 kept 90%, and 8 finished 13% sooner (see
             ``test_follow_ups_keep_their_cache`` in tests/serve/test_routing.py).
-        policy: one of :data:`panscan.serve.options.ROUTING`.
+        policy: routing policy, one of :data:`panscan.serve.options.ROUTING`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Router:
         return tuple(self._replicas)
 
     def set_replicas(self, ids: Iterable[str]) -> None:
-        """Replace the set of replicas. A replica that is gone loses its books; a new one starts with empty ones."""
+        """Replace the set of replicas. The state of removed replicas is discarded; new ones start empty."""
         self._replicas = {id: self._replicas.get(id) or _Replica() for id in ids}
 
     def outstanding(self, id: str) -> float:
@@ -106,7 +106,7 @@ class Router:
     def rank(self, work: Work, candidates: Iterable[str] | None = None) -> list[str]:
         """Return the candidates (default: all replicas), best first.
 
-        Equal ones: fewest requests first, then the one that has waited longest for a request.
+        Ties: the fewest running requests first, then the replica that was used least recently.
         """
         names = self.replicas if candidates is None else candidates
         found = {name: self._replicas[name] for name in names if name in self._replicas}
@@ -122,12 +122,12 @@ class Router:
         return sorted(found, key=key)
 
     def assign(self, request_id: str, id: str, work: Work) -> None:
-        """Book a request on a replica. Booking it again on another one moves it there.
+        """Assign a request to a replica. Assigning it to another one moves it there.
 
         Args:
             request_id: unique among requests in flight.
-            id: the replica; ignored if unknown, because it may have died since it was chosen.
-            work: what the request costs, and its images.
+            id: replica id; ignored if unknown, because the replica may have died since it was chosen.
+            work: estimated work of the request, and its images.
         """
         for other in self._replicas:
             if other != id:
@@ -149,7 +149,7 @@ class Router:
             replica.seen.popitem(last=False)
 
     def release(self, request_id: str, id: str) -> None:
-        """Remove a request from a replica's books. Nothing happens if it is not there."""
+        """Remove a request from a replica; ignored if it is not assigned to it."""
         replica = self._replicas.get(id)
         if replica is None or (cost := replica.running.pop(request_id, None)) is None:
             return
@@ -164,15 +164,15 @@ _BOOKS: dict[str, Router] = {}
 
 
 def open_books(app: str, policy: str = "affinity") -> Router:
-    """Return new books for the router of an application (``policy``: see :class:`Router`).
+    """Create and return the router of an application (``policy``: see :class:`Router`).
 
-    Ray creates its routers, on a thread that belongs to Ray, from a copy of their module. This module is not copied, so
-    :func:`books` finds them here.
+    Ray creates its routers on one of its threads, from a copy of their module. This module is not copied, so
+    :func:`books` finds the router here.
     """
     _BOOKS[app] = Router(policy=policy)
     return _BOOKS[app]
 
 
 def books(app: str) -> Router | None:
-    """Return the books of an application's router in this process; None before Ray has created the router."""
+    """Return the router of an application in this process; None before Ray has created it."""
     return _BOOKS.get(app)

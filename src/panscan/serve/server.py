@@ -1,4 +1,4 @@
-"""Runs the server on this machine: one engine process behind uvicorn, with a graceful shutdown."""
+"""The server on one machine: an engine process behind uvicorn, with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger("panscan.serve")
 
 _KEEP_ALIVE = 30  # seconds that an idle connection stays open
 _BACKLOG = 2048  # connections that wait to be accepted
-_HEAD_SECONDS = 30  # for the head of a request
-_STALL_SECONDS = 60  # until a client that reads nothing is disconnected
+_HEAD_SECONDS = 30  # to receive the headers of a request
+_STALL_SECONDS = 60  # until a client that stops reading is disconnected
 _GRACE = 5  # seconds from the end of the last request to the end of its connection
 
 
@@ -33,11 +33,11 @@ def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
     The first signal drains: new requests are refused, running ones finish within the drain timeout. A second signal
-    ends the server at once.
+    stops the server immediately.
 
     Args:
-        options: what to serve.
-        on_ready: called with the server's URL once the model is warm.
+        options: server options.
+        on_ready: called with the server's URL once the model is warmed up.
 
     Raises:
         SettingError: the address cannot be bound.
@@ -50,22 +50,22 @@ def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to :class:`_Server`: uvicorn would raise them again, and exit with another code than 0."""
+        """Leave signals to :class:`_Server`: uvicorn would re-raise them and exit with a nonzero code."""
         yield
 
 
 class _Connection(H11Protocol):
-    """An HTTP/1.1 connection with deadlines for the head of a request and for a client that reads nothing.
+    """An HTTP/1.1 connection with deadlines for request headers and for clients that stop reading.
 
-    h11 bounds the size of heads. A closed connection would stay open until its last byte is read.
+    h11 bounds the size of headers. Without a deadline, a closing connection stays open until its last byte is read.
     """
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause_writing() is called as soon as the client is behind
+        transport.set_write_buffer_limits(high=0)  # call pause_writing() as soon as the client falls behind
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -152,7 +152,7 @@ class _Server:
         return 0
 
     async def _load(self, backend: EngineProcess) -> bool:
-        """Load the model; return False if a signal comes first."""
+        """Load the model; return False if a signal arrives first."""
         loading = asyncio.ensure_future(backend.start())
         signalled = asyncio.ensure_future(self._signalled.wait())
         await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +178,7 @@ class _Server:
             signalled.cancel()
             raise EngineError("the engine's process died too often; its log is above")
         failed.cancel()
-        log.info("finishing running requests; a second signal ends them")
+        log.info("finishing running requests; a second signal cancels them")
         drained = asyncio.ensure_future(desk.drain())
         hurried = asyncio.ensure_future(self._hurried.wait())
         await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +199,7 @@ def _bound(options: ServeOptions) -> socket.socket:
     """Return a listening socket.
 
     Raises:
-        SettingError: the address is in use, or not of this machine.
+        SettingError: the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets whose protocol is named; without it, small responses take 40 ms longer.

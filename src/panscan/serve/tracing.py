@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one span per request, and one per stage below it, from the time stamps of its result."""
+"""OpenTelemetry traces: one span per request with a child span per stage, from the timestamps of the result."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def open_tracer(endpoint: str, model_name: str) -> Tracer:
 
 
 def record(tracer: Tracer, result: Result, headers: dict[str, str]) -> None:
-    """Record the spans of an ended request.
+    """Record the spans of a finished request.
 
     Args:
-        tracer: from :func:`open_tracer`.
-        result: its stamps become the spans' times.
-        headers: of the HTTP request; a ``traceparent`` among them becomes the parent.
+        tracer: tracer from :func:`open_tracer`.
+        result: finished request, whose timestamps become the times of the spans.
+        headers: headers of the HTTP request; ``traceparent`` sets the parent span.
     """
     from opentelemetry.trace import SpanKind, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -63,7 +63,7 @@ def record(tracer: Tracer, result: Result, headers: dict[str, str]) -> None:
 
 
 def _stages(result: Result) -> list[tuple[str, float, float]]:
-    """Return (name, start, end) of each stage that was stamped, one after another."""
+    """Return (name, start, end) of each stage with a timestamp, in order."""
     stamps = result.stamps
     first = stamps.tokens[0] if stamps.tokens else None
     boundaries = [

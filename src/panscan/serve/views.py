@@ -1,4 +1,4 @@
-"""Views of an image as plain data, with a preview of it: what the playground draws."""
+"""The views of an image as plain data, with a preview, for the playground."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from panscan.serve.media import MediaFile
 __all__ = ["page_views", "size_views"]
 
 _PREVIEW = 1600  # pixels of the longer side
-_PREVIEWS = 20  # pages at most that are drawn in one response
+_PREVIEWS = 20  # maximum number of pages in one response
 
 
 def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost | None) -> dict[str, Any]:
-    """Return the views of an image of this size in pixels, and its tokens.
+    """Return the views and token counts of an image of this size in pixels.
 
     Raises:
         SettingError: see :func:`panscan.images.views.split`.
@@ -36,13 +36,13 @@ def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost |
 def page_views(
     document: MediaFile, settings: PanAndScan, cost: PromptCost | None, *, preview: bool
 ) -> list[dict[str, Any]]:
-    """Return the views of each page. Pages are decoded, one at a time, because only then their orientation is known.
+    """Return the views of each page. Pages are decoded one at a time, because decoding determines the orientation.
 
     Args:
-        document: its pages are within the server's limits.
-        settings: of pan and scan.
+        document: document within the server's limits.
+        settings: pan-and-scan settings.
         cost: prompt tokens of an image; None: those of Gemma 3.
-        preview: whether each page comes with a JPEG of at most 1,600 pixels a side, as a data URL.
+        preview: whether to add a JPEG of each page, at most 1,600 pixels per side, as a data URL.
 
     Raises:
         ImageError: a page cannot be decoded.

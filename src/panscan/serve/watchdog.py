@@ -1,7 +1,7 @@
-"""Ends a process that hangs: a small child process kills its parent if the parent's heartbeats stop.
+"""A watchdog for processes that hang: a small child process kills its parent if the parent's heartbeats stop.
 
-Ray's health checks find a replica that hangs, but then give it its whole grace period before they kill it, and its
-requests wait that long. A thread could not do this: a process that hangs may hold Python's lock.
+Ray's health checks detect a replica that hangs, but Ray waits for its whole grace period before it kills the replica,
+and the requests wait that long. A thread cannot replace the child process: a process that hangs may hold the GIL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ parent, limit = int(sys.argv[1]), float(sys.argv[2])
 while True:
     silent = not select.select([0], [], [], limit)[0]
     if silent and not select.select([0], [], [], 2.0)[0]:  # twice: a container that was paused gets a second chance
-        print(f"process {parent} gave no sign of life for {limit:g} s: killing it", file=sys.stderr, flush=True)
+        print(f"process {parent} sent no heartbeat for {limit:g} s: killing it", file=sys.stderr, flush=True)
         os.kill(parent, signal.SIGKILL)
     if not os.read(0, 65536):
         break  # the parent has ended
@@ -27,7 +27,7 @@ while True:
 
 
 class Watchdog:
-    """Kills this process with SIGKILL if :meth:`beat` is not called for some time.
+    """A child process that kills this one with SIGKILL unless :meth:`beat` is called regularly.
 
     Args:
         seconds: longest time between two heartbeats.
@@ -39,14 +39,14 @@ class Watchdog:
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat."""
         assert self._child.stdin is not None  # it is a pipe
         with suppress(BrokenPipeError):  # the watchdog was killed: Ray's health checks remain
             self._child.stdin.write(b".")
             self._child.stdin.flush()
 
     def close(self) -> None:
-        """End the watchdog."""
+        """Stop the watchdog."""
         assert self._child.stdin is not None  # it is a pipe
         with suppress(BrokenPipeError):
             self._child.stdin.close()

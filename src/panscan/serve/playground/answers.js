@@ -2,12 +2,12 @@
 
 import { byId, html, milliseconds, svg, terms } from "./dom.js";
 
-const STAGES = ["load", "preprocess", "queue", "vision", "prefill", "decode"]; // The order of the reports.
+const STAGES = ["load", "preprocess", "queue", "vision", "prefill", "decode"]; // The same order as in reports.
 const REASONS = { length: "Cut off at the maximum number of tokens." };
 
 /** One answer: streams its text, then shows its figures. */
 export class AnswerCard {
-  /** @param {string} title of the card; empty if it is the only one. */
+  /** @param {string} title title of the card; empty if it is the only one. */
   constructor(title) {
     this.text = "";
     this.started = false; // whether the server accepted the question
@@ -37,7 +37,7 @@ export class AnswerCard {
     );
   }
 
-  /** Add what a chunk of the stream holds. */
+  /** Add a chunk of the stream. */
   add(chunk) {
     this.started = true;
     const [choice] = chunk.choices ?? [];
@@ -53,7 +53,7 @@ export class AnswerCard {
   /** End the stream: show the figures, and a note if the answer is incomplete. */
   finish(note = REASONS[this.reason] ?? "") {
     this.output.setAttribute("aria-busy", "false");
-    if (!this.text && !note) note = "The model answered with an empty text.";
+    if (!this.text && !note) note = "The model returned an empty answer.";
     this.note.textContent = note;
     this.note.hidden = !note;
     if (this.usage) this.#showFigures();
@@ -89,7 +89,7 @@ export class AnswerCard {
     this.figures.hidden = false;
   }
 
-  /** Draw the stages as a stacked bar; `longest` is the latency, ms, that takes the full width. */
+  /** Draw the stages as a stacked bar; `longest` is the latency (ms) that fills the width. */
   showStages(longest) {
     const stages = this.timing?.stages_ms;
     if (!stages || !(longest > 0)) return;
@@ -141,7 +141,7 @@ export function showCards(cards) {
   byId("answers-empty").hidden = cards.length > 0;
 }
 
-/** Draw the stages of all cards at one scale. */
+/** Draw the stages of all cards on one scale. */
 export function showStages(cards) {
   const longest = Math.max(...cards.map((card) => card.e2e));
   for (const card of cards) card.showStages(longest);

@@ -7,12 +7,12 @@ const DEADLINE_MS = 60_000;
 /** The address that OpenAI clients take as base_url. */
 export const baseUrl = BASE.href.replace(/\/$/, "");
 
-/** An error answer of the server; an answer that broke off (status 200), or none at all (status 0). */
+/** An error response of the server, an incomplete answer (status 200), or no response at all (status 0). */
 export class ApiError extends Error {
   /**
    * @param {number} status HTTP status; 0 if the server cannot be reached.
-   * @param {string} message the reason, for people.
-   * @param {string|null} param the field concerned.
+   * @param {string} message the reason, shown to the user.
+   * @param {string|null} param the path of the field at fault.
    */
   constructor(status, message, param = null) {
     super(message);
@@ -26,7 +26,7 @@ export function setKey(key) {
   try {
     sessionStorage.setItem(KEY, key);
   } catch {
-    // Storage is disabled: the key lasts until the page is left.
+    // Storage is disabled: the key is lost when the page is closed.
   }
   currentKey = key;
 }
@@ -47,7 +47,7 @@ function unreachable() {
 
 async function errorOf(response) {
   const body = await response.json().catch(() => null);
-  const reason = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`.trim();
+  const reason = body?.error?.message ?? `The server returned ${response.status} ${response.statusText}`.trim();
   const wait = response.headers.get("retry-after");
   const retry = wait ? ` Try again in ${wait} s.` : "";
   return new ApiError(response.status, `${reason.replace(/[.\s]*$/, "")}.${retry}`, body?.error?.param ?? null);
@@ -68,7 +68,7 @@ async function send(url, options) {
   return response;
 }
 
-/** Body and headers of a request; a file travels beside the JSON, under the name `image`. */
+/** Return the body and headers of a request; a file is uploaded with the JSON as the field `image`. */
 function payload(body, file) {
   if (!file) return { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
   const form = new FormData();
@@ -77,10 +77,10 @@ function payload(body, file) {
   return { body: form };
 }
 
-/** How a request refers to the file that travels beside it. */
+/** The URL by which a request references its uploaded file. */
 export const ATTACHED = "attachment:image";
 
-/** Resolve when the model can answer; throws ApiError with the reason until then. */
+/** Resolve if the model can answer; otherwise throw an ApiError with the reason. */
 export async function checkReady() {
   await send(new URL("../ready", BASE), { signal: AbortSignal.timeout(DEADLINE_MS) });
 }
@@ -92,8 +92,8 @@ export async function fetchModel() {
 }
 
 /**
- * Return {pages, page_count} of a document, or of a page size; each page has its views and token counts. Of a long
- * document only the first pages come back.
+ * Return {pages, page_count} of a document, or of a page size; each page has its views and token counts. For a
+ * long document, the server returns only the first pages.
  *
  * @param {object} body fields of POST /v1/views.
  * @param {File|null} file the document, if the body refers to it.

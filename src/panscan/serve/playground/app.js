@@ -1,4 +1,4 @@
-/** The playground: choose a document, move the settings, ask, and see where the time went. */
+/** The playground: choose a document, adjust the settings, ask questions, and inspect the timings. */
 
 import { AnswerCard, showCards, showStages } from "./answers.js";
 import { ApiError, ATTACHED, baseUrl, streamAnswer } from "./api.js";
@@ -43,7 +43,7 @@ function showDocumentError(error) {
   else say(byId("document-error"), error.message);
 }
 
-/** Return the request of the question; null, with an error at the field, if a field is not valid. */
+/** Return the request body; if a field is invalid, show an error at the field and return null. */
 function readQuestion() {
   const question = byId("question").value.trim();
   if (!question) return invalid("question", "Enter a question.");
@@ -84,7 +84,7 @@ function invalid(id, message) {
   return null;
 }
 
-/** The questions to ask, one after the other so that neither slows the other: [title, body] pairs. */
+/** Return the questions as [title, body] pairs; they run one at a time so that neither slows the other. */
 function plannedQuestions(body) {
   if (!byId("compare").checked) return [["", body]];
   return [false, true].map((enabled) => [
@@ -116,7 +116,7 @@ async function ask() {
   byId("status").textContent = outcome;
 }
 
-/** Stream one answer into its card; returns the outcome in words. */
+/** Stream one answer into its card; return the outcome as text. */
 async function answer(card, body, file) {
   const { signal } = running;
   try {
@@ -131,7 +131,7 @@ async function answer(card, body, file) {
     }
     if (!(error instanceof ApiError)) throw error;
     showAskError(card, error);
-    return "The question failed.";
+    return "The request failed.";
   }
 }
 
@@ -154,7 +154,7 @@ function showAskError(card, error) {
 
 function setRunning(controller) {
   running = controller;
-  // Unlike a disabled button, this one keeps the focus.
+  // aria-disabled keeps the focus, unlike disabled.
   byId("submit").setAttribute("aria-disabled", String(running !== null));
   if (running === null && document.activeElement === byId("stop")) byId("submit").focus();
   byId("stop").hidden = running === null;
@@ -175,7 +175,7 @@ async function openSample() {
 function openOnly(files) {
   if (byId("file").disabled) return;
   if (files.length === 1) documents.open(files[0]);
-  else if (files.length > 1) say(byId("document-error"), `Choose one file at a time: got ${files.length}.`);
+  else if (files.length > 1) say(byId("document-error"), `Choose one file at a time; got ${files.length}.`);
 }
 
 function hasFiles({ dataTransfer }) {

@@ -1,4 +1,4 @@
-/** Whether the server answers, which model it serves, and the API key that it may ask for. */
+/** The connection: whether the server is ready, which model it serves, and the API key if it requires one. */
 
 import { ApiError, checkReady, fetchModel, setKey } from "./api.js";
 import { byId, say } from "./dom.js";
@@ -21,7 +21,7 @@ export class Connection {
     });
   }
 
-  /** Ask the server for its model, again and again until it answers. */
+  /** Fetch the model's description; retry until the server is ready. */
   async connect() {
     clearTimeout(this.timer);
     try {
@@ -31,17 +31,17 @@ export class Connection {
       this.onModel(model);
     } catch (error) {
       this.report(
-        error instanceof ApiError ? error : new ApiError(0, `The server's answer is not understood: ${error.message}`),
+        error instanceof ApiError ? error : new ApiError(0, `Unexpected response from the server: ${error.message}`),
       );
     }
   }
 
-  /** Show an error that concerns the whole server; returns whether it does. */
+  /** Show an error that affects the whole server; return whether it does. */
   report(error) {
     if (error.status === 401) {
-      this.#show("fair", "API key needed");
+      this.#show("fair", "API key required");
       byId("key-form").hidden = false;
-      if (this.triedKey) byId("key-note").textContent = "The server refused this key.";
+      if (this.triedKey) byId("key-note").textContent = "The server rejected this key.";
       byId("key").focus();
       return true;
     }

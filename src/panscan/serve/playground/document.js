@@ -7,12 +7,12 @@ import { drawFigures, drawPicture, drawTiles } from "./views.js";
 
 const DEBOUNCE_MS = 100;
 
-/** A document and its views. Every answer of the server to an earlier state is discarded. */
+/** A document and its views. Responses to outdated requests are discarded. */
 export class Documents {
   /**
    * @param {object} callbacks
-   * @param {function(Error)} callbacks.onError called when a document or its views cannot be had.
-   * @param {function()} callbacks.onChange called when there is a new document, or none.
+   * @param {function(Error)} callbacks.onError called when a document or its views cannot be loaded.
+   * @param {function()} callbacks.onChange called when the document has changed or was removed.
    */
   constructor({ onError, onChange }) {
     this.file = null;
@@ -54,7 +54,7 @@ export class Documents {
     const megabytes = file.size / 1e6;
     if (megabytes > this.maxMegabytes) {
       const size = megabytes.toFixed(1);
-      throw new FileError(`${file.name} has ${size} MB; the server accepts ${this.maxMegabytes} MB (--max-body-mb).`);
+      throw new FileError(`${file.name} is ${size} MB; the limit is ${this.maxMegabytes} MB (--max-body-mb).`);
     }
     try {
       return new File([await file.arrayBuffer()], file.name || "clipboard", { type: file.type });
@@ -63,7 +63,7 @@ export class Documents {
     }
   }
 
-  /** Forget the document. */
+  /** Remove the document. */
   remove() {
     this.#restart();
     this.#clear();
@@ -77,9 +77,9 @@ export class Documents {
     this.refresh();
   }
 
-  /** Ask the server for the views of this page with the current settings, shortly after the last change. */
+  /** Fetch the views of this page with the current settings, shortly after the last change. */
   refresh() {
-    if (!this.file) return; // a document that is being read asks when it is there
+    if (!this.file) return; // open() calls this once the document is loaded
     const signal = this.#restart();
     this.timer = setTimeout(() => this.#plan(signal), DEBOUNCE_MS);
   }

@@ -1,4 +1,4 @@
-/** Errors shown at the field that they concern. */
+/** Error messages next to their fields. */
 
 import { byId, html } from "./dom.js";
 
@@ -6,7 +6,7 @@ function messageId(field) {
   return `${field.id}-error`;
 }
 
-/** Show what is wrong with a field beside it, for eyes and for screen readers. */
+/** Show an error next to its field, also to screen readers. */
 export function showFieldError(field, message) {
   clearFieldError(field);
   const text = html("p", { id: messageId(field), class: "field-error", role: "alert" }, message);
@@ -29,10 +29,10 @@ export function clearFieldErrors() {
 }
 
 /**
- * Return the field that an error of the server concerns; null if it concerns none on the page.
+ * Return the field that caused a server error; null if it is not on the page.
  *
- * The server names the field by its path, such as `response_format.json_schema`. What only the model can check, such
- * as the schema, and which pan-and-scan setting is wrong may be named in the message only.
+ * The server names the field by its path, such as `response_format.json_schema`. Only the
+ * message names a schema that the model cannot follow, and the pan-and-scan setting that is invalid.
  *
  * @param {ApiError} error
  */
@@ -45,7 +45,7 @@ export function fieldOf({ param, message }) {
   return null;
 }
 
-/** Return the number in a field; shows an error and returns null if it holds none. */
+/** Return the number in a field; if there is none, show an error and return null. */
 export function numberOf(field) {
   const value = field.valueAsNumber;
   if (Number.isFinite(value)) return value;
@@ -53,5 +53,5 @@ export function numberOf(field) {
   return null;
 }
 
-// An error is out of date as soon as its field changes.
+// An error is outdated as soon as its field changes.
 document.addEventListener("input", ({ target }) => clearFieldError(target));

@@ -1,4 +1,4 @@
-/** The pan-and-scan settings: a number and a slider each. */
+/** The pan-and-scan settings, each with a number field and a slider. */
 
 import { clearFieldError, numberOf } from "./fields.js";
 import { byId, html } from "./dom.js";
@@ -10,7 +10,7 @@ const KNOBS = [
   { name: "pan_and_scan_min_ratio_to_activate", label: "Min ratio", note: "long : short", low: 1, high: 4, step: 0.05 },
 ];
 
-/** Create the controls; `onChange` is called whenever one moves. */
+/** Create the controls; `onChange` is called whenever a value changes. */
 export function buildKnobs(onChange) {
   byId("knob-grid").replaceChildren(...KNOBS.map((knob) => control(knob, onChange)));
   byId(SWITCH).addEventListener("change", () => {
@@ -52,7 +52,7 @@ export function setKnobs(settings) {
   enable();
 }
 
-/** Return the processor arguments as set; null, with an error at the field, if a number is missing. */
+/** Return the processor arguments; if a number is missing, show an error at the field and return null. */
 export function readKnobs() {
   const settings = { [SWITCH]: byId(SWITCH).checked };
   for (const { name } of KNOBS) {
@@ -62,7 +62,7 @@ export function readKnobs() {
   return settings;
 }
 
-/** Fix pan and scan to on while both ways are compared. */
+/** Lock pan and scan to on during a comparison with and without crops. */
 export function lockSwitch(locked) {
   const input = byId(SWITCH);
   if (locked) input.checked = true;

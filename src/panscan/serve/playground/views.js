@@ -1,4 +1,4 @@
-/** The picture of a page with its views drawn over it, and the square that the model reads of each view. */
+/** The page with its views outlined, and the square that the model reads for each view. */
 
 import { byId, count, html, svg, terms } from "./dom.js";
 
@@ -35,12 +35,12 @@ function outline(view, index) {
   return svg("rect", { class: className(index), "data-view": index, ...boxOf(view) });
 }
 
-/** Size of a crop's number, in pixels of the page; many crops have small ones. */
+/** Return the size of a crop's number in page pixels; it shrinks if there are many crops. */
 function badgeSize(page) {
   return Math.max(page.width, page.height) / Math.max(26, 1.3 * page.views.length);
 }
 
-/** Set the drawing's coordinates: the page, and beside it the crops' numbers. Returns its width and height. */
+/** Set the drawing's coordinates: the page, with the crop numbers beside it. Return its width and height. */
 function frame(picture, page) {
   const margin = page.views.length > 1 ? 1.6 * badgeSize(page) : 0;
   const stacked = page.height > page.width;
@@ -69,7 +69,7 @@ export function drawTiles(page) {
   const rest = page.views.length - MAX_TILES;
   if (rest > 0) tiles.push(html("li", { class: "more" }, `+ ${count(rest, "more view")}`));
   byId("tiles").replaceChildren(...tiles);
-  emphasise(null); // a square that is replaced sees no pointer leave
+  emphasise(null); // a replaced square never fires pointerleave
 }
 
 function tile(page, view, index) {
@@ -95,7 +95,7 @@ function emphasise(index) {
   }
 }
 
-/** Show how many views and tokens the page takes. */
+/** Show the number of views and tokens of the page. */
 export function drawFigures(page) {
   const crops = page.views.length - 1;
   byId("plan-figures").replaceChildren(
