@@ -239,16 +239,16 @@ def check_an_abandoned_stream_frees_its_replica(server: Server) -> None:
 def check_a_killed_replica_loses_no_request(server: Server) -> None:
     async def work(client: httpx.AsyncClient) -> tuple[list[httpx.Response], list[list[Any]]]:
         begun = [asyncio.Event() for _ in range(4)]
-        streams = [asyncio.create_task(read_stream(client, 300, each)) for each in begun]
-        answers = [asyncio.create_task(ask(client, 100)) for _ in range(4)]
+        streams = [asyncio.create_task(read_stream(client, 800, each)) for each in begun]
         await asyncio.gather(*[each.wait() for each in begun])
+        answers = [asyncio.create_task(ask(client, 300)) for _ in range(4)]
         await asyncio.to_thread(wait_for, lambda: sum(server.running()) == 8, "eight requests at work")
         server.replicas()[0].kill()
         return await asyncio.gather(*answers), await asyncio.gather(*streams)
 
     answers, streams = in_client(server, work)
     assert [answer.status_code for answer in answers] == [200] * 4
-    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {100}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {300}
     cut = [events for events in streams if events[-1] != "[DONE]"]
     assert 0 < len(cut) < len(streams)
     for events in cut:

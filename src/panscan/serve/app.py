@@ -25,7 +25,7 @@ from panscan.serve.guards import BodyTooLargeError, Guard
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
-from panscan.serve.replies import Reply, TokenNames, error_body, error_of, error_status
+from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status
 from panscan.serve.requests import RequestBuilder, check_used, fetches, is_remote
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
@@ -276,7 +276,7 @@ def _add_error_handlers(app: FastAPI, metrics: ServerMetrics) -> None:
     def late(_request: Request, _error: Exception) -> Response:
         return reply(
             504,
-            error_body("the request timed out (--request-timeout, or its header X-Request-Timeout)", 504),
+            error_body(TIMED_OUT, 504),
             {"connection": "close"},
         )
 

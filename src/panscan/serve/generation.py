@@ -22,7 +22,7 @@ from panscan.serve.backend import ServeBackend
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import FieldError
-from panscan.serve.replies import DONE, Reply, error_body, error_of, server_sent
+from panscan.serve.replies import DONE, TIMED_OUT, Reply, error_body, error_of, server_sent
 from panscan.serve.requests import PreparedRequest
 
 if TYPE_CHECKING:
@@ -284,9 +284,7 @@ class _Run:
         except PanscanError as error:
             yield server_sent(error_of(error))
         except TimeoutError:
-            yield server_sent(
-                error_body("the request timed out (--request-timeout, or its header X-Request-Timeout)", 504)
-            )
+            yield server_sent(error_body(TIMED_OUT, 504))
         except Exception as error:  # a bug must not look like the end of the answer
             log.exception("a stream failed")
             yield server_sent(error_body(f"internal error: {type(error).__name__}", 500))

@@ -24,9 +24,10 @@ from panscan.core import (
 from panscan.serve.backend import ServeBackend
 from panscan.serve.protocol import FieldError
 
-__all__ = ["DONE", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
+__all__ = ["DONE", "TIMED_OUT", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
 
 DONE = b"data: [DONE]\n\n"
+TIMED_OUT = "the request timed out (--request-timeout, or its header X-Request-Timeout)"
 
 Kind = Literal["chat", "text"]
 
