@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as peo
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
-from benchmarks.serving_tables import serving_faults, serving_fuzz, serving_over_http, serving_replicas
+from benchmarks.serving_tables import serving_faults, serving_fuzz, serving_over_http, serving_replicas, serving_routing
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -312,6 +312,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mini-training": mini_training,
     "serving": serving_over_http,
     "replicas": serving_replicas,
+    "routing": serving_routing,
     "serve-faults": serving_faults,
     "serve-fuzz": serving_fuzz,
     "robustness": robustness_parts,

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["serving_faults", "serving_fuzz", "serving_over_http", "serving_replicas"]
+__all__ = ["serving_faults", "serving_fuzz", "serving_over_http", "serving_replicas", "serving_routing"]
 
 RECORDS = Path(__file__).parent / "records"
 _FAULTS = {
@@ -87,6 +87,23 @@ def serving_replicas() -> str:
         f" document, {follow_ups['max_concurrency']} in flight, 16 output tokens; {_where(record, 'replicas-4b')}"
     )
     return table(["", "req/s", "cached prompt tokens"], rows) + "\n\n" + notes
+
+
+def serving_routing() -> str:
+    """Return the table of cache hits of follow-up questions by routing policy, on CPUs."""
+    record = _record("replicas-mini")
+    hits, follow_ups = record["cache_hits"], record["follow_ups"]
+    one = hits["one engine"]["cached_share"]
+    names = {"one engine": "one engine", "affinity": "2 replicas, affinity", "random": "2 replicas, random routing"}
+    rows = [
+        [shown, f"{100 * hits[name]['cached_share']:.1f}%", f"{hits[name]['cached_share'] / one:.3f}x"]
+        for name, shown in names.items()
+    ]
+    notes = (
+        f"{record['model']['name']} on a CPU: {follow_ups['requests']} questions, four about each document,"
+        f" {follow_ups['max_concurrency']} in flight; {_where(record, 'replicas-mini')}"
+    )
+    return table(["follow-up questions", "cached prompt tokens", "times one engine"], rows) + "\n\n" + notes
 
 
 def serving_faults() -> str:
