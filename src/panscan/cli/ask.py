@@ -11,23 +11,21 @@ from rich.text import Text
 
 from panscan.cli.options import (
     axis_options,
+    chosen_settings,
     common_options,
     echo,
     errors,
-    given_values,
     json_schema_option,
     max_pages_option,
-    one_preset,
     read_json_schema,
     read_prompt,
-    say_left_out,
     say_mini,
     show_warnings,
     url_options,
     utf8,
 )
 from panscan.core import Request, Result, Sampling, SettingError, escape_controls
-from panscan.settings import ENGINE_LIMITS, Settings, axes, choose_runner, foreign_settings
+from panscan.settings import ENGINE_LIMITS, Settings, axes
 
 __all__ = ["command"]
 
@@ -110,21 +108,11 @@ def _answer(request: Request, settings: Settings) -> Result:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    """What was asked for; settings of the preset that the runner does not have are left out, with a note."""
-    preset = one_preset(options["preset"], "ask", [name for name in axes() if name not in _NOT_HERE])
-    given = given_values(options)
-    runner = choose_runner(given, preset)
-    idle = [
-        name
-        for name in foreign_settings(runner)
-        if name in preset and name not in given and preset[name] != axes()[name].default
-    ]
-    if idle:
-        say_left_out(options["preset"], f"runner {runner}", idle)
-    chosen = {name: value for name, value in preset.items() if name not in idle} | given
-    if runner == "engine":
+    """Return the settings; the engine gets room for the one request."""
+    chosen = chosen_settings(options, "ask", _NOT_HERE)
+    if chosen["runner"] == "engine":
         chosen["max_num_seqs"] = 1
-    return Settings(**{**chosen, "runner": runner})
+    return Settings(**chosen)
 
 
 def _sampling(json_schema: str | None, settings: Settings) -> Sampling:

@@ -18,12 +18,13 @@ from rich.text import Text
 from panscan.core import InputError, PanscanWarning, Sampling, SettingError, escape_controls
 from panscan.core.ranges import Range
 from panscan.core.request import MAX_PAGES, MAX_SCHEMA_BYTES, SAMPLING_RANGES
-from panscan.settings import Axis, axes, parse_value
+from panscan.settings import Axis, axes, choose_runner, foreign_settings, parse_value
 
 __all__ = [
     "SEED",
     "InRange",
     "axis_options",
+    "chosen_settings",
     "common_options",
     "echo",
     "errors",
@@ -285,6 +286,32 @@ def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str,
     if left_out:
         say_left_out(name, f"panscan {verb}", left_out)
     return found
+
+
+def chosen_settings(options: Mapping[str, Any], verb: str, leave_out: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a command that runs one model: options over a preset, and the runner that suits them.
+
+    Preset settings that the runner does not support are ignored with a note.
+
+    Args:
+        options: parsed options, ``preset`` among them.
+        verb: name of the command.
+        leave_out: settings that the command does not have.
+
+    Raises:
+        SettingError: as :func:`given_values` and :func:`one_preset`.
+    """
+    preset = one_preset(options["preset"], verb, [name for name in axes() if name not in leave_out])
+    given = given_values(options)
+    runner = choose_runner(given, preset)
+    idle = [
+        name
+        for name in foreign_settings(runner)
+        if name in preset and name not in given and preset[name] != axes()[name].default
+    ]
+    if idle:
+        say_left_out(options["preset"], f"runner {runner}", idle)
+    return {name: value for name, value in preset.items() if name not in idle} | given | {"runner": runner}
 
 
 def say_left_out(preset: str, who: str, settings: Iterable[str]) -> None:

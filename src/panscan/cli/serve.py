@@ -14,19 +14,17 @@ import click
 from panscan.cli.options import (
     InRange,
     axis_options,
+    chosen_settings,
     common_options,
     echo,
     errors,
-    given_values,
-    one_preset,
-    say_left_out,
     say_mini,
     show_warnings,
 )
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.ranges import Range
 from panscan.serve.options import SERVE_RANGES, ApiKeys, ServeOptions, read_api_keys
-from panscan.settings import Settings, axes, choose_runner, foreign_settings
+from panscan.settings import Settings
 
 __all__ = ["command"]
 
@@ -144,21 +142,15 @@ def _serve_options(options: dict[str, Any]) -> ServeOptions:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    """Return the settings; preset settings that the runner does not support are ignored with a note."""
-    preset = one_preset(options["preset"], "serve", [name for name in axes() if name not in _NOT_HERE])
-    given = given_values(options)
-    runner = choose_runner(given, preset)
-    idle = [
-        name
-        for name in foreign_settings(runner)
-        if name in preset and name not in given and preset[name] != axes()[name].default
-    ]
-    if idle:
-        say_left_out(options["preset"], f"runner {runner}", idle)
-    chosen = {name: value for name, value in preset.items() if name not in idle} | given
-    if runner not in ("engine", "generate"):
-        raise SettingError(f"--runner {runner} is not supported by panscan serve; use engine or generate")
-    return Settings(**{**chosen, "runner": runner})
+    """Return the settings.
+
+    Raises:
+        SettingError: a runner that cannot serve.
+    """
+    chosen = chosen_settings(options, "serve", _NOT_HERE)
+    if chosen["runner"] not in ("engine", "generate"):
+        raise SettingError(f"--runner {chosen['runner']} is not supported by panscan serve; use engine or generate")
+    return Settings(**chosen)
 
 
 def _warn_open(options: ServeOptions) -> None:
