@@ -98,6 +98,8 @@ def command(**options: Any) -> int:
         echo(config, nl=False)
         return 0
     _require("fastapi", "serve")
+    if clustered:
+        _require("ray", "cluster")
 
     def on_ready(url: str) -> None:
         errors().print(f"Serving {chosen.model_name} on {url}", soft_wrap=True)
@@ -105,7 +107,6 @@ def command(**options: Any) -> int:
     if chosen.settings.model == "mini" and options["model"] is None and not chosen.settings.random_weights:
         say_mini()
     if clustered:
-        _require("ray", "cluster")
         from panscan.serve.cluster import run_cluster
 
         return run_cluster(
