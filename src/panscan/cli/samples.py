@@ -10,9 +10,10 @@ import click
 from panscan.cli.options import SEED, InRange, common_options, out
 from panscan.settings import SAMPLE_RANGES
 
-__all__ = ["command", "print_samples"]
+__all__ = ["FORMATS", "command", "print_samples"]
 
-_FORMATS = ("aiperf", "guidellm", "vllm")  # the keys of panscan.images.request_sets.FORMATS, which import Pillow
+FORMATS = ("aiperf", "guidellm", "vllm")
+"""The keys of :data:`panscan.images.request_sets.FORMATS`, without importing Pillow for ``--help``."""
 
 EPILOG = """\b
 Examples
@@ -42,7 +43,7 @@ transcription (256). vllm bench serve reads no output tokens from its file; set
     show_default=True,
     help="Characters across the short side: 30 is small print for the bundled model, 110 for Google's Gemma 3.",
 )
-@click.option("--format", type=click.Choice(_FORMATS), help="Write a request set for this load generator instead.")
+@click.option("--format", type=click.Choice(FORMATS), help="Write a request set for this load generator instead.")
 @click.option("--overwrite", is_flag=True, help="Replace documents of another count or seed.")
 @common_options
 def command(directory: Path, format: str | None, **options: Any) -> None:

@@ -71,17 +71,21 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
 
 
 def _aiperf(request: DocumentRequest) -> dict[str, Any]:
-    return {"text": request.prompt, "image": request.image, "output_length": request.output_tokens}
+    # A line with "text" and "image" (single_turn) would send the text before the image.
+    return {"messages": _messages(request), "output_length": request.output_tokens}
 
 
 def _guidellm(request: DocumentRequest) -> dict[str, Any]:
     # With "prompt" and "image" guidellm would send the text first and encode the image again as JPEG.
-    messages = [{"role": "user", "content": _content(request)}]
-    return {"messages": messages, "output_tokens_count": request.output_tokens}
+    return {"messages": _messages(request), "output_tokens_count": request.output_tokens}
 
 
 def _vllm(request: DocumentRequest) -> dict[str, Any]:
     return {"content": _content(request)}  # with "prompt" and "image_files" vLLM would send the text first
+
+
+def _messages(request: DocumentRequest) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": _content(request)}]
 
 
 def _content(request: DocumentRequest) -> list[dict[str, Any]]:
@@ -106,7 +110,8 @@ FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
         "aiperf": RequestFormat(
             _aiperf,
             "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
-            " --input-file {path} --custom-dataset-type single_turn --request-count {count} --request-rate 2",
+            " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
+            " --extra-inputs ignore_eos:true",
         ),
         "guidellm": RequestFormat(
             _guidellm,
@@ -117,7 +122,7 @@ FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
             _vllm,
             "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
             " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
-            " --num-prompts {count} --request-rate 2",
+            " --num-prompts {count} --request-rate 2 --ignore-eos",
         ),
     }
 )
