@@ -16,8 +16,19 @@ import numpy as np
 
 from panscan.core import SettingError, now
 from panscan.load.chat import ChatRequest, Endpoint, Exchange
-from panscan.load.sender import LevelShare, Outcomes, Sender, SenderLoad, prepared_process
-from panscan.load.workers import CANCEL, HEARTBEAT, frame, read_frame, share_frames
+from panscan.load.workers import (
+    CANCEL,
+    COMMAND,
+    HEARTBEAT,
+    LevelShare,
+    Outcomes,
+    Sender,
+    SenderLoad,
+    frame,
+    prepared_process,
+    read_frame,
+    share_frames,
+)
 
 __all__ = ["ClientLoad", "LevelResult", "run_level"]
 
@@ -229,9 +240,8 @@ class _Worker:
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                # -P: a module in the working directory must not shadow a library. A new session: Ctrl-C in a terminal
-                # must reach the parent only.
-                [sys.executable, "-P", "-m", "panscan.load.workers", str(theirs.fileno())],
+                # A new session: Ctrl-C in a terminal must reach the parent only.
+                [*COMMAND, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
 
