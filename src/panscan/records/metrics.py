@@ -261,7 +261,7 @@ def _throughputs(
         "throughput_req_s": requests_per_second,
         "completed": len(done),
         "duration": duration,
-        "total_input_tokens": sum(record["prompt_tokens"] for record in done),
+        "total_input_tokens": sum(_known(record["prompt_tokens"] for record in done)),
         "total_output_tokens": sum(record["output_tokens"] for record in done),
         "request_throughput": requests_per_second,
         "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
@@ -269,9 +269,10 @@ def _throughputs(
 
 
 def _means(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, float | None]:
-    means: dict[str, float | None] = {
-        f"mean_{name}": float(np.mean([record[name] for record in done])) for name in _COUNTED
-    }
+    means: dict[str, float | None] = {}
+    for name in _COUNTED:
+        counts = _known(record[name] for record in done)
+        means[f"mean_{name}"] = float(np.mean(counts)) if counts else None
     for stage in STAGES:
         times = _known(getattr(one, stage) for one in single)
         means[f"mean_{stage}_ms"] = sum(times) / len(single) * 1e3 if times else None
