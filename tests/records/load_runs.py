@@ -68,13 +68,15 @@ def level_records(
     return [*requests, repeat(cell, 0, START, ended, **peaks), outcome(cell, "done")]
 
 
-def steady(cell: str, rate: float, ttft: float, itl: float = 0.01, count: int = 20, **others: Any) -> list[dict]:
+def steady(
+    cell: str, rate: float, ttft: float, itl: float = 0.01, count: int = 20, **others: Any
+) -> list[dict[str, Any]]:
     """Return a level of constant arrivals, each answered with the same times."""
     lines = [load_request(cell, number, START + number / rate, ttft, itl, **others) for number in range(count)]
     return level_records(cell, lines)
 
 
-def saturated(cell: str, rate: float, capacity: float, ttft: float, count: int = 20) -> list[dict]:
+def saturated(cell: str, rate: float, capacity: float, ttft: float, count: int = 20) -> list[dict[str, Any]]:
     """Return a level of constant arrivals at a server that completes fewer: the time to first token grows."""
     waits = [max(0.0, number / capacity - number / rate) for number in range(count)]
     lines = [load_request(cell, n, START + n / rate, ttft + wait, 0.01) for n, wait in enumerate(waits)]
