@@ -1,7 +1,8 @@
 """What a load level sends: documents and prompts as chat completions, encoded before the clock starts.
 
-Every level sends the same documents, prompts and lengths in the same order, so levels are compared on the same work. The
-images are made distinct by a few pixels (:mod:`panscan.load.variants`), except for the share that is reused on purpose.
+Every level sends the same documents, prompts and lengths in the same order, so levels are compared on the same work.
+The images are made distinct by a few pixels (:mod:`panscan.load.variants`), except for the share that is reused on
+purpose.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from panscan.bench.workload import DocumentFile, Item
@@ -73,7 +73,7 @@ def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ())
     for entry in scenario.documents:
         for index in range(scenario.variety):
             drawn = entry.draw(seed, index, scenario.columns)
-            digest = hashlib.sha256(np.ascontiguousarray(drawn.image)).hexdigest()
+            digest = hashlib.sha256(drawn.image.tobytes()).hexdigest()
             file = DocumentFile(f"{scenario.name}/{entry.name}-{index}", entry.width, entry.height, digest)
             images[file.name] = VariantImage(drawn.image)
             questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.asks]
@@ -224,4 +224,3 @@ def content_digest(items: Sequence[Item]) -> str:
     """Return a hash over every item's documents and prompt."""
     facts = [[item.id, [file.sha256 for file in item.documents], item.prompt_sha256] for item in items]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-

@@ -27,7 +27,9 @@ from panscan.settings import nearest
 __all__ = [
     "GOODPUT_METRICS",
     "LATENCY_METRICS",
+    "LOAD_RANGES",
     "MAX_PROMPTS",
+    "RATE",
     "Level",
     "LoadOptions",
     "RampUp",
@@ -48,8 +50,9 @@ MAX_PROMPTS = 1_000_000
 MAX_LEVELS = 100
 _MAX_TRACE_BYTES = 2**28
 _TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
-_RATE = Range(above=0, most=1_000_000)
-_RANGES = {
+RATE = Range(above=0, most=1_000_000)
+"""Requests per second."""
+LOAD_RANGES = {
     "num_prompts": Range(whole=True, least=1, most=MAX_PROMPTS),
     "num_warmups": Range(whole=True, least=0, most=MAX_PROMPTS),
     "max_concurrency": Range(whole=True, least=1, most=100_000),
@@ -107,8 +110,8 @@ class RampUp:
     end: float
 
     def __post_init__(self) -> None:
-        _RATE.check("--ramp-up-start-rps", self.start)
-        _RATE.check("--ramp-up-end-rps", self.end)
+        RATE.check("--ramp-up-start-rps", self.start)
+        RATE.check("--ramp-up-end-rps", self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +185,15 @@ class LoadOptions:
     mm_processor_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in _RANGES.items():
+        for name, allowed in LOAD_RANGES.items():
             if name != "max_concurrency" and (value := getattr(self, name)) is not None:
                 allowed.check(f"--{name.replace('_', '-')}", value)
         for rate in self.rates:
             if rate is not None:
-                _RATE.check("--request-rate", rate)
+                RATE.check("--request-rate", rate)
         for limit in self.max_concurrencies:
             if limit is not None:
-                _RANGES["max_concurrency"].check("--max-concurrency", limit)
+                LOAD_RANGES["max_concurrency"].check("--max-concurrency", limit)
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise SettingError(f"--min-tokens {self.min_tokens}: more than --max-tokens {self.max_tokens}; lower it")
         if len(self.rates) * len(self.max_concurrencies) > MAX_LEVELS:
@@ -295,9 +298,7 @@ def parse_rates(text: str, option: str = "--request-rate") -> tuple[float | None
     Raises:
         SettingError: an empty value, or one that is neither a positive number nor ``inf``.
     """
-    found = [
-        None if part.lower() in ("inf", "infinity") else _RATE.parse(option, part) for part in _parts(option, text)
-    ]
+    found = [None if part.lower() in ("inf", "infinity") else RATE.parse(option, part) for part in _parts(option, text)]
     return tuple(found)
 
 
@@ -307,7 +308,7 @@ def parse_concurrencies(text: str, option: str = "--max-concurrency") -> tuple[i
     Raises:
         SettingError: a value is not a whole number from 1.
     """
-    return tuple(int(_RANGES["max_concurrency"].parse(option, part)) for part in _parts(option, text))
+    return tuple(int(LOAD_RANGES["max_concurrency"].parse(option, part)) for part in _parts(option, text))
 
 
 def parse_goodput(words: Iterable[str]) -> dict[str, float]:
@@ -413,7 +414,7 @@ def _trace_row(where: str, line: str) -> tuple[float, int | None]:
     if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e15:
         raise SettingError(f"{where}: timestamp: expected milliseconds from 0, got {shorten(time)}")
     if length is not None:
-        _RANGES["max_tokens"].check(f"{where}: output_length", length)
+        LOAD_RANGES["max_tokens"].check(f"{where}: output_length", length)
     return time / 1e3, length
 
 

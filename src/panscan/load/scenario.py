@@ -149,6 +149,8 @@ def _scenario(name: str, text: str, where: str) -> Scenario:
     known = [each.name for each in fields(Scenario) if each.name != "name"]
     _check_known(where, found, known)
     values = {field_name: _value(f"{where}, {field_name}", field_name, value) for field_name, value in found.items()}
+    if "prompts" in values and "documents" not in values:
+        raise SettingError(f"{where}: prompts need documents; or give the prompts with --prompts FILE")
     return Scenario(name, **values)
 
 
