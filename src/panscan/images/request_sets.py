@@ -21,7 +21,16 @@ from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
 from panscan.settings import SAMPLE_RANGES, nearest
 
-__all__ = ["FORMATS", "DocumentRequest", "RequestFormat", "RequestSet", "document_requests", "write_request_set"]
+__all__ = [
+    "FORMATS",
+    "DocumentRequest",
+    "RequestFormat",
+    "RequestSet",
+    "data_url",
+    "document_requests",
+    "guidellm_row",
+    "write_request_set",
+]
 
 _TASKS: tuple[tuple[int, str, int], ...] = (
     # percent of requests; prompt, empty: a question about the document; output tokens
@@ -48,6 +57,12 @@ class DocumentRequest:
     views: int
 
 
+def data_url(name: str, content: bytes) -> str:
+    """Return the ``data:`` URL of a PNG or JPEG file; the suffix of its name tells which."""
+    media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
 def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Iterator[DocumentRequest]:
     """Yield ``count`` requests about ``count`` different documents, the same for the same arguments.
 
@@ -60,27 +75,26 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
         rng = Random(f"{seed}-{index}-task")
         _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
         name = document_name(document.kind, index)
-        media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
-        encoded = base64.b64encode(encode_document(document.image, name)).decode()
         yield DocumentRequest(
-            image=f"data:{media_type};base64,{encoded}",
+            image=data_url(name, encode_document(document.image, name)),
             prompt=prompt or rng.choice(document.asks).question,
             output_tokens=output_tokens,
             views=len(plan_views(*document.image.size, PanAndScan()).views),
         )
 
 
-def _aiperf(request: DocumentRequest) -> dict[str, Any]:
+def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
     # A line with "text" and "image" (single_turn) would send the text before the image.
     return {"messages": _messages(request), "output_length": request.output_tokens}
 
 
-def _guidellm(request: DocumentRequest) -> dict[str, Any]:
+def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
+    """Return the line of a request in a request set for guidellm."""
     # With "prompt" and "image" guidellm would send the text first and encode the image again as JPEG.
     return {"messages": _messages(request), "output_tokens_count": request.output_tokens}
 
 
-def _vllm(request: DocumentRequest) -> dict[str, Any]:
+def _vllm_row(request: DocumentRequest) -> dict[str, Any]:
     return {"content": _content(request)}  # with "prompt" and "image_files" vLLM would send the text first
 
 
@@ -108,18 +122,18 @@ class RequestFormat:
 FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
     {
         "aiperf": RequestFormat(
-            _aiperf,
+            _aiperf_row,
             "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
             " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
             " --extra-inputs ignore_eos:true",
         ),
         "guidellm": RequestFormat(
-            _guidellm,
+            guidellm_row,
             "guidellm run --backend kind=openai_http,target=URL --profile kind=poisson,rate=2"
             " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
         ),
         "vllm": RequestFormat(
-            _vllm,
+            _vllm_row,
             "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
             " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
             " --num-prompts {count} --request-rate 2 --ignore-eos",
