@@ -108,6 +108,13 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 )
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Request header; may be repeated.")
 @click.option("--timeout", type=InRange(_TIMEOUT), default=600.0, show_default=True, help="Seconds per request.")
+@click.option(
+    "--ready-check-timeout-sec",
+    type=InRange(Range(least=0, most=86_400)),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for a server that starts.",
+)
 @_number("processes", "Client processes.  [default: by the rate]")
 @click.option("--save-result", is_flag=True, help="Also write each level as vLLM's result JSON.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
@@ -134,8 +141,13 @@ def command(**options: Any) -> int:
     chosen = _load_options(options, limits, scenario)
     endpoint = _endpoint(url, options)
     pile, source = _pile(options, scenario)
-    with errors().status("asking the endpoint"):
-        probe = probe_endpoint(endpoint, chosen.mm_processor_kwargs)
+    with errors().status("asking the endpoint") as status:
+        probe = probe_endpoint(
+            endpoint,
+            chosen.mm_processor_kwargs,
+            ready_seconds=options["ready_check_timeout_sec"],
+            on_wait=lambda reason: status.update(f"waiting for the endpoint: {reason}"),
+        )
     plan = _plan(endpoint, probe, chosen, pile, source, options)
     directory = new_directory(Path(options["output_dir"]), f"load-{_host(url)}")
     with _stopped_by_signals() as cancelled, LoadProgress(plan) as progress:
