@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from panscan.analysis.cells import count, number_text, varying_names
+from panscan.analysis.cells import number_text, varying_names
 from panscan.core import RecordsError
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
 from panscan.records.load_runs import (
@@ -306,9 +306,7 @@ def load_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
             )
     failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
     if failed:
-        found.append(
-            f"{failed:,} of {count(sent, 'request')} failed: they are in no latency, and count as missed limits"
-        )
+        found.append(f"{failed:,} of {sent:,} requests failed: they are in no latency, and count as missed limits")
     return [*found, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
 
 

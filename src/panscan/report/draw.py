@@ -357,7 +357,7 @@ def _curve_heights(axes: Axes, curve: Curve, colours: Colours) -> None:
     top = max([*values, *(each.high for each in points if each.high is not None)]) or 1.0
     if curve.limit is not None:
         near = curve.limit <= _FAR * top
-        values, top = ([*values, curve.limit], max(top, curve.limit)) if near else (values, top)
+        values, top = ([*values, curve.limit], max(top, curve.limit)) if near else (values, 1.2 * top)
         _limit_line(axes, curve.limit_label, curve.limit if near else None, colours)
     if curve.logarithmic:
         axes.set_yscale("log")
@@ -374,32 +374,31 @@ def _limit_line(axes: Axes, text: str, limit: float | None, colours: Colours) ->
         axes.axhline(limit, color=colours["bad"], linestyle="--", linewidth=1)
     axes.annotate(
         text if limit is not None else f"{text}: above this chart",
-        (0, 1 if limit is None else limit),
+        (1, 1 if limit is None else limit),
         xycoords=("axes fraction", "axes fraction" if limit is None else "data"),
-        xytext=(4, 3 if limit is not None else -10),
+        xytext=(0, 3 if limit is not None else -10),
         textcoords="offset points",
+        ha="right",
         color=colours["bad"],
     )
 
 
 def _name_levels(axes: Axes, curve: Curve) -> None:
     """Write the name of each level above its highest point, unless another name is there."""
-    tops: dict[str, CurvePoint] = {}
+    tops: dict[str, tuple[float, float]] = {}
     for point in (point for series in curve.series for point in series.points):
-        known = tops.get(point.level)
-        if known is None or (point.y.value or 0.0) > (known.y.value or 0.0):
-            tops[point.level] = point
+        top = point.y.value or 0.0 if point.y.high is None else point.y.high
+        tops[point.level] = point.x, max(top, tops.get(point.level, (point.x, top))[1])
     taken: list[tuple[float, float]] = []
-    for name, point in tops.items():
-        x, y = axes.transData.transform((point.x, point.y.value or 0.0))
+    for name, place in tops.items():
+        x, y = axes.transData.transform(place)
         room = 6.2 * len(_level_mark(name))
         if any(abs(x - other_x) < room and abs(y - other_y) < 14 for other_x, other_y in taken):
             continue
         taken.append((x, y))
         axes.annotate(
-            _level_mark(name), (point.x, point.y.value or 0.0), xytext=(0, 6), textcoords="offset points",
-            ha="center", va="bottom", fontsize=_FONT - 2,
-        )  # fmt: skip
+            _level_mark(name), place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=_FONT - 2
+        )
 
 
 def _level_mark(name: str) -> str:

@@ -69,13 +69,15 @@ class Curve:
 
 
 def latency_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[Curve]:
-    """Return a chart for each time that the run shows: its percentiles over the achieved requests per second.
+    """Return a chart for each time that the run shows but ITL: its percentiles over the answered requests per second.
 
-    A chart without a point is left out.
+    ITL has the scale of TPOT, and would only repeat it. A chart without a point is left out.
     """
     percents = sorted(settings.metric_percentiles)[:MOST_SERIES]
     curves = []
     for time in settings.percentile_metrics:
+        if time == "itl":
+            continue
         series = [_percentiles(levels, time, percent) for percent in percents]
         series = [each for each in series if each.points]
         limit = settings.goodput.get(time)

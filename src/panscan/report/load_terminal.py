@@ -119,7 +119,7 @@ def print_load_curves(facts: LoadReport, console: Console) -> None:
     """Print the percentiles of each time over the answered requests per second; nothing for fewer than two levels."""
     from rich.table import Table
 
-    curves = [curve for curve in facts.latency if len(curve.series[0].points) > 1 and curve.title != "ITL"]
+    curves = [curve for curve in facts.latency if len(curve.series[0].points) > 1]
     if not curves:
         return
     console.print()
