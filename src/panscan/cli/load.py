@@ -350,7 +350,7 @@ def _host(url: str) -> str:
 
 def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
     """Return the command line for the records, without keys."""
-    from panscan.load.run import address
+    from panscan.load.probe import address
 
     context = click.get_current_context()
     typed = typed_again(context, without=("words", "goodput", "api_key", "headers"))
@@ -427,6 +427,8 @@ class LoadProgress:
         self._title, self._count, self._done, self._failed = level.cell, count, 0, 0
         self._begun = self._reported = now()
         self._bar.reset(self._task, description=level.cell, total=count)
+        if not self._console.is_terminal:
+            self.remark(f"{level.cell}: sending {count} requests")
 
     def done(self, exchange: Exchange) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""

@@ -287,7 +287,9 @@ def _check_goodput(limits: Mapping[str, float]) -> None:
     for name, limit in limits.items():
         if name not in GOODPUT_METRICS:
             known = ", ".join(GOODPUT_METRICS)
-            raise SettingError(f"--goodput: unknown metric {shorten(name)}{nearest(name, GOODPUT_METRICS)} ({known})")
+            raise SettingError(
+                f"--goodput: unknown metric {shorten(name)}{nearest(name, GOODPUT_METRICS)}; expected {known}"
+            )
         if not (math.isfinite(limit) and limit > 0):
             raise SettingError(f"--goodput {name}: expected milliseconds above 0, got {limit:g}")
 
@@ -344,7 +346,7 @@ def parse_latency_metrics(text: str) -> tuple[str, ...]:
         if name not in LATENCY_METRICS:
             known = ", ".join(LATENCY_METRICS)
             hint = nearest(name, LATENCY_METRICS)
-            raise SettingError(f"--percentile-metrics: unknown metric {shorten(name)}{hint} (one of {known})")
+            raise SettingError(f"--percentile-metrics: unknown metric {shorten(name)}{hint}; expected {known}")
     return tuple(dict.fromkeys(found))
 
 
@@ -421,4 +423,6 @@ def _trace_row(where: str, line: str) -> tuple[float, int | None]:
 def _check_fields(where: str, row: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in row:
         if name not in known:
-            raise SettingError(f"{where}: unknown field {shorten(name)}{nearest(name, known)} ({', '.join(known)})")
+            raise SettingError(
+                f"{where}: unknown field {shorten(name)}{nearest(name, known)}; expected {', '.join(known)}"
+            )

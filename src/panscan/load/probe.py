@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, PanAndScan, SettingError, now
 from panscan.core.ranges import shorten
@@ -21,7 +22,7 @@ from panscan.images.views import GEMMA3_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json
 from panscan.load.scenario import DocumentShare
 
-__all__ = ["Probe", "find_model", "probe_endpoint"]
+__all__ = ["Probe", "address", "find_model", "probe_endpoint"]
 
 _MODELS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -62,6 +63,11 @@ class Probe:
             "image_prompt_tokens": self.image_prompt_tokens, "expected_image_tokens": self.expected_image_tokens,
             "warnings": list(self.warnings), "notes": list(self.notes),
         }  # fmt: skip
+
+
+def address(url: str) -> str:
+    """Return a URL without its query, which may hold a key."""
+    return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
 
 
 def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, str | None]:
@@ -134,10 +140,24 @@ def probe_endpoint(
         SettingError: see :func:`find_model`.
     """
     deadline = now() + ready_seconds
-    endpoint, server, warning = _when_ready(lambda: find_model(endpoint), deadline, on_wait)
-    asking = _Asking(endpoint, [warning] if warning else [])
-    if ready_seconds:
-        asking.wait(deadline, on_wait)
+    try:
+        endpoint, server, warning = _when_ready(lambda: find_model(endpoint), deadline, on_wait)
+        asking = _Asking(endpoint, [warning] if warning else [])
+        if ready_seconds:
+            asking.wait(deadline, on_wait)
+        return _compare(asking, endpoint.model, server, kwargs)
+    except EndpointError as error:
+        hint = "; is the server running?" if error.kind == "connect" else ""
+        message = f"{address(endpoint.url)}: {error}{hint}"
+        raise EndpointError(message, kind=error.kind, status=error.status) from error
+
+
+def _compare(asking: _Asking, model: str, server: str | None, kwargs: Mapping[str, Any] | None) -> Probe:
+    """Return the probe of prompts with and without an image.
+
+    Raises:
+        EndpointError: see :func:`probe_endpoint`.
+    """
     image = _image_url()
     text = asking.prompt_tokens("a prompt without an image", None, None)
     pictured = asking.prompt_tokens("a prompt with an image", image, kwargs)
@@ -145,13 +165,13 @@ def probe_endpoint(
     if text is None or pictured is None:
         if not asking.refused:
             asking.warnings.append("the endpoint reports no prompt tokens: image tokens cannot be checked")
-        return Probe(endpoint.model, server, text, pictured, None, tuple(asking.warnings))
+        return Probe(model, server, text, pictured, None, tuple(asking.warnings))
     counted = pictured - text
-    expected = _expected(endpoint.model, kwargs)
+    expected = _expected(model, kwargs)
     asking.warnings += _doubts(counted, expected, len(image), exact=kwargs is not None)
     notes.append(f"image tokens counted: {counted} for a page of {_PAGE.width}x{_PAGE.height} pixels")
     notes.append(_pan_and_scan_note(asking, image, kwargs, pictured))
-    return Probe(endpoint.model, server, text, pictured, expected, tuple(asking.warnings), tuple(notes))
+    return Probe(model, server, text, pictured, expected, tuple(asking.warnings), tuple(notes))
 
 
 class _Asking:

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit, urlunsplit
 
 from panscan.bench.run import finish
 from panscan.core import RecordsError
@@ -25,14 +24,14 @@ from panscan.load.chat import Endpoint, Exchange
 from panscan.load.content import Content, LoadRequest, Pile, content_digest
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import MAX_PROMPTS, Level, LoadOptions
-from panscan.load.probe import Probe
+from panscan.load.probe import Probe, address
 from panscan.load.search import RateSearch, Trial
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import environment
 from panscan.records.goodput import goodput_of
 from panscan.records.store import SCHEMA, Record, RecordWriter, Run, write_atomically
 
-__all__ = ["LoadObserver", "LoadPlan", "address", "new_salt", "run_load"]
+__all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
 
 _RATE_PER_PROCESS = 400.0  # requests per second; one core sends about 1,000
 _WARM_AT_ONCE = 8
@@ -241,11 +240,6 @@ def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
         },
         "environment": environment(), "cells": [_cell(level) for level in options.levels],
     }  # fmt: skip
-
-
-def address(url: str) -> str:
-    """Return a URL without its query, which may hold a key."""
-    return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
 
 
 def _cell(level: Level) -> Record:
