@@ -29,10 +29,12 @@ from panscan.records.summary import cell_metrics
 
 __all__ = [
     "TIME_NAMES",
+    "VERIFY_HINT",
     "ErrorGroup",
     "Level",
     "LoadResult",
     "error_groups",
+    "level_names",
     "levels_of",
     "limits_text",
     "load_result",
@@ -41,6 +43,9 @@ __all__ = [
     "unfinished_levels",
 ]
 
+VERIFY_HINT = (
+    "A load run measures speed, not answers: panscan verify URL --model CHECKPOINT checks an endpoint's answers."
+)
 TIME_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 _WIDE_CHUNK = 1.5
 
@@ -141,7 +146,7 @@ def levels_of(run: Run) -> list[Level]:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    names = _names(run)
+    names = level_names(run)
     cells = sorted(names, key=lambda cell: _order(run.cells[cell]))
     return [_level(run, cell, names[cell]) for cell in cells if level_repeats(run, cell)]
 
@@ -167,7 +172,7 @@ def _level(run: Run, cell: str, name: str) -> Level:
     )
 
 
-def _names(run: Run) -> dict[str, str]:
+def level_names(run: Run) -> dict[str, str]:
     """Return a name of each level, from the settings that have a meaning; burstiness where it varies."""
     arrival = load_settings(run).arrival
     bursty = "burstiness" in varying_names(list(run.cells.values()))
@@ -189,7 +194,7 @@ def _names(run: Run) -> dict[str, str]:
 
 def unfinished_levels(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, outcome, reason) of the levels that were not measured to their end."""
-    names = _names(run)
+    names = level_names(run)
     found = [(names[cell], *outcome_of(run, cell)) for cell in run.cells]
     return [(name, outcome, reason) for name, outcome, reason in found if outcome != "done"]
 

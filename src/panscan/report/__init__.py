@@ -1,4 +1,4 @@
-"""A run as one HTML page, as markdown or as pictures; made from its records alone."""
+"""A run as one HTML page, as markdown or as pictures; made from its records alone. Load runs have pages of levels."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ def write_gallery(run: Run, path: Path) -> None:
     Pictures are read again, from where the run found them.
 
     Raises:
-        RecordsError: the file could not be written, or the run holds no answers.
+        RecordsError: the file could not be written, or the run holds no answers or is a load run.
     """
+    from panscan.analysis.levels import refuse_load_run
     from panscan.report.gallery import render_gallery
 
+    refuse_load_run(run, "gallery of answers")
     write_atomically(path, render_gallery(run).encode())
 
 

@@ -26,7 +26,7 @@ from panscan.report import definitions
 from panscan.report.formatting import Measured, clean, measured, percent
 from panscan.report.load_charts import Curve, latency_curves, throughput_curves
 
-__all__ = ["VERIFY_HINT", "LevelRow", "LoadReport", "load_report_of"]
+__all__ = ["LevelRow", "LoadReport", "load_report_of"]
 
 VERIFY_HINT = (
     "A load run measures speed, not answers: panscan verify URL --model CHECKPOINT checks an endpoint's answers."

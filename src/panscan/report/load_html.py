@@ -5,10 +5,11 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from panscan.analysis.cells import count, number_text
+from panscan.analysis.levels import VERIFY_HINT
 from panscan.report import draw
 from panscan.report.formatting import templates
 from panscan.report.load_charts import Curve
-from panscan.report.load_data import VERIFY_HINT, LoadReport
+from panscan.report.load_data import LoadReport
 
 __all__ = ["render_load_html"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from panscan.report.load_data import VERIFY_HINT, LoadReport
-from panscan.report.markdown import code_block, plain_text, table_lines
+from panscan.analysis.levels import VERIFY_HINT
+from panscan.report.load_data import LoadReport
+from panscan.report.markdown_text import code_block, plain_text, table_lines
 
 __all__ = ["render_load_markdown"]
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import number_text
+from panscan.analysis.levels import VERIFY_HINT
 from panscan.report.formatting import print_line, safe_text
 from panscan.report.load_charts import Curve
-from panscan.report.load_data import VERIFY_HINT, LevelRow, LoadReport
+from panscan.report.load_data import LevelRow, LoadReport
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,13 +8,12 @@ from panscan.analysis.cells import Unmeasured, count, number_text
 from panscan.analysis.task_cost import TITLE
 from panscan.report.answers import Answers, Groups, quality_text
 from panscan.report.formatting import verdict_figures
+from panscan.report.markdown_text import code_block, plain_text, table_lines
 from panscan.report.report_data import ReportCell, ReportData
 
-__all__ = ["code_block", "plain_text", "render_markdown", "table_lines"]
+__all__ = ["render_markdown"]
 
-_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word means itself
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
-_SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
 
 
 def render_markdown(facts: ReportData) -> str:
@@ -30,11 +29,6 @@ def render_markdown(facts: ReportData) -> str:
         parts.append("Not measured:\n\n" + "\n".join(f"- {_group(group)}" for group in facts.unmeasured))
     parts += [_origin(facts), code_block(facts.command)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def plain_text(text: str) -> str:
-    """Return text that means itself: no markup, no mention, no reference."""
-    return _SUMMONING.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
 
 
 def _headline(facts: ReportData) -> str:
@@ -100,11 +94,6 @@ def _breakdown(metric: str, groups: Groups) -> str:
     return f"{plain_text(title)}\n\n{table_lines(['cell', *map(plain_text, groups.headings)], rows)}"
 
 
-def table_lines(headings: list[str], rows: list[list[str]]) -> str:
-    """Return a table of cells that are markdown already."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *rows))
-
-
 def _legend(facts: ReportData) -> str:
     legend = "TTFT and TPOT are medians; brackets hold 95% intervals; verdicts compare with float32 eager attention."
     marked = any(each.uncertified for cell in facts.cells for each in (cell.ttft, cell.tpot, cell.p95))
@@ -123,10 +112,3 @@ def _origin(facts: ReportData) -> str:
     ]
     versions = "; ".join(f"{name}: {text}" for name, text in facts.environment)
     return plain_text(" ".join([*parts, f"{facts.created}; {versions}" if versions else facts.created]))
-
-
-def code_block(text: str) -> str:
-    """Return a block of code, in a fence that is longer than any in it."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}sh\n{text}\n{fence}"
