@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from panscan.load.chat import Endpoint, Exchange
     from panscan.load.content import Pile
     from panscan.load.generator import LevelResult
-    from panscan.load.options import Level, RampUp, Trace
+    from panscan.load.options import LoadLevel, RampUp, Trace
     from panscan.load.run import LoadPlan
 
 __all__ = ["command"]
@@ -413,7 +413,7 @@ class LoadProgress:
         levels = "search" if options.find_max_rate else f"{len(options.levels)}"
         self.remark(f"model: {probe.model}{server}; levels: {levels}; records in {directory}")
 
-    def preparing(self, level: Level | None) -> None:
+    def preparing(self, level: LoadLevel | None) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         what = "warm-up" if level is None else level.cell
         self._bar.reset(self._task, description=f"{what}: encoding requests", total=None)
@@ -422,7 +422,7 @@ class LoadProgress:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._bar.update(self._task, description=f"warm-up: {count} requests")
 
-    def measuring(self, level: Level, count: int) -> None:
+    def measuring(self, level: LoadLevel, count: int) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._title, self._count, self._done, self._failed = level.cell, count, 0, 0
         self._begun = self._reported = now()
@@ -442,7 +442,7 @@ class LoadProgress:
             self._reported = now()
             self.remark(f"{text}, {self._done} of {self._count}")
 
-    def measured(self, level: Level, result: LevelResult) -> None:
+    def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         done = [each for each in result.exchanges if each.error is None and each.tokens]
         rate = len(done) / max(result.ended - result.started, 1e-9)
