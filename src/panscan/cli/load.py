@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from panscan.load.chat import Endpoint, Exchange
     from panscan.load.content import Pile
     from panscan.load.generator import LevelResult
-    from panscan.load.options import Level, RampUp, Trace
+    from panscan.load.options import LoadLevel, RampUp, Trace
     from panscan.load.run import LoadPlan
 
 __all__ = ["command"]
@@ -108,6 +108,13 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 )
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Request header; may be repeated.")
 @click.option("--timeout", type=InRange(_TIMEOUT), default=600.0, show_default=True, help="Seconds per request.")
+@click.option(
+    "--ready-check-timeout-sec",
+    type=InRange(Range(least=0, most=86_400)),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for a server that starts.",
+)
 @_number("processes", "Client processes.  [default: by the rate]")
 @click.option("--save-result", is_flag=True, help="Also write each level as vLLM's result JSON.")
 @click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
@@ -134,8 +141,13 @@ def command(**options: Any) -> int:
     chosen = _load_options(options, limits, scenario)
     endpoint = _endpoint(url, options)
     pile, source = _pile(options, scenario)
-    with errors().status("asking the endpoint"):
-        probe = probe_endpoint(endpoint, chosen.mm_processor_kwargs)
+    with errors().status("asking the endpoint") as status:
+        probe = probe_endpoint(
+            endpoint,
+            chosen.mm_processor_kwargs,
+            ready_seconds=options["ready_check_timeout_sec"],
+            on_wait=lambda reason: status.update(f"waiting for the endpoint: {reason}"),
+        )
     plan = _plan(endpoint, probe, chosen, pile, source, options)
     directory = new_directory(Path(options["output_dir"]), f"load-{_host(url)}")
     with _stopped_by_signals() as cancelled, LoadProgress(plan) as progress:
@@ -338,7 +350,7 @@ def _host(url: str) -> str:
 
 def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
     """Return the command line for the records, without keys."""
-    from panscan.load.run import address
+    from panscan.load.probe import address
 
     context = click.get_current_context()
     typed = typed_again(context, without=("words", "goodput", "api_key", "headers"))
@@ -401,7 +413,7 @@ class LoadProgress:
         levels = "search" if options.find_max_rate else f"{len(options.levels)}"
         self.remark(f"model: {probe.model}{server}; levels: {levels}; records in {directory}")
 
-    def preparing(self, level: Level | None) -> None:
+    def preparing(self, level: LoadLevel | None) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         what = "warm-up" if level is None else level.cell
         self._bar.reset(self._task, description=f"{what}: encoding requests", total=None)
@@ -410,11 +422,13 @@ class LoadProgress:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._bar.update(self._task, description=f"warm-up: {count} requests")
 
-    def measuring(self, level: Level, count: int) -> None:
+    def measuring(self, level: LoadLevel, count: int) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._title, self._count, self._done, self._failed = level.cell, count, 0, 0
         self._begun = self._reported = now()
         self._bar.reset(self._task, description=level.cell, total=count)
+        if not self._console.is_terminal:
+            self.remark(f"{level.cell}: sending {count} requests")
 
     def done(self, exchange: Exchange) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
@@ -428,7 +442,7 @@ class LoadProgress:
             self._reported = now()
             self.remark(f"{text}, {self._done} of {self._count}")
 
-    def measured(self, level: Level, result: LevelResult) -> None:
+    def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         done = [each for each in result.exchanges if each.error is None and each.tokens]
         rate = len(done) / max(result.ended - result.started, 1e-9)

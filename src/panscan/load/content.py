@@ -107,10 +107,13 @@ class Content:
         model: model name of the requests.
         salt: number that is mixed into the images, so that a second run with the same seed sends other pixels. The same
             salt and seed give the same bytes.
+        most_bytes: encoded documents and request bodies of one level, bytes.
     """
 
-    def __init__(self, pile: Pile, options: LoadOptions, model: str, salt: int = 0) -> None:
-        self._pile, self._options, self._model = pile, options, model
+    def __init__(
+        self, pile: Pile, options: LoadOptions, model: str, salt: int = 0, most_bytes: int = MAX_BYTES
+    ) -> None:
+        self._pile, self._options, self._model, self._most_bytes = pile, options, model, most_bytes
         self._variant = salt
         self._images: dict[str, VariantImage] = {}
         self.document_bytes = 0
@@ -125,7 +128,7 @@ class Content:
 
         Raises:
             ImageError: a document cannot be read.
-            SettingError: the requests would not fit into :data:`MAX_BYTES`.
+            SettingError: the requests would need more than ``most_bytes``.
         """
         found: list[LoadRequest] = []
         sent: list[tuple[Item, int]] = []  # fresh images of this level
@@ -202,22 +205,24 @@ class Content:
         return sum(self._image(file).shared_bytes for file in item.documents)
 
     def _check_size(self, private: int, done: int, count: int) -> None:
-        """Refuse more than :data:`MAX_BYTES`, with an estimate of what the level needs.
+        """Refuse more than the allowed bytes, with an estimate of what the level needs.
 
         Args:
             private: bytes of the requests so far, without the documents' shared bytes.
             done: requests so far.
             count: requests of the level.
         """
-        if self.document_bytes + private <= MAX_BYTES:
+        if self.document_bytes + private <= self._most_bytes:
             return
-        limit = MAX_BYTES / 1e9
-        if self.document_bytes > MAX_BYTES // 2:
+        limit = self._most_bytes / 1e6
+        if not done or self.document_bytes > self._most_bytes // 2:
             raise SettingError(
-                f"--images: {self.documents:,} documents exceed {limit:.1f} GB in base64: give fewer or smaller ones"
+                f"--images: {self.documents:,} documents exceed {limit:,.0f} MB in base64: give fewer or smaller ones"
             )
-        need = (self.document_bytes + private / done * count) / 1e9
-        raise SettingError(f"--num-prompts {count}: requests need {need:.1f} GB, the limit is {limit:.1f}: give fewer")
+        need = (self.document_bytes + private / done * count) / 1e6
+        raise SettingError(
+            f"--num-prompts {count}: the requests need about {need:,.0f} MB, the limit is {limit:,.0f} MB: send fewer"
+        )
 
 
 def content_digest(items: Sequence[Item]) -> str:

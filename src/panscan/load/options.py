@@ -30,7 +30,7 @@ __all__ = [
     "LOAD_RANGES",
     "MAX_PROMPTS",
     "RATE",
-    "Level",
+    "LoadLevel",
     "LoadOptions",
     "RampUp",
     "Trace",
@@ -68,7 +68,7 @@ LOAD_RANGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LoadLevel:
     """One load level.
 
     Args:
@@ -229,35 +229,35 @@ class LoadOptions:
             raise SettingError("--find-max-rate takes one --request-rate to start from, and one --max-concurrency")
 
     @property
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[LoadLevel]:
         """The levels in order, without those that a search adds; equal ones once."""
         if self.find_max_rate:
             return []
         found = [self._level(rate, limit) for limit in self.max_concurrencies for rate in self.rates]
         return list({level.cell: level for level in found}.values())
 
-    def _level(self, rate: float | None, limit: int | None) -> Level:
+    def _level(self, rate: float | None, limit: int | None) -> LoadLevel:
         if self.trace is not None or self.ramp_up is not None:
             name = "trace" if self.trace is not None else "ramp"
-            times = self._process(Level(name=name)).times(self.num_prompts)
+            times = self._process(LoadLevel(name=name)).times(self.num_prompts)
             mean = round(len(times) / times[-1], 6) if times[-1] > 0 else None
             random = self.ramp_up is not None and self.arrival == "poisson"
-            return Level(mean, limit, self.burstiness if random else None, name)
+            return LoadLevel(mean, limit, self.burstiness if random else None, name)
         return self.level_at(rate, limit)
 
-    def level_at(self, rate: float | None, limit: int | None) -> Level:
+    def level_at(self, rate: float | None, limit: int | None) -> LoadLevel:
         """Return the level of a request rate (None: unlimited) and a limit of requests in flight."""
         random = rate is not None and self.arrival == "poisson"
-        return Level(rate, limit, self.burstiness if random else None)
+        return LoadLevel(rate, limit, self.burstiness if random else None)
 
-    def arrivals(self, level: Level, count: int) -> list[float] | None:
+    def arrivals(self, level: LoadLevel, count: int) -> list[float] | None:
         """Return when each of ``count`` requests is due, in seconds from the start; None: in a closed loop."""
         if level.rate is None and level.name is None and level.max_concurrency is not None:
             return None
         times: list[float] = self._process(level).times(count)
         return times
 
-    def _process(self, level: Level) -> Arrivals:
+    def _process(self, level: LoadLevel) -> Arrivals:
         if self.trace is not None:
             return TraceArrivals(self.trace.times, self.trace_speedup)
         if self.ramp_up is not None:
@@ -287,7 +287,9 @@ def _check_goodput(limits: Mapping[str, float]) -> None:
     for name, limit in limits.items():
         if name not in GOODPUT_METRICS:
             known = ", ".join(GOODPUT_METRICS)
-            raise SettingError(f"--goodput: unknown metric {shorten(name)}{nearest(name, GOODPUT_METRICS)} ({known})")
+            raise SettingError(
+                f"--goodput: unknown metric {shorten(name)}{nearest(name, GOODPUT_METRICS)}; expected {known}"
+            )
         if not (math.isfinite(limit) and limit > 0):
             raise SettingError(f"--goodput {name}: expected milliseconds above 0, got {limit:g}")
 
@@ -344,7 +346,7 @@ def parse_latency_metrics(text: str) -> tuple[str, ...]:
         if name not in LATENCY_METRICS:
             known = ", ".join(LATENCY_METRICS)
             hint = nearest(name, LATENCY_METRICS)
-            raise SettingError(f"--percentile-metrics: unknown metric {shorten(name)}{hint} (one of {known})")
+            raise SettingError(f"--percentile-metrics: unknown metric {shorten(name)}{hint}; expected {known}")
     return tuple(dict.fromkeys(found))
 
 
@@ -421,4 +423,6 @@ def _trace_row(where: str, line: str) -> tuple[float, int | None]:
 def _check_fields(where: str, row: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in row:
         if name not in known:
-            raise SettingError(f"{where}: unknown field {shorten(name)}{nearest(name, known)} ({', '.join(known)})")
+            raise SettingError(
+                f"{where}: unknown field {shorten(name)}{nearest(name, known)}; expected {', '.join(known)}"
+            )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, PanAndScan, SettingError, now
 from panscan.core.ranges import shorten
@@ -19,9 +22,10 @@ from panscan.images.views import GEMMA3_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json
 from panscan.load.scenario import DocumentShare
 
-__all__ = ["Probe", "find_model", "probe_endpoint"]
+__all__ = ["Probe", "address", "find_model", "probe_endpoint"]
 
 _MODELS_SECONDS = 30.0
+_POLL_SECONDS = 0.5
 _PROMPT = "What does this document say?"
 _PAGE = DocumentShare("receipt", 600, 1800)  # three crops with the default pan and scan
 _FEW = 8  # tokens: a placeholder such as "<image>" as text has fewer
@@ -61,6 +65,11 @@ class Probe:
         }  # fmt: skip
 
 
+def address(url: str) -> str:
+    """Return a URL without its query, which may hold a key."""
+    return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
+
+
 def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, str | None]:
     """Return the endpoint with its model, the name of the server, and a warning.
 
@@ -92,19 +101,63 @@ def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, str | None]:
     return replace(endpoint, model=names[0]), server, None
 
 
-def probe_endpoint(endpoint: Endpoint, kwargs: Mapping[str, Any] | None = None) -> Probe:
+_Found = TypeVar("_Found")
+
+
+def _when_ready(ask: Callable[[], _Found], deadline: float, on_wait: Callable[[str], None]) -> _Found:
+    """Return what ``ask`` returns, once the server accepts connections and has loaded its model.
+
+    Raises:
+        EndpointError: another failure, or the server is not ready at the deadline.
+    """
+    while True:
+        try:
+            return ask()
+        except EndpointError as error:
+            if (error.kind != "connect" and error.status != 503) or now() >= deadline:
+                raise
+            on_wait(str(error))
+        time.sleep(_POLL_SECONDS)
+
+
+def probe_endpoint(
+    endpoint: Endpoint,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ready_seconds: float = 0.0,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> Probe:
     """Ask for the model and compare the prompt tokens of a prompt with and without an image.
 
     Args:
         endpoint: its model is empty if the server shall choose.
         kwargs: pan-and-scan settings (``mm_processor_kwargs``) that the load sends.
+        ready_seconds: how long to wait for a server that starts.
+        on_wait: called with the reason while it waits.
 
     Raises:
         EndpointError: the server does not answer, or refuses the key or the path.
         SettingError: see :func:`find_model`.
     """
-    endpoint, server, warning = find_model(endpoint)
-    asking = _Asking(endpoint, [warning] if warning else [])
+    deadline = now() + ready_seconds
+    try:
+        endpoint, server, warning = _when_ready(lambda: find_model(endpoint), deadline, on_wait)
+        asking = _Asking(endpoint, [warning] if warning else [])
+        if ready_seconds:
+            asking.wait(deadline, on_wait)
+        return _compare(asking, endpoint.model, server, kwargs)
+    except EndpointError as error:
+        hint = "; is the server running?" if error.kind == "connect" else ""
+        message = f"{address(endpoint.url)}: {error}{hint}"
+        raise EndpointError(message, kind=error.kind, status=error.status) from error
+
+
+def _compare(asking: _Asking, model: str, server: str | None, kwargs: Mapping[str, Any] | None) -> Probe:
+    """Return the probe of prompts with and without an image.
+
+    Raises:
+        EndpointError: see :func:`probe_endpoint`.
+    """
     image = _image_url()
     text = asking.prompt_tokens("a prompt without an image", None, None)
     pictured = asking.prompt_tokens("a prompt with an image", image, kwargs)
@@ -112,13 +165,13 @@ def probe_endpoint(endpoint: Endpoint, kwargs: Mapping[str, Any] | None = None) 
     if text is None or pictured is None:
         if not asking.refused:
             asking.warnings.append("the endpoint reports no prompt tokens: image tokens cannot be checked")
-        return Probe(endpoint.model, server, text, pictured, None, tuple(asking.warnings))
+        return Probe(model, server, text, pictured, None, tuple(asking.warnings))
     counted = pictured - text
-    expected = _expected(endpoint.model, kwargs)
+    expected = _expected(model, kwargs)
     asking.warnings += _doubts(counted, expected, len(image), exact=kwargs is not None)
     notes.append(f"image tokens counted: {counted} for a page of {_PAGE.width}x{_PAGE.height} pixels")
     notes.append(_pan_and_scan_note(asking, image, kwargs, pictured))
-    return Probe(endpoint.model, server, text, pictured, expected, tuple(asking.warnings), tuple(notes))
+    return Probe(model, server, text, pictured, expected, tuple(asking.warnings), tuple(notes))
 
 
 class _Asking:
@@ -128,6 +181,11 @@ class _Asking:
         self._endpoint = endpoint
         self.warnings = warnings
         self.refused = False
+
+    def wait(self, deadline: float, on_wait: Callable[[str], None]) -> None:
+        """Wait until the model is loaded, or the deadline has passed. Other failures show in the next request."""
+        with suppress(EndpointError):
+            _when_ready(lambda: self._ask(None, None), deadline, on_wait)
 
     def prompt_tokens(self, what: str, image: bytes | None, kwargs: Mapping[str, Any] | None) -> int | None:
         """Return the prompt tokens of a request for one token; None if it fails or they are not reported.

@@ -188,7 +188,7 @@ def _check_known(where: str, found: Mapping[Any, Any], known: list[str]) -> None
     for name in found:
         if name not in known:
             raise SettingError(
-                f"{where}: unknown field {shorten(name)}{nearest(str(name), known)} (one of {', '.join(known)})"
+                f"{where}: unknown field {shorten(name)}{nearest(str(name), known)}; expected one of {', '.join(known)}"
             )
 
 
@@ -262,7 +262,9 @@ def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
             raise SettingError(f"{place}: {missing[0]} is missing")
         if entry["kind"] not in KINDS:
             hint = nearest(str(entry["kind"]), KINDS)
-            raise SettingError(f"{place}: unknown kind {shorten(entry['kind'])}{hint} (one of {', '.join(KINDS)})")
+            raise SettingError(
+                f"{place}: unknown kind {shorten(entry['kind'])}{hint}; expected one of {', '.join(KINDS)}"
+            )
         for side in ("width", "height"):
             _SIDE.check(f"{place}: {side}", entry[side])
         _POSITIVE.check(f"{place}: share", entry.get("share", 1))
