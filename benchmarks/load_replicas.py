@@ -110,7 +110,8 @@ class Killer(threading.Thread):
     def __init__(self, server: Server, after: float) -> None:
         super().__init__(daemon=True)
         self._server, self._after = server, after
-        self.killed = self.recovered = float("nan")
+        self.killed = float("inf")  # not yet
+        self.recovered: float | None = None
 
     def run(self) -> None:
         """Wait for load, kill, wait for the recovery."""
@@ -148,11 +149,11 @@ def with_kill(server: Server, dataset: Path, folder: Path, rate: float, after: f
     killer.join(RECOVERY)
     records = [record for group in run.requests.values() for record in group]
     start, end = min(each["due"] for each in records), max(each["due"] for each in records) + 1e-6
-    recovered = min(killer.recovered, end) if killer.recovered == killer.recovered else end
+    recovered = end if killer.recovered is None else min(killer.recovered, end)
     [disturbed] = levels(run)
     return {
         "rate": rate, "undisturbed": undisturbed, "with_kill": disturbed,
-        "recovered_s": round(killer.recovered - killer.killed, 1),
+        "recovered_s": None if killer.recovered is None else round(killer.recovered - killer.killed, 1),
         "phases": {
             "before": phase(records, start, killer.killed), "during": phase(records, killer.killed, recovered),
             "after": phase(records, recovered, end),

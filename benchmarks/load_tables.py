@@ -91,7 +91,8 @@ def load_kills() -> str:
     for found in _record("load-replicas")["kills"]:
         rows.append([f"{found['rate']:g} req/s", "undisturbed", *_counts(found["undisturbed"]), "-"])
         for name, phase in found["phases"].items():
-            recovery = f"{found['recovered_s']:g}" if name == "during" else "-"
+            recovered = found["recovered_s"] if name == "during" else None
+            recovery = "-" if recovered is None else f"{recovered:g}"
             rows.append(["", _PHASES[name], *_counts(phase), recovery])
     headings = ["rate", "requests due", "sent", "failed", "within the limits", "TTFT ms", "TTFT p95", "recovery, s"]
     return table(headings, rows)

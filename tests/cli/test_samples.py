@@ -17,7 +17,8 @@ from PIL import Image
 
 from panscan.cli import samples
 from panscan.cli.main import run
-from panscan.images.request_sets import FORMATS
+from panscan.core import SettingError
+from panscan.images.request_sets import FORMATS, write_request_set
 
 
 @pytest.fixture
@@ -130,5 +131,7 @@ def test_a_request_set_is_reproducible_and_replaced_only_when_asked(folder: Path
 def test_an_unknown_format_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["samples", "sets", "--format", "genai"]) == 2
     assert "--format" in capsys.readouterr().err
+    with pytest.raises(SettingError, match="did you mean 'vllm'"):
+        write_request_set(folder / "sets", "vlm")
     assert not (folder / "sets").exists()
     assert set(samples.FORMATS) == set(FORMATS)
