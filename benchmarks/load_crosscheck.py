@@ -2,12 +2,14 @@
 
     python -m venv guidellm && guidellm/bin/pip install guidellm==0.8.1
     python -m benchmarks.load_crosscheck --guidellm guidellm/bin/guidellm
-    python -m benchmarks.load_crosscheck --guidellm guidellm/bin/guidellm --only fake-rate   # writes no record
+    python -m benchmarks.load_crosscheck --guidellm guidellm/bin/guidellm --only fake-rate
+
+The second command replaces the part of one load in the record.
 
 Two servers: a fake one with set TTFT and ITL, and ``panscan serve`` with the mini model on the CPU. Two loads: a
 constant rate and a constant concurrency. Both clients send the same documents with the same questions, one document
 per request, and ask for the same number of output tokens. Each round draws other documents, so that no cache helps the
-client that comes second, and starts with the other client. The record has the figures that each tool reports.
+client that comes second, and starts with the other client. The record holds the figures that each tool reports.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -98,15 +101,29 @@ def write_content(folder: Path, count: int, seed: int) -> tuple[Path, Path]:
     return dataset, requests
 
 
-def run_panscan(url: str, load: Load, dataset: Path, folder: Path) -> dict[str, float]:
-    """Measure with ``panscan load`` and return its figures."""
+def panscan_command(url: str, load: Load, dataset: Path, folder: Path) -> list[str]:
+    """Return the arguments of panscan that measure a load, with run directories in ``folder``."""
     shape = ["--request-rate", f"{load.rate:g}", "--arrival", "constant"] if load.rate else []
     shape += ["--max-concurrency", str(load.concurrency)] if load.concurrency else []
-    command = [
-        sys.executable, "-m", "panscan", "load", url, "--dataset", str(dataset), *shape, "--num-prompts",
-        str(load.requests), "--max-tokens", str(TOKENS), "--ignore-eos", "--save-result", "--output-dir", str(folder),
+    return [
+        "load", url, "--dataset", str(dataset), *shape, "--num-prompts", str(load.requests), "--max-tokens",
+        str(TOKENS), "--ignore-eos", "--save-result", "--output-dir", str(folder),
     ]  # fmt: skip
-    _run(command)
+
+
+def guidellm_command(url: str, load: Load, requests: Path, output: Path) -> list[str]:
+    """Return the arguments of guidellm that measure a load and write the file ``output``."""
+    profile = f"kind=constant,rate={load.rate:g}" if load.rate else f"kind=concurrent,streams={load.concurrency}"
+    return [
+        "run", "--backend", f"kind=openai_http,target={url}", "--profile", profile, "--data",
+        f"kind=json_file,path={requests}", "--constraint", f"kind=max_requests,count={load.requests}",
+        "--output", f"kind=json,path={output}", "--disable-console",
+    ]  # fmt: skip
+
+
+def run_panscan(url: str, load: Load, dataset: Path, folder: Path) -> dict[str, float]:
+    """Measure with ``panscan load`` and return its figures."""
+    _run([sys.executable, "-m", "panscan", *panscan_command(url, load, dataset, folder)])
     [path] = folder.glob("*/vllm-*.json")
     found = json.loads(path.read_text("utf-8"))
     return {
@@ -117,14 +134,8 @@ def run_panscan(url: str, load: Load, dataset: Path, folder: Path) -> dict[str, 
 
 def run_guidellm(program: str, url: str, load: Load, requests: Path, folder: Path) -> dict[str, float]:
     """Measure with guidellm and return its figures. Its ITL is what panscan and vLLM call TPOT."""
-    profile = f"kind=constant,rate={load.rate:g}" if load.rate else f"kind=concurrent,streams={load.concurrency}"
     output = folder / "guidellm.json"
-    command = [
-        program, "run", "--backend", f"kind=openai_http,target={url}", "--profile", profile, "--data",
-        f"kind=json_file,path={requests}", "--constraint", f"kind=max_requests,count={load.requests}",
-        "--output", f"kind=json,path={output}", "--disable-console",
-    ]  # fmt: skip
-    _run(command, HF_HUB_OFFLINE="1")
+    _run([program, *guidellm_command(url, load, requests, output)], HF_HUB_OFFLINE="1")
     [benchmark] = json.loads(output.read_text("utf-8"))["benchmarks"]
     found = benchmark["metrics"]
 
@@ -168,7 +179,14 @@ def measure(name: str, load: Load, program: str, rounds: int) -> dict[str, Any]:
     }
     ratios = {key: medians["panscan"][key] / medians["guidellm"][key] for key in medians["panscan"]}
     agrees = all(abs(ratios[key] - 1) <= TOLERANCE for key in ("requests_per_s", "ttft_ms"))
-    return {"load": asdict(load), "rounds": found, "medians": medians, "ratios": ratios, "agrees": agrees}
+    commands = {
+        "panscan": shlex.join(["panscan", *panscan_command("URL", load, Path("dataset.jsonl"), Path("runs"))]),
+        "guidellm": shlex.join(["guidellm", *guidellm_command("URL", load, Path("requests.jsonl"), Path("out.json"))]),
+    }
+    return {
+        "load": asdict(load), "commands": commands, "rounds": found, "medians": medians, "ratios": ratios,
+        "agrees": agrees,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -176,20 +194,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guidellm", required=True, metavar="PROGRAM", help="guidellm's command")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", choices=LOADS, action="append", help="run this load only; writes no record")
+    parser.add_argument(
+        "--only", choices=LOADS, action="append", help="run this load only; the record keeps the others"
+    )
     given = parser.parse_args()
-    version = subprocess.run([given.guidellm, "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    found = {
-        name: measure(name, load, given.guidellm, given.rounds)
-        for name, load in LOADS.items()
-        if not given.only or name in given.only
-    }
-    for name, each in found.items():
-        say(f"{name}: ratios {each['ratios']}, agrees: {each['agrees']}")
-    if not given.only:
+    shown = subprocess.run([given.guidellm, "--version"], capture_output=True, text=True, check=True).stdout
+    kept = json.loads(RECORD.read_text("utf-8"))["loads"] if given.only and RECORD.exists() else {}
+    for name in given.only or LOADS:
+        kept[name] = measure(name, LOADS[name], given.guidellm, given.rounds)
+        say(f"{name}: ratios {kept[name]['ratios']}, agrees: {kept[name]['agrees']}")
         record = {
-            "guidellm": version, "python": platform.python_version(), "tokens": TOKENS, "tolerance": TOLERANCE,
-            "loads": found, "environment": environment(),
+            "guidellm": shown.split()[-1], "python": platform.python_version(), "tokens": TOKENS, "tolerance": TOLERANCE,
+            "loads": {each: kept[each] for each in LOADS if each in kept}, "environment": environment(),
         }  # fmt: skip
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 

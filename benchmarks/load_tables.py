@@ -50,7 +50,7 @@ def load_crosscheck() -> str:
     ]  # fmt: skip
     rounds = len(next(iter(record["loads"].values()))["rounds"]["panscan"])
     notes = (
-        f"Medians; median of {rounds} rounds in which the clients take turns. {record['guidellm']},"
+        f"Medians; median of {rounds} rounds in which the clients take turns. guidellm {record['guidellm']},"
         f" {record['tokens']} output tokens, one document per request; {_where(record, 'load_crosscheck')} `--guidellm"
         " PROGRAM`"
     )
