@@ -204,8 +204,9 @@ def main() -> None:
         kept[name] = measure(name, LOADS[name], given.guidellm, given.rounds)
         say(f"{name}: ratios {kept[name]['ratios']}, agrees: {kept[name]['agrees']}")
         record = {
-            "guidellm": shown.split()[-1], "python": platform.python_version(), "tokens": TOKENS, "tolerance": TOLERANCE,
-            "loads": {each: kept[each] for each in LOADS if each in kept}, "environment": environment(),
+            "guidellm": shown.split()[-1], "python": platform.python_version(), "tokens": TOKENS,
+            "tolerance": TOLERANCE, "loads": {each: kept[each] for each in LOADS if each in kept},
+            "environment": environment(),
         }  # fmt: skip
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
