@@ -34,7 +34,7 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "robustness.md")),
+    *(DOCS / name for name in ("measured.md", "verdict.md", "robustness.md", "load.md")),
     CARD,
 )
 
