@@ -165,6 +165,8 @@ class _Level:
         try:
             await asyncio.gather(*(worker.open() for worker in workers))
             self._started = now() + _LEAD
+            if self._cancelled.is_set():  # while they started
+                return
             await asyncio.gather(*(self._run(worker, each, len(workers)) for each, worker in enumerate(workers)))
         finally:
             self._ended = now()
