@@ -88,7 +88,7 @@ def main() -> None:
             )
     record = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(sys.orig_argv),
-        "niceness": os.nice(0), "seconds": given.seconds,
+        "seconds": given.seconds,
         "endpoint": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS, "output_tokens": TOKENS},
         "sustained": {
             "target_per_s": FAST, "answered_per_s": statistics.median(each["answered_per_s"] for each in fast),

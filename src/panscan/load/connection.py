@@ -274,6 +274,9 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail("protocol", "the endpoint switched to another protocol")
         except httptools.HttpParserError:
+            if self._message_ended or (self._handler is not None and self._handler.complete):
+                self._finish(reusable=False)  # what follows the answer is not its fault
+                return
             self._fail("protocol", _not_http(data) if not self._status else "the response is not valid HTTP")
         else:
             self._check()
