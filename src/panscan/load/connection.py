@@ -113,7 +113,8 @@ class ConnectionPool:
                 connection.send(head, body, handler, deadline)
                 return
             connection.close()
-        task = loop.create_task(self._connect_and_send(head, body, handler, deadline))
+        seconds = min(_CONNECT_SECONDS, timeout)
+        task = loop.create_task(self._connect_and_send(head, body, handler, deadline, seconds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -127,9 +128,8 @@ class ConnectionPool:
         await asyncio.sleep(0)  # the transports close in the next iteration
 
     async def _connect_and_send(
-        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float
+        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float, seconds: float
     ) -> None:
-        seconds = min(_CONNECT_SECONDS, deadline - asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(seconds):
                 connection = await self._connect()
@@ -141,7 +141,10 @@ class ConnectionPool:
             kind, message = _connect_failure(error, self._server)
             handler.on_failure(kind, message, now())
         else:
-            connection.send(head, body, handler, deadline)
+            if connection.usable:
+                connection.send(head, body, handler, deadline)
+            else:
+                handler.on_failure("connect", "the endpoint closed the new connection", now())
 
     async def _connect(self) -> _Connection:
         """Return a new connection.
