@@ -223,8 +223,8 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[Level]) -> LoadRes
     goal = f"{limits_text(settings.goodput)} for {100 * settings.attainment:.4g}% of requests"
     highest = None
     if rated:
-        highest = highest_rate([(level.rate or 0.0, level.goodput.attainment) for level in rated], settings.attainment)
-        attained = [level for level in attained if level.rate == highest.rate]
+        highest = highest_rate([(level.rate or 0.0, level.goodput) for level in rated], settings.attainment)
+        attained = [level for level in rated if level.rate == highest.rate]
     best = max(attained, key=lambda level: level.achieved, default=None)
     if best is None:
         nearest = max(rated or levels, key=lambda level: level.goodput.attainment)
@@ -247,16 +247,21 @@ def _share(share: float) -> str:
 
 
 def _around(highest: HighestRate, levels: Sequence[Level]) -> list[str]:
-    """Return what is known of higher rates."""
+    """Return what is known of other rates."""
+    notes = []
     if highest.short is None:
-        return ["No higher rate was measured, so the limit may be higher"]
-    short = max((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
-    notes = [f"{short.name} does not: {_share(short.goodput.attainment)}"]
-    if highest.estimate is not None:
-        notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
+        notes.append("No higher rate was measured, so the limit may be higher")
+    else:
+        short = min((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
+        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}")
+        if highest.estimate is not None:
+            notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
+    if highest.doubtful:
+        rates = ", ".join(f"{rate:g}" for rate in highest.doubtful)
+        notes.append(f"Lower rates fall short within the noise ({rates} req/s): measure more requests per level")
     if highest.later:
         rates = ", ".join(f"{rate:g}" for rate in highest.later)
-        notes.append(f"Higher rates meet the limits again ({rates} req/s): repeat the run with more requests per level")
+        notes.append(f"Higher rates meet the limits again ({rates} req/s): measure more requests per level")
     return notes
 
 
@@ -309,6 +314,11 @@ def load_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
                 f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is left out of"
                 " the result"
             )
+    found += [
+        f"{level.name}: {outcome_of(run, level.cell)[1]}"
+        for level in levels
+        if outcome_of(run, level.cell)[0] == "done" and outcome_of(run, level.cell)[1]
+    ]
     failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
     if failed:
         found.append(f"{failed:,} of {sent:,} requests failed: they are in no latency, and count as missed limits")
