@@ -15,6 +15,8 @@ __all__ = ["Curve", "CurvePoint", "CurveSeries", "latency_curves", "throughput_c
 
 _LOGARITHMIC = 30
 """The ratio of the largest to the least value from which an axis is logarithmic."""
+_FAR = 3
+"""A limit more than this many times above the highest point would only flatten the curves: it is not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,30 @@ class Curve:
     limit_label: str = ""
     diagonal: bool = False
     logarithmic: bool = False
+
+    @property
+    def values(self) -> list[float]:
+        """Return all values."""
+        return [point.y.value or 0.0 for series in self.series for point in series.points]
+
+    @property
+    def top(self) -> float:
+        """Return the highest value, intervals included."""
+        bounds = [point.y.high for series in self.series for point in series.points if point.y.high is not None]
+        return max([*self.values, *bounds])
+
+    @property
+    def line(self) -> float | None:
+        """Return the limit if it is near enough to be drawn."""
+        return self.limit if self.limit is not None and self.limit <= _FAR * self.top else None
+
+    @property
+    def caption(self) -> str:
+        """Return the title with its unit and limit."""
+        text = f"{self.title}, {self.unit}"
+        if self.limit is None:
+            return text
+        return f"{text} (dashed: {self.limit_label})" if self.line else f"{text} ({self.limit_label}: above the chart)"
 
 
 def latency_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[Curve]:

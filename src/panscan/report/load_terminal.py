@@ -147,7 +147,7 @@ def _panel(curve: Curve, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, _PANEL_LINES)
-    figure.title(curve.title + (f", {curve.limit_label}" if curve.limit_label else ""))
+    figure.title(f"{curve.title}, {curve.limit_label}" if curve.limit_label else curve.title)
     shown = _ends(curve)
     points = [point for series in shown for point in series.points]
     heights = [point.y.value or 0.0 for point in points]
