@@ -31,8 +31,8 @@ __all__ = [
     "TIME_NAMES",
     "VERIFY_HINT",
     "ErrorGroup",
-    "Level",
     "LoadResult",
+    "MeasuredLevel",
     "error_groups",
     "level_names",
     "levels_of",
@@ -51,7 +51,7 @@ _WIDE_CHUNK = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class MeasuredLevel:
     """A measured level of a load run.
 
     Args:
@@ -112,7 +112,7 @@ class LoadResult:
 
     headline: str
     notes: tuple[str, ...]
-    level: Level | None
+    level: MeasuredLevel | None
     meets: bool | None
     highest: HighestRate | None
 
@@ -140,7 +140,7 @@ def refuse_load_run(run: Run, what: str) -> None:
         )
 
 
-def levels_of(run: Run) -> list[Level]:
+def levels_of(run: Run) -> list[MeasuredLevel]:
     """Return the measured levels of a load run: rates in ascending order, then closed loops, then unlimited ones.
 
     Raises:
@@ -156,9 +156,9 @@ def _order(settings: Mapping[str, Any]) -> tuple[float, float, float]:
     return (inf if rate is None else rate, inf if concurrency is None else concurrency, burstiness or 0.0)
 
 
-def _level(run: Run, cell: str, name: str) -> Level:
+def _level(run: Run, cell: str, name: str) -> MeasuredLevel:
     settings = run.cells[cell]
-    return Level(
+    return MeasuredLevel(
         cell=cell,
         name=name,
         rate=settings.get("request_rate"),
@@ -204,7 +204,7 @@ def limits_text(limits: Limits) -> str:
     return " and ".join(f"{TIME_NAMES[name]} ≤ {limit:g} ms" for name, limit in limits.items())
 
 
-def load_result(run: Run, levels: Sequence[Level]) -> LoadResult:
+def load_result(run: Run, levels: Sequence[MeasuredLevel]) -> LoadResult:
     """Return the main message of a load run. Levels that the load generator limited do not count."""
     settings = load_settings(run)
     usable = [level for level in levels if not level.client_limited]
@@ -216,7 +216,7 @@ def load_result(run: Run, levels: Sequence[Level]) -> LoadResult:
     return _under_limits(settings, usable) if settings.goodput else _fastest(usable)
 
 
-def _under_limits(settings: LoadRunSettings, levels: Sequence[Level]) -> LoadResult:
+def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) -> LoadResult:
     """Return the highest rate that meets the limits, or the fastest level that does where no level has a rate."""
     rated = [level for level in levels if level.rate is not None]
     attained = [level for level in rated or levels if level.goodput.attainment >= settings.attainment]
@@ -236,7 +236,7 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[Level]) -> LoadRes
     return LoadResult(f"{subject} meets {goal}", tuple(notes), best, True, highest)
 
 
-def _attained(level: Level) -> str:
+def _attained(level: MeasuredLevel) -> str:
     low, high = level.goodput.interval
     share = f"{level.goodput.met:,} of {level.goodput.sent:,} requests ({_share(level.goodput.attainment)}"
     return f"{share}, 95% interval {_share(low)} to {_share(high)})"
@@ -246,7 +246,7 @@ def _share(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _around(highest: HighestRate, levels: Sequence[Level]) -> list[str]:
+def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what is known of other rates."""
     notes = []
     if highest.short is None:
@@ -265,7 +265,7 @@ def _around(highest: HighestRate, levels: Sequence[Level]) -> list[str]:
     return notes
 
 
-def _fastest(levels: Sequence[Level]) -> LoadResult:
+def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
     """Return the fastest level that the endpoint keeps up with."""
     answered = [level for level in levels if level.metrics is not None]
     stable = [level for level in answered if level.keeps_up]
@@ -288,7 +288,7 @@ def _fastest(levels: Sequence[Level]) -> LoadResult:
     return LoadResult(headline, tuple(notes), best, None, None)
 
 
-def error_groups(run: Run, levels: Sequence[Level]) -> list[ErrorGroup]:
+def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
     """Return the requests that failed by kind of error, the most frequent first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for level in levels:
@@ -304,7 +304,7 @@ def error_groups(run: Run, levels: Sequence[Level]) -> list[ErrorGroup]:
     return sorted(groups, key=lambda group: (-group.requests, group.kind))
 
 
-def load_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
+def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what a reader must know before believing a figure, as sentences without their full stops."""
     found = [] if run.probe is None else list(run.probe["warnings"])
     for level in levels:
@@ -325,7 +325,7 @@ def load_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
     return [*found, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
 
 
-def _chunk_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
+def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what the endpoint's chunks do to TPOT and ITL."""
     shapes: Counter[str] = Counter()
     tokens = chunks = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from panscan.analysis.levels import TIME_NAMES, Level
+from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.records.load_runs import LoadRunSettings
 from panscan.records.metrics import percentile_name
 from panscan.report.charts import MOST_SERIES
@@ -94,7 +94,7 @@ class Curve:
         return f"{text} (dashed: {self.limit_label})" if self.line else f"{text} ({self.limit_label}: above the chart)"
 
 
-def latency_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[Curve]:
+def latency_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Curve]:
     """Return a chart for each time that the run shows but ITL: its percentiles over the answered requests per second.
 
     ITL has the scale of TPOT, and would only repeat it. A chart without a point is left out.
@@ -124,7 +124,7 @@ def latency_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[C
     return curves
 
 
-def _percentiles(levels: Sequence[Level], time: str, percent: float) -> CurveSeries:
+def _percentiles(levels: Sequence[MeasuredLevel], time: str, percent: float) -> CurveSeries:
     name = percentile_name(percent)
     points = [
         CurvePoint(level.achieved, measured(level.metrics, f"{name}_{time}_ms"), level.name, level.client_limited)
@@ -134,7 +134,7 @@ def _percentiles(levels: Sequence[Level], time: str, percent: float) -> CurveSer
     return CurveSeries(name, tuple(points))
 
 
-def throughput_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[Curve]:
+def throughput_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Curve]:
     """Return answered requests per second, and the share that meets the limits, over the offered requests per second.
 
     Without offered rates, over the concurrency; without either, nothing.
@@ -173,6 +173,6 @@ def _one(points: Sequence[CurvePoint]) -> tuple[CurveSeries, ...]:
     return (CurveSeries("", tuple(points)),) if points else ()
 
 
-def _attainment(level: Level) -> Measured:
+def _attainment(level: MeasuredLevel) -> Measured:
     low, high = level.goodput.interval
     return Measured(100 * level.goodput.attainment, 100 * low, 100 * high)

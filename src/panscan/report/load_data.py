@@ -10,8 +10,8 @@ from panscan.analysis.cells import count, number_text
 from panscan.analysis.levels import (
     TIME_NAMES,
     ErrorGroup,
-    Level,
     LoadResult,
+    MeasuredLevel,
     error_groups,
     levels_of,
     limits_text,
@@ -164,7 +164,7 @@ def load_report_of(run: Run) -> LoadReport:
     )
 
 
-def _row(level: Level, number: int, result: LoadResult, settings: LoadRunSettings) -> LevelRow:
+def _row(level: MeasuredLevel, number: int, result: LoadResult, settings: LoadRunSettings) -> LevelRow:
     client, goodput = level.client, level.goodput
     low, high = goodput.interval
     limited = bool(settings.goodput)
@@ -192,7 +192,7 @@ def _row(level: Level, number: int, result: LoadResult, settings: LoadRunSetting
     )
 
 
-def _measured(level: Level, metric: str) -> Measured:
+def _measured(level: MeasuredLevel, metric: str) -> Measured:
     return Measured(None) if level.metrics is None else measured(level.metrics, metric)
 
 
