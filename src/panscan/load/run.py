@@ -153,7 +153,7 @@ class _LoadRun:
         search = RateSearch(options.rates[0] or 1.0, options.goodput_attainment)
         while not self._cancelled.is_set() and (rate := search.next_rate()) is not None:
             level = options.level_at(rate, options.max_concurrencies[0])
-            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.level_seconds)))
+            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
             result, attainment = self._measure_level(level, count, known=False)
             if self._cancelled.is_set():
                 break
