@@ -22,10 +22,11 @@ from panscan.core import EndpointError
 from panscan.load.chat import Endpoint, Exchange
 from panscan.load.content import Pile
 from panscan.load.generator import LevelResult
-from panscan.load.options import Level, LoadOptions
+from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import Probe, probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
+from panscan.records.goodput import highest_rate
 from panscan.records.store import FILE_NAME, Run, read_run
 
 PROBE = Probe("fake", None, None, None, None, ())
@@ -45,10 +46,10 @@ class Observer:
         self.ended = 0
         self._cancel_after = cancel_after
 
-    def preparing(self, level: Level | None) -> None: ...
+    def preparing(self, level: LoadLevel | None) -> None: ...
     def warming_up(self, count: int) -> None: ...
-    def measuring(self, level: Level, count: int) -> None: ...
-    def measured(self, level: Level, result: LevelResult) -> None: ...
+    def measuring(self, level: LoadLevel, count: int) -> None: ...
+    def measured(self, level: LoadLevel, result: LevelResult) -> None: ...
 
     def done(self, exchange: Exchange) -> None:
         self.ended += 1
@@ -152,13 +153,10 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path) -> None:
     search = run.search
     assert search is not None
     rates = [trial["rate"] for trial in search["levels"]]
-    assert rates[:1] == [20.0] and [f"rate-{rate:g}" for rate in rates] == list(run.cells)
-    assert search["rate"] <= 65 and search["attainment"] >= 0.95  # a slow machine lowers it
-    shorts = [trial["rate"] for trial in search["levels"] if trial["attainment"] < 0.95]
-    assert (
-        search["note"]
-        == f"95% of the requests meet the limits at {search['rate']:g} req/s, not at {min(shorts):g} req/s"
-    )
+    assert len(rates) >= 2 and [f"rate-{rate:g}" for rate in rates] == list(run.cells)
+    assert all(trial["attainment"] < 0.95 for trial in search["levels"] if trial["rate"] > 65)
+    valid = [(trial["rate"], trial["attainment"]) for trial in search["levels"] if not trial["limited"]]
+    assert search["rate"] == highest_rate(valid, 0.95).rate
     assert len(run.requests[f"rate-{max(rates):g}", 0]) == max(8, math.ceil(max(rates) * 0.5))
 
 

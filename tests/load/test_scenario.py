@@ -85,7 +85,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     options = LoadOptions(trace=read_trace(path), trace_speedup=2.0, num_prompts=3)
     [level] = options.levels
-    assert (level.cell, level.rate, options.arrival_name) == ("trace", 3.0, "trace")
+    assert (level.cell, level.rate, options.arrival_name) == ("trace", None, "trace")
     assert options.arrivals(level, 3) == [0.0, 0.25, 1.0]
 
 
@@ -116,6 +116,8 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
     assert LoadOptions(max_concurrencies=(1, 2)).arrival_name == "closed"
     assert LoadOptions().arrival_name == "burst"
     assert LoadOptions(rates=(1.0,), burstiness=0.5).arrival_name == "gamma"
+    assert LoadOptions(goodput={"ttft": 2000.0, "tpot": 50.0}).search_seconds == 22.0
+    assert LoadOptions(goodput={"tpot": 50.0}).search_seconds == 10.0
     ramp = LoadOptions(ramp_up=RampUp("linear", 1.0, 4.0), num_prompts=10)
     assert [level.cell for level in ramp.levels] == ["ramp"] and ramp.arrival_name == "ramp"
 

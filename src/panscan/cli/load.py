@@ -24,6 +24,7 @@ from panscan.cli.options import (
     external_images_option,
     given_values,
     max_pages_option,
+    out,
     show_warnings,
     typed_again,
     url_options,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from panscan.load.chat import Endpoint, Exchange
     from panscan.load.content import Pile
     from panscan.load.generator import LevelResult
-    from panscan.load.options import Level, RampUp, Trace
+    from panscan.load.options import LoadLevel, RampUp, Trace
     from panscan.load.run import LoadPlan
 
 __all__ = ["command"]
@@ -87,7 +88,7 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 @click.option("--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms, such as ttft:500 tpot:50.")
 @_number("goodput_attainment", "Share of requests to meet the limits.", default=0.95, show_default=True)
 @click.option("--find-max-rate", is_flag=True, help="Search for the highest rate that meets --goodput.")
-@_number("level_seconds", "Shortest level of the search, seconds.", default=10.0, show_default=True)
+@_number("level_seconds", "Shortest level of the search, s.  [default: by the limits]")
 @click.option("--percentile-metrics", help="Times to report.  [default: ttft,tpot,itl,e2el]")
 @click.option("--metric-percentiles", help="Percentiles to report.  [default: 50,90,95,99]")
 @_number("max_tokens", "Output tokens at most.  [default: 128]")
@@ -413,7 +414,7 @@ class LoadProgress:
         levels = "search" if options.find_max_rate else f"{len(options.levels)}"
         self.remark(f"model: {probe.model}{server}; levels: {levels}; records in {directory}")
 
-    def preparing(self, level: Level | None) -> None:
+    def preparing(self, level: LoadLevel | None) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         what = "warm-up" if level is None else level.cell
         self._bar.reset(self._task, description=f"{what}: encoding requests", total=None)
@@ -422,7 +423,7 @@ class LoadProgress:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._bar.update(self._task, description=f"warm-up: {count} requests")
 
-    def measuring(self, level: Level, count: int) -> None:
+    def measuring(self, level: LoadLevel, count: int) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._title, self._count, self._done, self._failed = level.cell, count, 0, 0
         self._begun = self._reported = now()
@@ -442,7 +443,7 @@ class LoadProgress:
             self._reported = now()
             self.remark(f"{text}, {self._done} of {self._count}")
 
-    def measured(self, level: Level, result: LevelResult) -> None:
+    def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         done = [each for each in result.exchanges if each.error is None and each.tokens]
         rate = len(done) / max(result.ended - result.started, 1e-9)
@@ -474,4 +475,6 @@ def _show(run: Any, directory: Path, *, interrupted: bool) -> int:
     with errors().status("writing the report"):
         write_report(run, directory / HTML_NAME)
     print_files(directory)
+    for path in sorted(directory.glob("vllm-*.json")):
+        out().print(f"result: {path}", soft_wrap=True)
     return _INTERRUPTED if interrupted else exit_code(run)

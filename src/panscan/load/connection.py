@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import httptools
 
@@ -135,6 +135,8 @@ class ConnectionPool:
                 connection = await self._connect()
         except TimeoutError:
             handler.on_failure("connect", f"no connection within {seconds:g} s", now())
+        except UnicodeError:  # such as an empty label
+            handler.on_failure("connect", f"{self._server.host} is not a host name", now())
         except OSError as error:
             kind, message = _connect_failure(error, self._server)
             handler.on_failure(kind, message, now())
@@ -207,7 +209,7 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._status = 0  # of the final response: 0 until its head is complete
         self._received = 0  # bytes of the head, then of the body
-        self._message_ended = False
+        self._message_ended = self._keep_alive = False
         self._draining = False
         self._at = 0.0
 
@@ -250,8 +252,7 @@ class _Connection(asyncio.Protocol):
     # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # of a TCP or TLS connection
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._pool.opened(self)
 
     def pause_writing(self) -> None:
@@ -283,7 +284,7 @@ class _Connection(asyncio.Protocol):
         if handler is None:
             return
         if self._message_ended:
-            self._finish(reusable=self._unsent is None and self._parser.should_keep_alive())
+            self._finish(reusable=self._unsent is None and self._keep_alive)
         elif self._received > (_MOST_BODY if self._status else _MOST_HEAD):
             self._fail("protocol", "the response is too long")
         elif handler.complete and not self._draining:
@@ -332,6 +333,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._message_ended = bool(self._status)
+        self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it afterwards
 
     # Ends of an exchange
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,6 +38,7 @@ _START_SECONDS = 120.0  # longest start of a subprocess, with the transfer of it
 _SILENCE_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
 _MOST_CPU = 0.9  # share of a core
+_SHORTEST = 0.5  # seconds of a level whose share of a core says something
 _MOST_LAG_MEDIAN = 0.005  # seconds
 _MOST_LAG_P99 = 0.05
 
@@ -136,6 +138,8 @@ def _check(
         raise SettingError("--max-concurrency is required without --request-rate: a closed loop needs a limit")
     if arrivals is not None and len(arrivals) != len(requests):
         raise SettingError(f"expected one arrival time per request, got {len(arrivals)} for {len(requests)} requests")
+    if arrivals is not None and any(later < earlier for earlier, later in pairwise(arrivals)):
+        raise SettingError("the arrival times are not ascending: sort them")
 
 
 class _Level:
@@ -215,7 +219,7 @@ class _Level:
         late = not burst and (median > _MOST_LAG_MEDIAN or p99 > _MOST_LAG_P99)
         if failure is not None:
             reason = failure
-        elif cpu > _MOST_CPU:
+        elif cpu > _MOST_CPU and self._ended - self._started > _SHORTEST:
             reason = f"a load process used {100 * cpu:.0f}% of a core"
         elif late:
             reason = f"requests were sent late: {1e3 * median:.1f} ms at the median, {1e3 * p99:.1f} ms at p99"

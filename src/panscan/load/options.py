@@ -30,7 +30,7 @@ __all__ = [
     "LOAD_RANGES",
     "MAX_PROMPTS",
     "RATE",
-    "Level",
+    "LoadLevel",
     "LoadOptions",
     "RampUp",
     "Trace",
@@ -49,6 +49,8 @@ MAX_PROMPTS = 1_000_000
 
 MAX_LEVELS = 100
 _MAX_TRACE_BYTES = 2**28
+_LEAST_SECONDS = 10.0
+_DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
 _TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
 RATE = Range(above=0, most=1_000_000)
 """Requests per second."""
@@ -68,11 +70,11 @@ LOAD_RANGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LoadLevel:
     """One load level.
 
     Args:
-        rate: mean requests per second; None: unlimited.
+        rate: requests per second; None: unlimited, or given by a trace or a ramp.
         max_concurrency: requests in flight at most; None: unlimited.
         burstiness: shape of the gamma distribution of the intervals; None where intervals are not random.
         name: prefix of the cell id instead of the rate's, for a trace or a ramp.
@@ -145,7 +147,7 @@ class LoadOptions:
         goodput: limits in milliseconds, by name of :data:`GOODPUT_METRICS`.
         goodput_attainment: share of requests that must meet the limits, above 0 and up to 1.
         find_max_rate: search for the highest rate with that share; ``rates`` holds the first rate to try.
-        level_seconds: duration of a level of the search at least.
+        level_seconds: duration of a level of the search at least; None: see :attr:`search_seconds`.
         metric_percentiles: percentiles to report.
         percentile_metrics: times to report, of :data:`LATENCY_METRICS`.
         ignore_eos: ask the server for exactly the requested number of tokens.
@@ -173,7 +175,7 @@ class LoadOptions:
     goodput: Mapping[str, float] = field(default_factory=dict)
     goodput_attainment: float = 0.95
     find_max_rate: bool = False
-    level_seconds: float = 10.0
+    level_seconds: float | None = None
     metric_percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
     percentile_metrics: tuple[str, ...] = LATENCY_METRICS
     ignore_eos: bool = False
@@ -229,35 +231,33 @@ class LoadOptions:
             raise SettingError("--find-max-rate takes one --request-rate to start from, and one --max-concurrency")
 
     @property
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[LoadLevel]:
         """The levels in order, without those that a search adds; equal ones once."""
         if self.find_max_rate:
             return []
         found = [self._level(rate, limit) for limit in self.max_concurrencies for rate in self.rates]
         return list({level.cell: level for level in found}.values())
 
-    def _level(self, rate: float | None, limit: int | None) -> Level:
+    def _level(self, rate: float | None, limit: int | None) -> LoadLevel:
         if self.trace is not None or self.ramp_up is not None:
             name = "trace" if self.trace is not None else "ramp"
-            times = self._process(Level(name=name)).times(self.num_prompts)
-            mean = round(len(times) / times[-1], 6) if times[-1] > 0 else None
             random = self.ramp_up is not None and self.arrival == "poisson"
-            return Level(mean, limit, self.burstiness if random else None, name)
+            return LoadLevel(None, limit, self.burstiness if random else None, name)
         return self.level_at(rate, limit)
 
-    def level_at(self, rate: float | None, limit: int | None) -> Level:
+    def level_at(self, rate: float | None, limit: int | None) -> LoadLevel:
         """Return the level of a request rate (None: unlimited) and a limit of requests in flight."""
         random = rate is not None and self.arrival == "poisson"
-        return Level(rate, limit, self.burstiness if random else None)
+        return LoadLevel(rate, limit, self.burstiness if random else None)
 
-    def arrivals(self, level: Level, count: int) -> list[float] | None:
+    def arrivals(self, level: LoadLevel, count: int) -> list[float] | None:
         """Return when each of ``count`` requests is due, in seconds from the start; None: in a closed loop."""
         if level.rate is None and level.name is None and level.max_concurrency is not None:
             return None
         times: list[float] = self._process(level).times(count)
         return times
 
-    def _process(self, level: Level) -> Arrivals:
+    def _process(self, level: LoadLevel) -> Arrivals:
         if self.trace is not None:
             return TraceArrivals(self.trace.times, self.trace_speedup)
         if self.ramp_up is not None:
@@ -268,6 +268,18 @@ class LoadOptions:
         if self.arrival == "constant":
             return ConstantArrivals(level.rate)
         return GammaArrivals(level.rate, self.burstiness, self.seed)
+
+    @property
+    def search_seconds(self) -> float:
+        """The duration of a level of the search at least.
+
+        A queue that grows by a share f of the time delays requests by f * T after T seconds. At a tenth above the
+        capacity, more than 5% of the requests exceed a limit L once T is 11 * L.
+        """
+        if self.level_seconds is not None:
+            return self.level_seconds
+        limits = [limit / 1e3 for name, limit in self.goodput.items() if name != "tpot"]
+        return max(_LEAST_SECONDS, *(_DELAY_SHARE * limit for limit in limits), 0.0)
 
     @property
     def arrival_name(self) -> str:

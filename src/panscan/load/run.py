@@ -23,7 +23,7 @@ from panscan.core import RecordsError
 from panscan.load.chat import Endpoint, Exchange
 from panscan.load.content import Content, LoadRequest, Pile, content_digest
 from panscan.load.generator import LevelResult, run_level
-from panscan.load.options import MAX_PROMPTS, Level, LoadOptions
+from panscan.load.options import MAX_PROMPTS, LoadLevel, LoadOptions
 from panscan.load.probe import Probe, address
 from panscan.load.search import RateSearch, Trial
 from panscan.load.vllm_result import vllm_result
@@ -41,19 +41,19 @@ _LONGEST_REASON = 300  # characters
 class LoadObserver(Protocol):
     """Follows a load run."""
 
-    def preparing(self, level: Level | None) -> None:
+    def preparing(self, level: LoadLevel | None) -> None:
         """The requests of a level, or of the warm-up (None), are being encoded."""
 
     def warming_up(self, count: int) -> None:
         """Warm-up requests are being sent."""
 
-    def measuring(self, level: Level, count: int) -> None:
+    def measuring(self, level: LoadLevel, count: int) -> None:
         """A level of ``count`` requests begins."""
 
     def done(self, exchange: Exchange) -> None:
         """A measured request has ended."""
 
-    def measured(self, level: Level, result: LevelResult) -> None:
+    def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """A level has ended and is on disk."""
 
     def remark(self, text: str, *, warning: bool = False) -> None:
@@ -153,7 +153,7 @@ class _LoadRun:
         search = RateSearch(options.rates[0] or 1.0, options.goodput_attainment)
         while not self._cancelled.is_set() and (rate := search.next_rate()) is not None:
             level = options.level_at(rate, options.max_concurrencies[0])
-            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.level_seconds)))
+            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
             result, attainment = self._measure_level(level, count, known=False)
             if self._cancelled.is_set():
                 break
@@ -165,7 +165,7 @@ class _LoadRun:
         rate, share = (None, None) if best is None else (best.rate, best.attainment)
         self._writer.write([{"type": "search", "rate": rate, "attainment": share, "note": note, "levels": levels}])
 
-    def _measure_level(self, level: Level, count: int, *, known: bool) -> tuple[LevelResult, float]:
+    def _measure_level(self, level: LoadLevel, count: int, *, known: bool) -> tuple[LevelResult, float]:
         """Measure and record a level; return its result and its attainment.
 
         Args:
@@ -195,7 +195,7 @@ class _LoadRun:
             self._observer.remark(text, warning=True)
         return result, goodput.attainment
 
-    def _request_records(self, level: Level, requests: Sequence[LoadRequest], result: LevelResult) -> list[Record]:
+    def _request_records(self, level: LoadLevel, requests: Sequence[LoadRequest], result: LevelResult) -> list[Record]:
         items = {each.chat.id: (number, each) for number, each in enumerate(requests)}
         found = []
         for exchange in result.exchanges:
@@ -206,7 +206,7 @@ class _LoadRun:
             found.append(record)
         return found
 
-    def _save_result(self, level: Level, result: Mapping[str, Any]) -> None:
+    def _save_result(self, level: LoadLevel, result: Mapping[str, Any]) -> None:
         path = self._writer.path.parent / f"vllm-{level.cell}.json"
         write_atomically(path, json.dumps(result, indent=1).encode() + b"\n")
 
@@ -242,11 +242,11 @@ def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
     }  # fmt: skip
 
 
-def _cell(level: Level) -> Record:
+def _cell(level: LoadLevel) -> Record:
     return {"cell": level.cell, "settings": level.settings}
 
 
-def _request(level: Level, number: int, request: LoadRequest, exchange: Exchange) -> Record:
+def _request(level: LoadLevel, number: int, request: LoadRequest, exchange: Exchange) -> Record:
     files, views = request.item.documents, exchange.views
     return {
         "type": "request", "cell": level.cell, "repeat": 0, "batch": number, "request": exchange.id,
@@ -262,7 +262,7 @@ def _request(level: Level, number: int, request: LoadRequest, exchange: Exchange
     }  # fmt: skip
 
 
-def _repeat(level: Level, result: LevelResult) -> Record:
+def _repeat(level: LoadLevel, result: LevelResult) -> Record:
     return {
         "type": "repeat", "cell": level.cell, "repeat": 0, "started": result.started, "ended": result.ended,
         "warmup_s": 0.0, "peak_allocated_bytes": None, "peak_reserved_bytes": None, "peak_rss_bytes": None,
@@ -270,7 +270,7 @@ def _repeat(level: Level, result: LevelResult) -> Record:
     }  # fmt: skip
 
 
-def _outcome(level: Level, count: int, result: LevelResult) -> Record:
+def _outcome(level: LoadLevel, count: int, result: LevelResult) -> Record:
     """Return the level's ``cell`` record: failed if no request succeeded, with the most frequent error."""
     errors = Counter(each.error for each in result.exchanges if each.error is not None)
     succeeded = len(result.exchanges) - errors.total()

@@ -11,13 +11,13 @@ import numpy as np
 
 from panscan.load.chat import Endpoint, Exchange
 from panscan.load.generator import LevelResult
-from panscan.load.options import Level, LoadOptions
+from panscan.load.options import LoadLevel, LoadOptions
 
 __all__ = ["vllm_result"]
 
 
 def vllm_result(
-    level: Level, result: LevelResult, endpoint: Endpoint, options: LoadOptions, goodput: float | None
+    level: LoadLevel, result: LevelResult, endpoint: Endpoint, options: LoadOptions, goodput: float | None
 ) -> dict[str, Any]:
     """Return the metrics of a level under vLLM's key names.
 
