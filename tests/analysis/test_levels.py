@@ -75,7 +75,7 @@ def test_a_closed_loop_names_its_concurrency(tmp_path: Path) -> None:
 def test_no_level_meets_the_goodput(tmp_path: Path) -> None:
     headline, notes = result_of(write_run(tmp_path, load_run(goodput={"ttft": 10.0})))
     assert headline == "No measured level meets TTFT ≤ 10 ms for 95% of requests"
-    assert "4 req/s comes closest: 0 of 20 requests" in notes
+    assert "Closest: 4 req/s, 0 of 20 requests" in notes
 
 
 def test_errors_are_grouped_by_kind_and_count_as_missed(tmp_path: Path) -> None:

@@ -261,8 +261,8 @@ def _definitions() -> Sequence[tuple[str, str]]:
         ("Generator CPU", "share of one core that the load generator's busiest process used."),
         (
             "Intervals",
-            "95% confidence by a seeded bootstrap over blocks of consecutive requests, which share the endpoint's "
-            "queue; shares of requests have Wilson intervals.",
+            "95% confidence by a seeded bootstrap over blocks of consecutive requests, at least as many as are in "
+            "flight together; none below two blocks. Shares of requests have Wilson intervals.",
         ),
         (
             "~",
