@@ -27,6 +27,7 @@ VERBS = {
     "compare": "Compare runs, cell by cell and request by request.",
     "crops": "Draw the views that pan and scan takes of an image.",
     "demo": "What pan and scan brings and costs, on made-up documents.",
+    "load": "Measure an OpenAI-compatible endpoint under traffic.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
