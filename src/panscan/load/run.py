@@ -197,10 +197,10 @@ class _LoadRun:
             self._observer.remark(self._content.size)
         arrivals = options.arrivals(level, count)
         self._observer.measuring(level, count)
+        processes = options.processes or min(more * _processes(arrivals), os.cpu_count() or 1)
         result = run_level(
             self._plan.endpoint, [each.chat for each in requests], arrivals, max_concurrency=level.max_concurrency,
-            processes=options.processes or min(more * _processes(arrivals), os.cpu_count() or 1), on_done=self._observer.done,
-            cancelled=self._cancelled,
+            processes=processes, on_done=self._observer.done, cancelled=self._cancelled,
         )  # fmt: skip
         records = self._request_records(level, requests, result)
         goodput = goodput_of(records, options.goodput, result.ended - result.started)
@@ -249,7 +249,7 @@ def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
         "num_prompts": options.num_prompts, "num_warmups": options.num_warmups, "seed": options.seed,
         "metric_percentiles": list(options.metric_percentiles),
         "percentile_metrics": list(options.percentile_metrics), "ignore_eos": options.ignore_eos,
-        "min_tokens": options.min_tokens, "max_tokens": options.max_tokens,
+        "min_tokens": options.min_tokens, "max_tokens": options.max_tokens, "image_salt": plan.salt,
         "mm_processor_kwargs": None if options.mm_processor_kwargs is None else dict(options.mm_processor_kwargs),
     }  # fmt: skip
     return {
