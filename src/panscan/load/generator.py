@@ -33,7 +33,8 @@ from panscan.load.workers import (
 
 __all__ = ["ClientLoad", "LevelResult", "run_level"]
 
-_LEAD = 0.05  # seconds from the decision to start to the start
+_LEAD = 0.02  # seconds from the decision to start to the start
+_LEAD_PROCESSES = 0.25  # with the message to the subprocesses
 _START_SECONDS = 120.0  # longest start of a subprocess, with the transfer of its requests
 _SILENCE_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
@@ -164,7 +165,9 @@ class _Level:
         watching = asyncio.create_task(self._watch(workers))
         try:
             await asyncio.gather(*(worker.open() for worker in workers))
-            self._started = now() + _LEAD
+            self._started = now() + _LEAD_PROCESSES
+            if self._cancelled.is_set():  # while they started
+                return
             await asyncio.gather(*(self._run(worker, each, len(workers)) for each, worker in enumerate(workers)))
         finally:
             self._ended = now()
@@ -192,7 +195,7 @@ class _Level:
             if self._found[first + position * step] is None:
                 arrivals = worker.share.arrivals
                 due = self._started + (0.0 if arrivals is None else arrivals[position])
-                lost = Exchange(request.id, due, 0.0, due, end=at, error=worker.failure, error_kind="client")
+                lost = Exchange(request.id, due, 0.0, due, end=max(at, due), error=worker.failure, error_kind="client")
                 batch.append((position, lost))
         return batch
 
