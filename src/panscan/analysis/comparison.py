@@ -84,7 +84,7 @@ class Report:
         }
         if is_load_run(comparison.a):
             applies["model"] = "model" in comparison.differences
-            applies["workload"] = not comparison.differences.keys().isdisjoint(LOAD_WORKLOAD)
+            applies["workload"] |= not comparison.differences.keys().isdisjoint(LOAD_WORKLOAD)
         kinds = [name for name, holds in applies.items() if holds]
         if not kinds:
             return None

@@ -10,8 +10,8 @@ from panscan.analysis.cells import count, number_text
 from panscan.analysis.levels import (
     TIME_NAMES,
     ErrorGroup,
-    Level,
     LoadResult,
+    MeasuredLevel,
     error_groups,
     levels_of,
     limits_text,
@@ -102,7 +102,7 @@ class LoadReport:
         latency: throughput-latency curves, which share a legend of percentiles.
         throughput: answered over offered requests, and the share that meets the limits.
         unfinished: levels without a result, as text.
-        search: what the search for the highest rate says; empty without one.
+        search: what the search for the highest rate adds to the result; empty if nothing.
     """
 
     run_id: str
@@ -157,14 +157,14 @@ def load_report_of(run: Run) -> LoadReport:
             replace(each, kind=clean(each.kind), example=clean(each.example)) for each in error_groups(run, levels)
         ),
         unfinished=tuple(_unfinished(run)),
-        search="" if run.search is None else clean(run.search["note"]),
+        search=_search_note(run, result),
         environment=tuple(definitions.environment(run)),
         definitions=tuple(_definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),
     )
 
 
-def _row(level: Level, number: int, result: LoadResult, settings: LoadRunSettings) -> LevelRow:
+def _row(level: MeasuredLevel, number: int, result: LoadResult, settings: LoadRunSettings) -> LevelRow:
     client, goodput = level.client, level.goodput
     low, high = goodput.interval
     limited = bool(settings.goodput)
@@ -192,7 +192,7 @@ def _row(level: Level, number: int, result: LoadResult, settings: LoadRunSetting
     )
 
 
-def _measured(level: Level, metric: str) -> Measured:
+def _measured(level: MeasuredLevel, metric: str) -> Measured:
     return Measured(None) if level.metrics is None else measured(level.metrics, metric)
 
 
@@ -223,6 +223,16 @@ def _probe_text(run: Run) -> str:
     counted = probe["image_prompt_tokens"] - probe["text_prompt_tokens"]
     expected = "" if probe["expected_image_tokens"] is None else f", {probe['expected_image_tokens']:,} expected"
     return f"the same prompt with an image has {counted:,} more prompt tokens{expected}"
+
+
+def _search_note(run: Run, result: LoadResult) -> str:
+    """Return what the search says, unless the result says it, too."""
+    if run.search is None:
+        return ""
+    highest = result.highest
+    stopped = any(isinstance(each, dict) and each.get("limited") for each in run.search["levels"])
+    said = not stopped and highest is not None and highest.short is not None and highest.rate == run.search["rate"]
+    return "" if said else clean(run.search["note"])
 
 
 def _unfinished(run: Run) -> list[str]:
