@@ -173,12 +173,12 @@ class _LoadRun:
             self._record(sent, added=True)
             if self._cancelled.is_set():
                 break
-            search.add(Trial(rate, sent.goodput.attainment, sent.result.client.limited))
+            search.add(Trial(rate, sent.goodput, sent.result.client.limited))
             self._observer.remark(f"{rate:g} req/s: {sent.goodput.attainment:.0%} of the requests meet the limits")
         best = search.best()
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
-        levels = [asdict(trial) for trial in search.trials]
-        rate, share = (None, None) if best is None else (best.rate, best.attainment)
+        levels = [trial.record for trial in search.trials]
+        rate, share = (None, None) if best is None else (best.rate, best.goodput.attainment)
         self._writer.write([{"type": "search", "rate": rate, "attainment": share, "note": note, "levels": levels}])
 
     def _send(self, level: LoadLevel, count: int, more: int = 1) -> _SentLevel:
