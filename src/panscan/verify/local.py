@@ -131,7 +131,7 @@ class LocalModel:
         return len(self._prompt(request, hypothesis.changes).ids)
 
     def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id that an endpoint may write as ``text``, ascending; empty if there is none."""
+        """Return every token id whose text is ``text``, ascending; empty if there is none."""
         return self._texts.ids(text)
 
     def token_text(self, token: int) -> bytes:
