@@ -91,6 +91,11 @@ class LocalModel:
         """Tokens that end an answer."""
         return self._loaded.eos_ids
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the checkpoint reads images."""
+        return self._loaded.reader.reads_images
+
     def hypotheses(self, request: Request) -> list[Hypothesis]:
         """Return the hypotheses that change this request, most frequent first, without the reference.
 
@@ -129,6 +134,11 @@ class LocalModel:
     def prompt_tokens(self, request: Request, hypothesis: Hypothesis) -> int:
         """Return the length of the prompt under a hypothesis."""
         return len(self._prompt(request, hypothesis.changes).ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        ids: list[int] = self._loaded.reader.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def token_ids(self, text: str | bytes) -> list[int]:
         """Return every token id whose text is ``text``, ascending; empty if there is none."""
@@ -189,7 +199,7 @@ class LocalModel:
             case "features":
                 return images > 0
             case "window":
-                return len(prompt.ids) > text.sliding_window
+                return len(prompt.ids) > int(text.sliding_window)
             case "rope":
                 return rope_factor(self._loaded.model) != 1
             case "scale":
