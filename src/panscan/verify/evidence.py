@@ -7,7 +7,6 @@ distributions is a lower bound of the whole divergence; local distributions are 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -40,10 +39,6 @@ _LEAST_REST = 1e-6
 """Of a position's probability: less than this cannot be told from the rounding of the reported tokens."""
 _DOMINANT = 0.99
 """Of the candidates' probability: a token that has this share is the one that was reported."""
-_TOKEN_ID = re.compile(r"token_id:([0-9]{1,9})")
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, in SentencePiece vocabularies
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # part of a character: any of many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +68,12 @@ class TokenNaming(Protocol):
     """The names of a tokenizer's tokens (see :class:`panscan.verify.local.LocalModel`)."""
 
     @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        ...
-
-    @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         ...
 
     def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id whose text is ``text``, ascending."""
+        """Return every token id that an endpoint may write as ``text``, ascending."""
         ...
 
 
@@ -104,28 +94,19 @@ class MappedAnswer:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def cut(self, count: int) -> MappedAnswer:
+        """Return the first positions."""
+        return MappedAnswer(self.tokens[:count], self.reported[:count], self.dropped)
+
 
 def candidate_ids(token: ReportedToken, naming: TokenNaming) -> list[int]:
     """Return the token ids that a reported token may be; empty if there is none.
 
-    Ids themselves (``token_id:123``), the ``bytes`` field, text, text with SentencePiece's mark for a space, and
-    byte tokens (``<0x0A>``) are understood. A token without text is an end token: other special tokens never end up
-    among the most probable ones.
+    A token without text is an end token: other special tokens are never among the most probable ones.
     """
-    if found := _TOKEN_ID.fullmatch(token.text):
-        return [id for id in (int(found[1]),) if id < naming.vocabulary]
     if not token.text and not token.raw:
         return sorted(naming.eos_ids)
-    if token.raw and (ids := naming.token_ids(token.raw)):
-        return ids
-    if _BROKEN in token.text:
-        return []
-    texts: list[str | bytes] = [token.text]
-    if _WORD_START in token.text:
-        texts.append(token.text.replace(_WORD_START, " "))
-    if found := _BYTE.fullmatch(token.text):
-        texts.append(bytes([int(found[1], 16)]))
-    return next((ids for text in texts if (ids := naming.token_ids(text))), [])
+    return (naming.token_ids(token.raw) if token.raw else []) or naming.token_ids(token.text)
 
 
 def forced_tokens(steps: Sequence[ReportedStep], naming: TokenNaming) -> list[int]:
@@ -315,9 +296,7 @@ def merged_fit(
 
 def local_reports(answer: MappedAnswer, local: Distributions) -> list[dict[int, float]]:
     """Return what a local computation would report: its log-probabilities of the tokens that the endpoint reported."""
-    return [
-        {id: float(row[id]) for id in reported} for reported, row in zip(answer.reported, local, strict=True)
-    ]
+    return [{id: float(row[id]) for id in reported} for reported, row in zip(answer.reported, local, strict=True)]
 
 
 def moved_margin(reference: Distributions, noisy: Distributions) -> float:
@@ -326,4 +305,3 @@ def moved_margin(reference: Distributions, noisy: Distributions) -> float:
     pairs = [np.take_along_axis(each.astype(np.float64), best, axis=-1) for each in (reference, noisy)]
     margins = [pair[:, 0] - pair[:, 1] for pair in pairs]
     return float(np.abs(margins[1] - margins[0]).max()) if len(best) else 0.0
-

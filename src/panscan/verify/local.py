@@ -91,6 +91,11 @@ class LocalModel:
         """Tokens that end an answer."""
         return self._loaded.eos_ids
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the checkpoint reads images."""
+        return self._loaded.reader.reads_images
+
     def hypotheses(self, request: Request) -> list[Hypothesis]:
         """Return the hypotheses that change this request, most frequent first, without the reference.
 
@@ -128,6 +133,11 @@ class LocalModel:
     def prompt_tokens(self, request: Request, hypothesis: Hypothesis) -> int:
         """Return the length of the prompt under a hypothesis."""
         return len(self._prompt(request, hypothesis.changes).ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        ids: list[int] = self._loaded.reader.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def token_ids(self, text: str | bytes) -> list[int]:
         """Return every token id that an endpoint may write as ``text``, ascending; empty if there is none."""
