@@ -165,7 +165,8 @@ class TraceArrivals:
         """
         if count > len(self.recorded):
             raise SettingError(
-                f"--num-prompts {count}: the trace has {len(self.recorded)} arrivals; give a longer trace or fewer prompts"
+                f"--num-prompts {count}: the trace has {len(self.recorded)} arrivals;"
+                " give a longer trace or fewer prompts"
             )
         return [(time - self.recorded[0]) / self.speed_up for time in self.recorded[:count]]
 
