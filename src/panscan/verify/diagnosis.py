@@ -27,7 +27,8 @@ class NoiseLevel:
     """What rounding explains.
 
     Args:
-        kl: mean coarse divergence of the reference in bfloat16 from the reference, nats; None without log-probabilities.
+        kl: mean coarse divergence of the reference in bfloat16 from the reference, nats; None without
+            log-probabilities.
         margin: the largest change of a margin between its first and second choice, nats.
     """
 
@@ -120,13 +121,13 @@ def best_candidates(candidates: Sequence[Candidate], noise: NoiseLevel) -> list[
 
     def order(each: Candidate) -> tuple[bool, bool, float, int]:
         explained = noise.explains(each.fit)
-        size = 0.0 if explained else _unexplained(each, noise)
+        size = 0.0 if explained else _unexplained(each)
         return counted and not each.counts_fit, not explained, size, each.plain_changes
 
     return sorted(candidates, key=order)
 
 
-def _unexplained(candidate: Candidate, noise: NoiseLevel) -> float:
+def _unexplained(candidate: Candidate) -> float:
     fit = candidate.fit
     return fit.clear - fit.agree + fit.regret if fit.kl is None else max(fit.kl, FLOOR)
 
@@ -150,16 +151,16 @@ def explain(reference: Candidate, candidates: Sequence[Candidate], noise: NoiseL
         key=lambda each: (each.plain_changes, _size_gap(each)),
     )
     closest = next((each for each in ranked if each.counts_fit or not counts), None)
-    gain = closest is not None and _unexplained(closest, noise) <= _LEAST_GAIN * _unexplained(reference, noise)
-    if similar and not (closest is not None and gain and _halves(closest, similar[0], noise)):
+    gain = closest is not None and _unexplained(closest) <= _LEAST_GAIN * _unexplained(reference)
+    if similar and not (closest is not None and gain and _halves(closest, similar[0])):
         return Explanation(similar[0], "consistent", tuple(each.hypothesis for each in similar[1:]))
     return Explanation(closest, "closest") if gain else Explanation(None, "none")
 
 
-def _halves(closest: Candidate, similar: Candidate, noise: NoiseLevel) -> bool:
+def _halves(closest: Candidate, similar: Candidate) -> bool:
     """Whether a hypothesis leaves less than half of what the other one starts from."""
     start = similar.base_score if similar.base_score is not None else inf
-    return _unexplained(closest, noise) <= _LEAST_GAIN * start
+    return _unexplained(closest) <= _LEAST_GAIN * start
 
 
 def _deviates_as_much(candidate: Candidate, noise: NoiseLevel) -> bool:

@@ -1,7 +1,6 @@
 """An endpoint under verification: what it supports, and its greedy answers with log-probabilities.
 
-Endpoints differ in what they accept. A field that an endpoint refuses is left out from then on, and every request counts
-against the limit, refused ones included.
+A field that an endpoint refuses is left out from then on. All requests count against the limit, refused ones included.
 """
 
 from __future__ import annotations

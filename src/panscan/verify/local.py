@@ -99,10 +99,11 @@ class LocalModel:
     def hypotheses(self, request: Request) -> list[Hypothesis]:
         """Return the hypotheses that change this request, most frequent first, without the reference.
 
-        Of a combination, every change has an effect on the request.
+        Of a combination, every change has an effect beside the others.
         """
-        effective = {change for change in CHANGES if self._has_effect(request, change)}
-        return [hypothesis for hypothesis in HYPOTHESES if effective.issuperset(hypothesis.changes)]
+        alone = {change for change in CHANGES if self._has_effect(request, change, ())}
+        listed = [each for each in HYPOTHESES if alone.issuperset(each.changes)]
+        return [each for each in listed if all(self._has_effect(request, c, each.changes) for c in each.changes)]
 
     def log_probabilities(self, request: Request, tokens: Sequence[int], hypothesis: Hypothesis) -> NDArray[np.float32]:
         """Return natural log-probabilities ``[tokens, vocabulary]`` before each token of a given answer.
@@ -140,7 +141,7 @@ class LocalModel:
         return ids
 
     def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id that an endpoint may write as ``text``, ascending; empty if there is none."""
+        """Return every token id whose text is ``text``, ascending; empty if there is none."""
         return self._texts.ids(text)
 
     def token_text(self, token: int) -> bytes:
@@ -207,8 +208,10 @@ class LocalModel:
             case aspect:
                 return aspect == "weights"
 
-    def _has_effect(self, request: Request, change: str) -> bool:
-        plain, changed = self._prompt(request, ()), self._prompt(request, (change,))
+    def _has_effect(self, request: Request, change: str, others: Collection[str]) -> bool:
+        """Whether a change makes a difference to a request, beside others."""
+        others = [each for each in others if each != change]
+        plain, changed = self._prompt(request, others), self._prompt(request, [*others, change])
         if plain.ids != changed.ids or plain.plans != changed.plans or len(plain.images) != len(changed.images):
             return True
         if CHANGES[change].aspect in ("channels", "normalisation"):

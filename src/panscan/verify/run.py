@@ -247,11 +247,11 @@ def _concluded(
     failed: Sequence[_Asked], on_progress: OnProgress,
 ) -> Verification:  # fmt: skip
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
+    rows = [_answer_row(probe, local) for probe in probes]
+    rows += [{"id": each.request.id, "error": each.error} for each in failed]
     result = Verification(
         options.url, options.settings.model_name, session.endpoint.model, session.server, "unknown", "",
-        Explanation(None, "none"), evaluator.noise, None, [], 0,
-        [_answer_row(probe, local) for probe in probes] + [{"id": each.request.id, "error": each.error} for each in failed],
-        [], session.requests,
+        Explanation(None, "none"), evaluator.noise, None, [], 0, rows, [], session.requests,
     )  # fmt: skip
     reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
     if evaluator.probes:

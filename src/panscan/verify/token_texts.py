@@ -10,18 +10,15 @@ from typing import Any
 __all__ = ["TokenTexts"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BY_ID = re.compile(rb"token_id:(\d+)")  # vLLM with --return-tokens-as-token-ids
+_SPACE = "▁"
 
 
 class TokenTexts:
     """The texts of a tokenizer's tokens, in both directions.
 
-    Servers report a token as decoded text or as the tokenizer's piece (``▁total``), a byte that is no character as the
-    replacement character, and a special token by its name.
-
     Args:
         tokenizer: a Gemma tokenizer of Transformers.
-        vocabulary: ids of the model; those without a token have no text.
+        vocabulary: number of token ids of the model; those without a token have no text.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
@@ -32,34 +29,23 @@ class TokenTexts:
         return self._texts[token] if 0 <= token < len(self._texts) else b""
 
     def ids(self, text: str | bytes) -> list[int]:
-        """Return every token id that ``text`` may stand for, ascending; empty if there is none."""
-        written = text.encode("utf-8", "replace") if isinstance(text, str) else text
-        by_id = _BY_ID.fullmatch(written)
-        if by_id is not None and int(by_id[1]) < self._vocabulary:
-            return [int(by_id[1])]
-        return sorted(self._ids.get(written, ()))
-
-    @cached_property
-    def _pieces(self) -> list[str]:
-        count = min(self._vocabulary, len(self._tokenizer))
-        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
+        """Return every token id with this text, ascending: a character may be a token and also a byte."""
+        return self._ids.get(text.encode("utf-8", "replace") if isinstance(text, str) else text, [])
 
     @cached_property
     def _texts(self) -> list[bytes]:
-        return [_bytes_of(piece) for piece in self._pieces]
+        count = min(self._vocabulary, len(self._tokenizer))
+        return [_bytes_of(piece or "") for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
 
     @cached_property
-    def _ids(self) -> dict[bytes, set[int]]:
-        found: defaultdict[bytes, set[int]] = defaultdict(set)
-        for token, (piece, text) in enumerate(zip(self._pieces, self._texts, strict=True)):
-            if not piece:
-                continue
-            decoded = text.decode("utf-8", "replace")
-            for written in (text, piece.encode(), decoded.encode()):
-                found[written].add(token)
+    def _ids(self) -> dict[bytes, list[int]]:
+        found: defaultdict[bytes, list[int]] = defaultdict(list)
+        for token, text in enumerate(self._texts):
+            if text:
+                found[text].append(token)
         return dict(found)
 
 
 def _bytes_of(piece: str) -> bytes:
     byte = _BYTE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
