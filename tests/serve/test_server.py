@@ -39,7 +39,7 @@ from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.engine.detokenizer import token_bytes
 from panscan.images.samples import write_samples
 from panscan.images.views import plan_views
-from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest
+from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, ViewsRequest
 
 if TYPE_CHECKING:
     import openai
@@ -309,7 +309,7 @@ def test_the_model_and_its_limits_are_listed(server: Server, client: openai.Open
 
 
 BODIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "/v1/chat/completions": (ChatRequest, {"messages": user("Hi"), "max_tokens": 1}),
+    "/v1/chat/completions": (ChatCompletionRequest, {"messages": user("Hi"), "max_tokens": 1}),
     "/v1/completions": (CompletionRequest, {"prompt": "Hi", "max_tokens": 1}),
     "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
     "/v1/views": (ViewsRequest, {"width": 5, "height": 5}),
