@@ -82,13 +82,9 @@ _CHANGES = (
         " with --mm-processor-kwargs; SGLang, TGI, Ollama and llama.cpp never crop, so send the crops as images.",
     ),
     Change(
-        "pan-and-scan", "views", "pan and scan although the request turns it off",
-        "The server crops by default (--mm-processor-kwargs, or the checkpoint's processor configuration): turn"
-        " do_pan_and_scan off there.",
-    ),
-    Change(
-        "default-pan-and-scan", "views", "the default pan-and-scan settings instead of the request's",
-        "The server ignores pan_and_scan_* of the request: set them at its startup.",
+        "pan-and-scan", "views", "the default pan and scan, whatever the request says",
+        "The server crops by its own configuration (--mm-processor-kwargs, or the checkpoint's processor) and ignores"
+        " mm_processor_kwargs of a request: set the wanted values there.",
     ),
     # Images.
     Change(

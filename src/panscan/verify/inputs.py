@@ -119,11 +119,7 @@ def _templated(
 def _pan_and_scan(settings: PanAndScan, changes: Collection[str]) -> PanAndScan:
     if "no-pan-and-scan" in changes:
         return replace(settings, enabled=False)
-    if "pan-and-scan" in changes and not settings.enabled:
-        return replace(settings, enabled=True)
-    if "default-pan-and-scan" in changes and settings.enabled:
-        return PanAndScan()
-    return settings
+    return PanAndScan() if "pan-and-scan" in changes else settings
 
 
 def _changed_ids(ids: list[int], changes: Collection[str], reader: Reader) -> list[int]:

@@ -122,7 +122,7 @@ def verify_endpoint(
     session.identify()
     on_progress(f"loading {options.settings.model_name}")
     with LocalModel.open(options.settings) as local:
-        questions = probes or sample_probes(options.settings.pan_and_scan, images=local.reads_images)
+        questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         asked, notes = _ask_all(session, questions, on_progress)
         found, failed = _probes_of(asked, local, notes)
         return _concluded(options, session, local, found, notes, failed, on_progress)
