@@ -12,7 +12,7 @@ from panscan.verify.endpoint import encoded_image
 __all__ = ["own_probes", "sample_probes"]
 
 _SEED = 977  # of documents
-_CHART, _RECEIPT, _BOARD, _INVOICE, _TABLE, _FORM = 3, 0, 1, 2, 5, 8
+_RECEIPT, _BOARD, _INVOICE, _CHART, _TABLE, _NOTES, _SIGN, _FORM = 0, 1, 2, 3, 5, 6, 7, 8  # their indices
 _DESCRIBE = "Describe this document in detail."
 
 
@@ -33,11 +33,12 @@ def sample_probes(settings: PanAndScan, *, images: bool) -> list[Request]:
             Request("Count from one to ten.", id="text, numbers"),
             Request(_DESCRIBE, id="text, no document"),
         ]
-    documents = {index: draw_document(_SEED, index) for index in (_CHART, _RECEIPT, _BOARD, _INVOICE, _TABLE, _FORM)}
+    shown = (_RECEIPT, _BOARD, _INVOICE, _CHART, _TABLE, _NOTES, _SIGN, _FORM)
+    documents = {index: draw_document(_SEED, index) for index in shown}
     files = {index: encoded_image(document.image) for index, document in documents.items()}
 
-    def ask(name: str, *indices: int, prompt: str | None = None, system: str | None = None) -> Request:
-        question = prompt or documents[indices[-1]].asks[0].question
+    def ask(name: str, *indices: int, ask: int = 0, prompt: str | None = None, system: str | None = None) -> Request:
+        question = prompt or documents[indices[-1]].asks[ask].question
         return Request(question, [files[index] for index in indices], system, pan_and_scan=settings, id=name)
 
     return [
@@ -45,12 +46,14 @@ def sample_probes(settings: PanAndScan, *, images: bool) -> list[Request]:
         texts[0],
         ask("tall receipt", _RECEIPT),
         ask("two images", _FORM, _CHART),
-        ask("wide board, described", _BOARD, prompt=_DESCRIBE),
-        ask("square form, described", _FORM, prompt=_DESCRIBE),
+        ask("wide board", _BOARD),
+        ask("square form", _FORM, ask=2),
         texts[1],
-        ask("invoice", _INVOICE),
+        ask("invoice", _INVOICE, ask=1),
         ask("wide table, system message", _TABLE, system="Answer in one word."),
-        ask("tall receipt, described", _RECEIPT, prompt=_DESCRIBE),
+        ask("tall notes", _NOTES, ask=1),
+        ask("square sign", _SIGN, ask=2),
+        ask("square chart, described", _CHART, prompt=_DESCRIBE),
     ]
 
 
