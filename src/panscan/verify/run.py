@@ -3,62 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from panscan.core import EndpointError, Request
-from panscan.core.ranges import Range
 from panscan.load.chat import Endpoint
-from panscan.settings import Settings
 from panscan.verify.diagnosis import Candidate, Explanation, NoiseLevel, Word, judge_fit, summary
 from panscan.verify.endpoint import EndpointAnswer, EndpointSession
 from panscan.verify.evidence import MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
+from panscan.verify.options import VerifyOptions
 from panscan.verify.probes import sample_probes
 from panscan.verify.search import Evaluator, Probe, find_explanation, unseen_changes
 
-__all__ = ["VERIFY_RANGES", "Verification", "VerifyOptions", "verify_endpoint"]
-
-VERIFY_RANGES = {
-    "max_requests": Range(whole=True, least=3, most=32),
-    "max_tokens": Range(whole=True, least=1, most=256),
-    "top_logprobs": Range(whole=True, least=0, most=20),
-    "timeout": Range(above=0, most=86_400),
-}
-"""Ranges of the numbers in :class:`VerifyOptions`."""
+__all__ = ["Verification", "as_json", "verify_endpoint"]
 
 _MOST_FAILURES = 3  # in a row
 OnProgress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """What to verify, and how.
-
-    Args:
-        url: of the endpoint.
-        settings: checkpoint and pan-and-scan settings; the reference.
-        served_model: the endpoint's name of the model; None: the only one that it lists.
-        api_key: bearer token.
-        max_requests: HTTP requests at most.
-        max_tokens: output tokens per request.
-        top_logprobs: log-probabilities per position to ask for.
-        timeout: seconds per request.
-    """
-
-    url: str
-    settings: Settings
-    served_model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    max_requests: int = 32
-    max_tokens: int = 16
-    top_logprobs: int = 20
-    timeout: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name, allowed in VERIFY_RANGES.items():
-            allowed.check(f"--{name.replace('_', '-')}", getattr(self, name))
 
 
 @dataclass(slots=True)
@@ -324,3 +286,24 @@ def _not_visible(session: EndpointSession, probes: Sequence[Probe], failed: Sequ
         found.append("several images in a request: the endpoint refuses them")
     found += [f"{each.request.id}: {each.error}" for each in failed]
     return found
+
+
+def as_json(found: Verification) -> dict[str, Any]:
+    """Return a verification as JSON values."""
+    explanation, noise = found.explanation, found.noise
+    best = explanation.candidate
+    return {
+        "schema": 1, "url": found.url, "model": found.model, "served_model": found.served_model,
+        "server": found.server, "verdict": found.word, "message": found.message,
+        "diagnosis": None if best is None else {
+            "hypothesis": best.hypothesis.name, "title": best.hypothesis.title, "cause": best.hypothesis.cause,
+            "strength": explanation.strength, "rivals": [each.name for each in explanation.rivals],
+        },
+        "noise": asdict(noise),
+        "evidence": [
+            {"hypothesis": each.hypothesis.name, "ratio": noise.ratio(each.fit), **asdict(each.fit)}
+            for each in ([] if found.reference is None else [found.reference, *found.candidates])
+        ],
+        "hypotheses_compared": found.tested, "answers": found.answers, "not_visible": found.not_visible,
+        "requests": found.requests,
+    }  # fmt: skip

@@ -147,7 +147,10 @@ def find_explanation(evaluator: Evaluator, reference: Candidate) -> tuple[Explan
     explanation = Explanation(None, "none")
     for _ in range(1 + _ROUNDS):
         for each in _screened(evaluator, reference, tried):
+            explained = any(noise.explains(known.fit) for known in finalists.values())
             finalists.setdefault(each.name, evaluator.candidate(each))
+            if explained:  # one more was compared, to show the distance
+                break
         explanation = explain(reference, list(finalists.values()), noise)
         best = explanation.candidate
         if best is None or explanation.strength in ("matches", "consistent"):
