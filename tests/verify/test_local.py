@@ -136,6 +136,15 @@ def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) 
     assert model.config._attn_implementation == attention
 
 
+def test_the_truth_does_not_depend_on_the_precision_of_the_loaded_weights(local: LocalModel) -> None:
+    """The mini model's weights are stored in bfloat16, and its embedding scale is a power of two."""
+    with LocalModel.open(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
+        found = [each.log_probabilities(SQUARE, [275, 305], REFERENCE) for each in (local, loaded_in_bf16)]
+        noise = [each.noise(SQUARE, [275, 305]) for each in (local, loaded_in_bf16)]
+    assert np.array_equal(*found)
+    assert np.array_equal(*noise) and not np.array_equal(found[0], noise[0])
+
+
 def test_prompt_tokens_follow_the_hypothesis(local: LocalModel) -> None:
     plain = local.prompt_tokens(CROPPED, REFERENCE)
     assert local.prompt_tokens(CROPPED, hypothesis("double-bos")) == plain + 1

@@ -28,7 +28,7 @@ from panscan.settings import Settings
 from panscan.verify.computation import changed_model, final_states, rope_factor, view_features
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
 from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt
-from panscan.verify.token_texts import TokenTexts
+from panscan.verify.token_index import TokenIndex
 
 __all__ = ["LocalModel"]
 
@@ -62,7 +62,7 @@ class LocalModel:
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         self._loaded, self._settings = loaded, settings
-        self._texts = TokenTexts(loaded.reader.tokenizer, self.vocabulary)
+        self._texts = TokenIndex(loaded.reader.tokenizer, self.vocabulary)
         self._requests: OrderedDict[Hashable, _KnownRequest] = OrderedDict()
         self._features: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._states: OrderedDict[Hashable, torch.Tensor] = OrderedDict()

@@ -7,13 +7,13 @@ from collections import defaultdict
 from functools import cached_property
 from typing import Any
 
-__all__ = ["TokenTexts"]
+__all__ = ["TokenIndex"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "▁"
 
 
-class TokenTexts:
+class TokenIndex:
     """The texts of a tokenizer's tokens, in both directions.
 
     Args:
