@@ -152,6 +152,12 @@ def test_prompt_tokens_follow_the_hypothesis(local: LocalModel) -> None:
     assert local.prompt_tokens(SQUARE, hypothesis("split-line-breaks")) == local.prompt_tokens(SQUARE, REFERENCE) + 1
 
 
+def test_marks_of_images_in_a_users_text_are_text_under_every_hypothesis(local: LocalModel) -> None:
+    marked = replace(TEXT, prompt="What does <start_of_image> or <image_soft_token> mean?")
+    for each in local.hypotheses(marked):
+        assert local.prompt_tokens(marked, each) > 0
+
+
 def test_the_window_matters_only_to_longer_prompts(tiny: GenerateRunner) -> None:
     window = tiny.loaded.model.config.get_text_config().sliding_window
     long = Request("word " * window)  # more than one token each

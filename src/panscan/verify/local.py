@@ -32,13 +32,13 @@ from panscan.verify.token_index import TokenIndex
 
 __all__ = ["LocalModel"]
 
-_REQUESTS, _VIEWS, _STATES = 32, 96, 512  # entries kept: decoded requests, features of views, hidden states
+_REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
 _Value = TypeVar("_Value")
 
 
 @dataclass(slots=True)
 class _KnownRequest:
-    """A request, which is kept so that its id stays its own; its decoded images, and the hypotheses that change it."""
+    """A request, its decoded images and the hypotheses that change it. Holding the request keeps its id valid as a key."""
 
     request: Request
     read: Read
@@ -46,11 +46,11 @@ class _KnownRequest:
 
 
 class LocalModel:
-    """A checkpoint on this machine, asked one request at a time. Use it as a context manager.
+    """A checkpoint loaded on this machine, which computes one request at a time. Use it as a context manager.
 
-    Every hypothesis can be asked about every request: changes that do not concern a request have no effect on it.
-    The truth is float32 with eager attention, upcast part by part, so a model of any size needs room for one float32
-    layer beside itself. Two hypotheses that come to the same computation are computed once.
+    All hypotheses apply to all requests: changes that do not concern a request have no effect on it. Computations use
+    float32 and eager attention. Weights are upcast part by part, so a model of any size needs room for one float32 layer
+    beside itself. Hypotheses that give a request the same computation share one cached result.
 
     Args:
         loaded: unquantised weights.
@@ -255,7 +255,7 @@ def _digest(pixels: torch.Tensor) -> bytes:
 
 
 def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, compute: Callable[[], _Value]) -> _Value:
-    """The value of a key, computed once; the cache drops the value that was not asked for the longest."""
+    """The value of a key, computed once; the cache drops the least recently used value."""
     if key not in cache:
         cache[key] = compute()
         if len(cache) > most:
