@@ -38,7 +38,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class _KnownRequest:
-    """A request, its decoded images and the hypotheses that change it. Holding the request keeps its id valid as a key."""
+    """A request, which must live as long as its id is a key; its decoded images; the hypotheses that change it."""
 
     request: Request
     read: Read
@@ -49,8 +49,8 @@ class LocalModel:
     """A checkpoint loaded on this machine, which computes one request at a time. Use it as a context manager.
 
     All hypotheses apply to all requests: changes that do not concern a request have no effect on it. Computations use
-    float32 and eager attention. Weights are upcast part by part, so a model of any size needs room for one float32 layer
-    beside itself. Hypotheses that give a request the same computation share one cached result.
+    float32 and eager attention. Weights are upcast part by part, so a model of any size needs room for one float32
+    layer beside itself. Hypotheses that give a request the same computation share one cached result.
 
     Args:
         loaded: unquantised weights.
