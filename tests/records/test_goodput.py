@@ -106,6 +106,16 @@ def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
     assert level_goodput(run, "rate-16").met == 1
 
 
+def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
+    """Eight requests start and end together: blocks of fewer would have all of their time or none of it."""
+    lines = [load_request("c", n, START + n // 8, 0.98, 0.005) for n in range(80)]
+    cells = {"c": level(None, 8)}
+    run = write_run(tmp_path, [load_header(cells, arrival="closed"), *level_records("c", lines)])
+    metrics = cell_metrics(run, "c")
+    assert metrics is not None
+    assert metrics.intervals["request_throughput"] == pytest.approx((8.0, 8.0), rel=1e-6)
+
+
 def test_the_summary_has_goodput_and_the_percentiles_asked_for(tmp_path: Path) -> None:
     lines = [load_request("bad", n, START + n, 0.05, 0.01) for n in range(9)]
     bad = level_records("bad", [*lines, failed_request("bad", 9, START + 9)])

@@ -228,7 +228,7 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) ->
     best = max(attained, key=lambda level: level.achieved, default=None)
     if best is None:
         nearest = max(rated or levels, key=lambda level: level.goodput.attainment)
-        missed = f"{nearest.name} comes closest: {_attained(nearest)}"
+        missed = f"Closest: {nearest.name}, {_attained(nearest)}"
         return LoadResult(f"No measured level meets {goal}", (missed,), nearest, False, highest)
     subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
     notes = [f"Measured: {_attained(best)}"]
