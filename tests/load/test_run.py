@@ -136,11 +136,11 @@ def test_levels_are_recorded_with_their_arrivals(url: str, tmp_path: Path) -> No
 
 
 def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
-    run = load(url, tmp_path, Observer(cancel_after=6), max_concurrencies=(1, 2, 3))
-    assert run.outcomes["concurrency-1"]["reason"] is None
-    assert "interrupted after" in run.outcomes["concurrency-2"]["reason"]
-    assert 1 <= len(run.requests["concurrency-2", 0]) <= 3
-    assert "concurrency-3" not in run.outcomes
+    run = load(url, tmp_path, Observer(cancel_after=12), max_concurrencies=(4, 1, 2), num_prompts=10, max_tokens=20)
+    assert run.outcomes["concurrency-4"]["reason"] is None
+    assert run.outcomes["concurrency-1"]["reason"].endswith(" of 10 requests")
+    assert 2 <= len(run.requests["concurrency-1", 0]) < 10
+    assert "concurrency-2" not in run.outcomes
 
 
 def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path) -> None:
