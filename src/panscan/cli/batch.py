@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import click
@@ -30,12 +29,22 @@ from panscan.cli.options import (
     read_prompt,
     say_mini,
     show_warnings,
+    storage_option,
     typed_again,
     url_options,
     utf8,
 )
 from panscan.cli.progress import batch_progress
-from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError, escape_controls
+from panscan.core import (
+    ImageError,
+    ModelError,
+    PanscanError,
+    RecordsError,
+    SettingError,
+    UnsupportedError,
+    escape_controls,
+    now,
+)
 from panscan.core.ranges import Range
 from panscan.settings import Settings, axes, foreign_settings
 
@@ -43,6 +52,7 @@ __all__ = ["command"]
 
 _NOT_HERE = ("runner", *foreign_settings("engine"))
 _LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
+_PRICE = InRange(Range(above=0, most=1_000_000))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\b
@@ -51,21 +61,25 @@ Examples
   panscan batch "contracts/**/*.pdf" -p "Who signs?" --whole-files -o signers.jsonl
   panscan batch questions.jsonl -o answers.jsonl --model google/gemma-3-4b-it
   panscan batch scans/ -p "What is the total?" -o answers.jsonl --resume
+  panscan batch s3://bucket/scans -p "What is the total?" -o s3://bucket/totals.parquet --cost-per-hour 2.5
+  panscan batch pages.parquet --prompt-column question -o answers.parquet
 
 One JSON object a line, in the order of the documents; what a later --resume adds comes behind, and what it asks again
 takes the place of what had failed. Beside it, answers.jsonl.run.json says how it was made (prompt, settings, versions):
 --resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
 ...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
 done, answers.jsonl.held keeps answers that wait for a slower one before them. Half a line that a crash left at the end
-moves to answers.jsonl.torn.
+moves to answers.jsonl.torn. Pages, tokens, retries and times of all starts are in answers.jsonl.ledger.json.
+
+Answers for a Parquet file or an object store are written to JSON Lines on this machine first; see docs/batch.md.
 """
 
 
 @click.command("batch", epilog=EPILOG, short_help="Ask about many documents; goes on where it was stopped.")
-@click.argument("sources", nargs=-1, required=True, metavar="DIR|GLOB|FILE|URL|QUESTIONS.jsonl...")
+@click.argument("sources", nargs=-1, required=True, metavar="DIR|GLOB|FILE|URL|QUESTIONS.jsonl|PAGES.parquet...")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default=Path("answers.jsonl"), show_default=True,
-    help="File for the answers (JSON Lines).",
+    "-o", "--output", default="answers.jsonl", show_default=True, metavar="FILE|URL",
+    help="File or object for the answers (.parquet, else JSONL).",
 )  # fmt: skip
 @click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
 @click.option("--system", help="A system message for every request.")
@@ -83,6 +97,11 @@ moves to answers.jsonl.torn.
 @click.option("--resume", is_flag=True, help="Go on with this output: what it answers is not asked again.")
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
+@click.option("--image-column", metavar="NAME", help="Image column of Parquet input.  [default: image]")
+@click.option("--id-column", metavar="NAME", help="Id column of Parquet input.  [default: id]")
+@click.option("--prompt-column", metavar="NAME", help="Prompt column of Parquet input.  [default: question]")
+@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Report the price per million pages.")
+@storage_option
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @json_schema_option
 @external_images_option
@@ -98,9 +117,11 @@ def command(**options: Any) -> int:
     line, and the others go on. Whatever ends the job, even kill -9, --resume asks only what was not answered.
     """
     from panscan.batch.answers import AnswerFile, refuse_sources
+    from panscan.batch.destination import destination, fetch_previous
     from panscan.batch.dispatch import up_to_first_question
     from panscan.batch.items import find_work
     from panscan.batch.job import changed_versions, difference
+    from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import Answered
     from panscan.model.runtime import quiet_libraries
 
@@ -120,25 +141,92 @@ def command(**options: Any) -> int:
             max_pages=options["max_pages"],
             on_problem=on_problem,
             external_images=options["allow_external_images"],
+            columns=_columns(options),
+            has_prompt=options["prompt"] is not None,
         )
-        refuse_sources(options["output"], work.files)
+        target = destination(options["output"])
+        target.refuse_sources(work.files)
+        refuse_sources(target.path, work.files)
     job = _job(options, dataset=work.has_questions)
     header = job.header()
-    with AnswerFile(options["output"], header, mode, difference) as file:
+    with console.status("looking for earlier answers"):
+        fetch_previous(target, mode)
+    if target.url is not None:
+        console.print(f"answers are kept in {target.path} and uploaded to {target.name}", soft_wrap=True)
+    with AnswerFile(target.path, header, mode, difference) as file:
         for change in changed_versions(file.begun_with, header):
             console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
         with console.status("looking for what is left"):
             answered = Answered(file, retry_failed=options["retry_failed"])
             tasks = answered.left(work)
             ahead = up_to_first_question(tasks)
-        with _resumable(file, job.prompt if options["prompt"] in (None, "-") else None):
-            _answer(job, ahead, tasks, file, answered, work, in_order=options["order"] == "input")
-            file.finish()
-        return _summary(file, options["output"], idle=all(task.held for task in ahead))
+        idle = all(task.held for task in ahead)
+        ledger = LedgerWriter(file.path, resumed=file.begun, cost_per_hour=options["cost_per_hour"])
+        with (
+            _resumable(file, job.prompt if options["prompt"] in (None, "-") else None),
+            _kept(file, target, ledger, mode, idle=idle) as keep,
+        ):
+            _answer(job, ahead, tasks, file, answered, work, ledger, keep, in_order=options["order"] == "input")
+        if not idle:
+            _say_speed(ledger.ledger)
+        return _summary(file, options["output"], idle=idle)
 
 
-def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
+@contextmanager
+def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[Any]:
+    """Yield what counts each answer and uploads it if need be; complete the output when the job ends."""
+    from panscan.batch.destination import Uploader
+
+    uploader = None if target.url is None else Uploader(target, replace=mode == "force")
+
+    def keep(record: dict[str, Any]) -> None:
+        ledger.add(record)
+        if uploader is not None:
+            uploader.answered()
+
+    try:
+        yield keep
+        file.finish()
+    except (KeyboardInterrupt, PanscanError):
+        if file.begun and not idle:
+            with suppress(RecordsError):  # the first error counts
+                ledger.end(file.records(), "stopped")
+        raise
+    if not idle:
+        ledger.end(file.records(), "finished")
+    target.finish()
+    if uploader is not None:
+        with errors().status("uploading"):
+            uploader.finish()
+
+
+def _columns(options: dict[str, Any]) -> Any:
+    from panscan.batch.tables import Columns
+
+    names = {name: options[f"{name}_column"] for name in ("image", "id", "prompt")}
+    return Columns(**names) if any(name is not None for name in names.values()) else None
+
+
+def _say_speed(ledger: Any) -> None:
+    if (speed := ledger.pages_per_second) is None:
+        return
+    pages = sum(start.successful_pages for start in ledger.starts)
+    text = f"{pages} pages in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
+    if (price := ledger.price_per_million_pages) is not None:
+        text += f"; price per million pages: {price:,.2f}"
+    errors().print(text, soft_wrap=True)
+
+
+def _answer(
+    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, ledger: Any, keep: Any, *, in_order: bool
+) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
+
+    def counted(some: Iterable[Any]) -> Iterator[Any]:
+        for task in some:
+            if task.replaces is not None:
+                ledger.retried()
+            yield task
 
     with ExitStack() as stack:
         engine = None
@@ -146,12 +234,19 @@ def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: An
             from panscan.engine.engine import Engine
 
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
+                began = now()
                 engine = stack.enter_context(Engine.from_settings(job.settings))
-        on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+                ledger.loaded(now() - began)
+        show = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+
+        def on_answer(record: dict[str, Any]) -> None:
+            show(record)
+            keep(record)
+
         answer(
             engine,
             job,
-            chain(ahead, tasks),
+            counted(chain(ahead, tasks)),
             file,
             window=answers_ahead(job.settings) if in_order else None,
             proven=answered.any_succeeded,
@@ -177,6 +272,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         whole_files=options["whole_files"],
         max_pages=options["max_pages"],
         json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
+        image_column=options["image_column"],
     )
 
 
@@ -214,7 +310,7 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
         raise
 
 
-def _summary(file: Any, path: Path, *, idle: bool) -> int:
+def _summary(file: Any, path: str, *, idle: bool) -> int:
     from panscan.batch.pending import tally
 
     found = tally(file.records(), _REASONS)
