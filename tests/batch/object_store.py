@@ -19,7 +19,8 @@ class S3Server(ThreadingHTTPServer):
     """S3 with path-style URLs: list (paged), HEAD, GET with ranges, PUT, DELETE and multipart uploads.
 
     Requests that are not signed with :data:`ACCESS_KEY` are refused. Attributes: ``buckets`` (objects by key of each
-    bucket), ``page_size`` of listings, ``requests`` (method and target of each request), ``refuse_puts``.
+    bucket), ``page_size`` of listings, ``requests`` (method and target of each request), ``refuse_puts``,
+    ``refused`` (keys that may not be read).
     """
 
     daemon_threads = True
@@ -32,6 +33,7 @@ class S3Server(ThreadingHTTPServer):
         self.page_size = page_size
         self.requests: list[tuple[str, str]] = []
         self.refuse_puts = False
+        self.refused: set[str] = set()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,6 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self, _body: bytes) -> None:
         if "list-type" in self.query:
             self._list()
+        elif self.key in self.server.refused:
+            self._error(403, "AccessDenied")
         elif self.key not in self.objects:
             self._error(404, "NoSuchKey")
         else:

@@ -105,7 +105,7 @@ def test_a_prefix_stands_for_its_documents_in_natural_order_and_pages_are_counte
     ],
 )
 def test_a_source_that_is_not_there_is_refused_in_one_line(store: S3Server, source: str, reason: str) -> None:
-    with pytest.raises(InputError, match="") as caught:
+    with pytest.raises(InputError) as caught:
         find(source)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -127,9 +127,7 @@ def test_wrong_and_missing_credentials_name_the_fix(
     assert len(find("s3://in/a.png")) == 1
 
 
-def test_broken_connections_are_retried_within_the_deadline(
-    store: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_connections_are_retried_within_the_deadline(store: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     store.buckets["in"] = {"a.png": picture(1), "b.png": picture(2)}
     proxy = FaultyProxy(store.server_port, break_after=2000, faults=2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
@@ -138,7 +136,7 @@ def test_broken_connections_are_retried_within_the_deadline(
     assert proxy.connections == 3
     proxy.faults = float("inf")
     monkeypatch.setenv("PANSCAN_STORAGE_TIMEOUT", "0.5")
-    with pytest.raises(StorageError, match="^s3://in/b.png: the object store failed"):
+    with pytest.raises(StorageError, match=r"^s3://in/b\.png: the object store failed"):
         load_page(page_named("s3://in/b.png"))
     proxy.close()
 
@@ -146,19 +144,16 @@ def test_broken_connections_are_retried_within_the_deadline(
 def test_a_store_that_fails_in_the_middle_fails_pages_but_one_that_is_gone_ends_the_job(tmp_path: Path) -> None:
     broken = {"1.png", "3.png"}
 
-    class Reading(Shuffling):
-        pass
-
     items = [
         BatchItem(name, (name,), (name,), problem=StorageError(f"{name}: failed") if name in broken else None)
         for name in (f"{number}.png" for number in range(5))
     ]
     with opened(tmp_path / "some.jsonl") as file:
-        run_job(file, items, Reading())
+        run_job(file, items, Shuffling())
         assert [line["error"] is not None for line in file.records()] == [False, True, False, True, False]
     gone = [BatchItem(f"{n}", (), (), problem=StorageError("s3://in: gone")) for n in range(30)]
     with opened(tmp_path / "gone.jsonl") as file, pytest.raises(StorageError, match="8 documents in succession"):
-        run_job(file, [*items[:1], *gone], Reading())
+        run_job(file, [*items[:1], *gone], Shuffling())
     assert [line["id"] for line in lines((tmp_path / "gone.jsonl").read_bytes())] == ["0.png"]
 
 
@@ -168,7 +163,7 @@ def test_rows_of_parquet_files_are_requests(store: S3Server, tmp_path: Path) -> 
     store.buckets["in"]["b.parquet"] = Path(here).read_bytes()
     for source in (here, "s3://in/b.parquet"):
         items = find(source)
-        assert [(item.id, item.question) for item in items] == [("7", "Who?"), ("8", ""), ("9", "Why?")]
+        assert [(item.id, item.question) for item in items] == [("7", "Who?"), ("8", " "), ("9", "Why?")]
         assert [item.named for item in items][:1] == [(f"{source}#row=1",)]
         assert str(items[1].problem) == f"{source}#row=2: the prompt is empty"
         assert JOB.request(items[0]).images == (picture(1),)
@@ -211,7 +206,7 @@ def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
     store: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.buckets["in"] = {f"{number}.png": picture(number) for number in range(3)}
-    store.buckets["in"]["1.png"] = b"not a picture"
+    store.refused = {"1.png"}
     job = ["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/a.parquet", "--cost-per-hour", "3.6"]
     assert run([*job, "--limit", "2"]) == 3
     assert "price per million pages: " in capsys.readouterr().err
@@ -220,7 +215,7 @@ def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
     (tmp_path / "cache").rename(tmp_path / "lost")
     assert run(job) == 3
     assert "s3://out/a.parquet.jsonl has answers already: continue with --resume" in capsys.readouterr().err
-    store.buckets["in"]["1.png"] = picture(1)
+    store.refused = set()
     assert run([*job, "--resume", "--retry-failed"]) == 0
     rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
     assert [(row["id"], row["error"]) for row in rows] == [(f"s3://in/{number}.png", None) for number in range(3)]

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -60,6 +60,8 @@ _STORED = re.compile(r"(s3|gs|az)://", re.IGNORECASE)
 _BLOCK_BYTES = 8 * 2**20
 _CACHE_BYTES = 256 * 2**20
 
+_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 _NO_BUCKET = "no such bucket"
 _FIXES = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
@@ -75,20 +77,20 @@ class _Cache:
     """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[str, bytes] = OrderedDict()
+        self._found: OrderedDict[Hashable, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, url: str) -> bytes | None:
+    def get(self, key: Hashable) -> bytes | None:
         with self._lock:
-            if url in self._found:
-                self._found.move_to_end(url)
-            return self._found.get(url)
+            if key in self._found:
+                self._found.move_to_end(key)
+            return self._found.get(key)
 
-    def put(self, url: str, content: bytes) -> None:
+    def put(self, key: Hashable, content: bytes) -> None:
         with self._lock:
-            self._bytes += len(content) - len(self._found.pop(url, b""))
-            self._found[url] = content
+            self._bytes += len(content) - len(self._found.pop(key, b""))
+            self._found[key] = content
             while self._bytes > _CACHE_BYTES:
                 self._bytes -= len(self._found.popitem(last=False)[1])
 
@@ -124,9 +126,9 @@ def read_object(url: str) -> bytes:
         StorageError: the store refused, or did not send it before the deadline.
         UnsupportedError: obstore is missing.
     """
-    if (content := _CACHE.get(url)) is not None:
-        return content
     store, path = _place(url)
+    if (content := _CACHE.get(key := (url, _environment()))) is not None:
+        return content
     import obstore
 
     with _errors(url):
@@ -134,7 +136,7 @@ def read_object(url: str) -> bytes:
         if found.meta["size"] > MAX_BYTES:
             raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
         content = bytes(found.bytes())
-    _CACHE.put(url, content)
+    _CACHE.put(key, content)
     return content
 
 
@@ -304,26 +306,31 @@ def _place(url: str) -> tuple[ObjectStore, str]:
         ) from None
     if not bucket:
         raise StorageError(f"{url}: the bucket is missing: write {scheme}://bucket/path")
-    credentials = _profile() if scheme.lower() == "s3" else ()
     with _errors(url), _LOCK:
-        return _store(scheme.lower(), bucket, _timeout(), credentials, _allows_http()), path
+        return _store(scheme.lower(), bucket, _timeout(), _environment()), path
 
 
 _LOCK = threading.Lock()
 
 
+def _environment() -> tuple[tuple[str, str], ...]:
+    """Return the environment variables that configure stores."""
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES)))
+
+
 @lru_cache(maxsize=64)
-def _store(
-    scheme: str, bucket: str, timeout: float, credentials: tuple[tuple[str, str], ...], allow_http: bool
-) -> ObjectStore:
+def _store(scheme: str, bucket: str, timeout: float, environment: tuple[tuple[str, str], ...]) -> ObjectStore:
+    """Return a bucket's store, which obstore configures from the same environment."""
     from obstore.store import from_url
+
+    found = dict(environment)
 
     whole, backoff = timedelta(seconds=timeout), {"init_backoff": timedelta(milliseconds=100), "base": 2}
     return from_url(
         f"{scheme}://{bucket}",
-        config=dict(credentials) or None,
+        config=(_profile(found) if scheme == "s3" else None) or None,
         client_options={
-            "allow_http": allow_http,
+            "allow_http": any(found.get(name, "").lower().startswith("http://") for name in _ENDPOINTS),
             "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout)),
             "read_timeout": timedelta(seconds=min(_SILENCE_S, timeout)),
             "timeout": whole,
@@ -336,24 +343,18 @@ def _store(
     )
 
 
-def _allows_http() -> bool:
-    """Return whether the user chose an endpoint without TLS, as local stores have."""
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
-    return any(os.environ.get(name, "").lower().startswith("http://") for name in names)
-
-
-def _profile(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, str], ...]:
+def _profile(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the keys of ``~/.aws/credentials``, which obstore does not read, unless the environment has others."""
     if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_SKIP_SIGNATURE"):
-        return ()
+        return {}
     file = configparser.ConfigParser(interpolation=None)
     try:
         file.read(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser())
         found = dict(file[environment.get("AWS_PROFILE") or "default"])
     except (configparser.Error, KeyError, UnicodeDecodeError, RuntimeError):
-        return ()
+        return {}
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    return tuple((name, found[name]) for name in names if name in found)
+    return {name: found[name] for name in names if name in found}
 
 
 @contextmanager
