@@ -131,7 +131,7 @@ def find_work(
         if whole_files:
             raise SettingError("--whole-files does not go with a dataset: each row is one request already")
         items = _dataset(Path(sources[0]), external=external_images)
-        files = [sources[0], *(image for item in items for image in item.images)]
+        files = [sources[0], *(image for item in items if isinstance(item.images, tuple) for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
     found = [file for source in sources for file in _files(source, on_problem)]
     if all(is_stored(file) for file in found):  # their names are unique, and may look like globs

@@ -136,9 +136,10 @@ def read_ledger(path: Path) -> Ledger:
     try:
         starts = tuple(_checked(Start, each) for each in found["starts"])
         kept = {name: found[name] for name in (each.name for each in fields(Ledger)) if name != "starts"}
-        return _checked(Ledger, {**kept, "starts": starts})
+        ledger: Ledger = _checked(Ledger, {**kept, "starts": starts})
     except (KeyError, TypeError, ValueError) as error:
         raise RecordsError(f"{path}: not a ledger: {error}") from error
+    return ledger
 
 
 class LedgerWriter:

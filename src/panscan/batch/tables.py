@@ -102,7 +102,9 @@ class Table:
         self._image = self._column(schema, "--image-column", columns.image, IMAGES)
         self._id = self._column(schema, "--id-column", columns.id, IDS, required=False)
         wanted = (*QUESTIONS, "prompt")
-        self._prompt = self._column(schema, "--prompt-column", columns.prompt, wanted, required=prompts is True)
+        self._prompt: str | None = self._column(
+            schema, "--prompt-column", columns.prompt, wanted, required=prompts is True
+        )
         if prompts is False:
             self._prompt = None
         self.has_prompts = self._prompt is not None

@@ -338,7 +338,7 @@ def _store(scheme: str, bucket: str, timeout: float, environment: tuple[tuple[st
         retry_config={
             "max_retries": 1000,  # the deadline ends them
             "retry_timeout": whole,
-            "backoff": {**backoff, "max_backoff": timedelta(seconds=5)},  # type: ignore[typeddict-item]
+            "backoff": {**backoff, "max_backoff": timedelta(seconds=5)},
         },
     )
 
