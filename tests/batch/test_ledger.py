@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from panscan.batch.ledger import Ledger, LedgerWriter, Start, ledger_path, read_ledger
+from panscan.batch.ledger import JobStart, Ledger, LedgerWriter, ledger_path, read_ledger
 from panscan.core import RecordsError
 
 
@@ -45,8 +45,8 @@ def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> Non
 
 def test_the_price_counts_successful_pages_and_the_time_of_answering() -> None:
     starts = (
-        Start("2026-01-01T00:00:00+00:00", 100.0, 30.0, 60, 40, 0, "stopped"),
-        Start("2026-01-01T01:00:00+00:00", 100.0, 20.0, 70, 60, 20, "finished"),
+        JobStart("2026-01-01T00:00:00+00:00", 100.0, 30.0, 60, 40, 0, "stopped"),
+        JobStart("2026-01-01T01:00:00+00:00", 100.0, 20.0, 70, 60, 20, "finished"),
     )
     ledger = Ledger(starts=starts, cost_per_hour=3.6)
     assert (ledger.seconds, ledger.pages_per_second) == (50.0, 2.0)

@@ -22,7 +22,7 @@ from tests.batch.shuffling import JOB, Shuffling, opened, run_job
 from tests.conftest import noise
 
 from panscan.batch.items import BatchItem, find_work
-from panscan.batch.tables import Columns
+from panscan.batch.tables import TableColumns
 from panscan.cli.main import run
 from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError
 from panscan.images.files import find_pages, load_page, page_named
@@ -62,7 +62,7 @@ def refuse(problem: InputError) -> None:
     raise problem
 
 
-def find(*sources: str, columns: Columns | None = None, **options: Any) -> list[BatchItem]:
+def find(*sources: str, columns: TableColumns | None = None, **options: Any) -> list[BatchItem]:
     given = {"whole_files": False, "limit": None, "on_problem": refuse, **options}
     return list(find_work(sources, columns=columns, **given))
 
@@ -171,10 +171,10 @@ def test_rows_of_parquet_files_are_requests(store: S3Server, tmp_path: Path) -> 
             JOB.request(items[2])
         assert JOB.request(items[0]).images == (picture(1),)  # an earlier row, after a later one
     assert [item.question for item in find(here, has_prompt=True)] == [None, None, None]
-    columns = Columns(image="scan", id="page")
+    columns = TableColumns(image="scan", id="page")
     named = write_table(tmp_path / "c.parquet", scan=[picture(3), picture(4), picture(5)], page=["x", "y", "z"])
     assert [item.id for item in find(named, columns=columns)] == ["x", "y", "z"]
-    assert [item.id for item in find(str(tmp_path / "c*.parquet"), columns=Columns(image="scan"), limit=1)] == [
+    assert [item.id for item in find(str(tmp_path / "c*.parquet"), columns=TableColumns(image="scan"), limit=1)] == [
         f"{tmp_path}/c.parquet#row=1"
     ]
 
@@ -182,11 +182,11 @@ def test_rows_of_parquet_files_are_requests(store: S3Server, tmp_path: Path) -> 
 def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
     table = write_table(tmp_path / "a.parquet", image=[picture(1)] * 2, id=["x", "x"], n=[1, 2])
     for columns, reason in (
-        (Columns(), "another row has the id 'x': choose another --id-column"),
-        (Columns(image="scan"), "no column 'scan'; it has image, id, n: name one with --image-column"),
-        (Columns(prompt="text"), "no column 'text'"),
-        (Columns(image="n", id="n"), "column 'n' is int64, not images"),
-        (Columns(prompt="n", id="n"), "the prompts in column 'n' are int64, not text"),
+        (TableColumns(), "another row has the id 'x': choose another --id-column"),
+        (TableColumns(image="scan"), "no column 'scan'; it has image, id, n: name one with --image-column"),
+        (TableColumns(prompt="text"), "no column 'text'"),
+        (TableColumns(image="n", id="n"), "column 'n' is int64, not images"),
+        (TableColumns(prompt="n", id="n"), "the prompts in column 'n' are int64, not text"),
     ):
         with pytest.raises(DatasetError) as caught:
             find(table, columns=columns)
@@ -195,7 +195,7 @@ def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"bad\.parquet: not a readable Parquet file"):
         find(str(tmp_path / "bad.parquet"))
     with pytest.raises(SettingError, match="--image-column, --id-column and --prompt-column are for Parquet"):
-        find(str(tmp_path), columns=Columns(image="scan"))
+        find(str(tmp_path), columns=TableColumns(image="scan"))
     outside = write_table(tmp_path / "o.parquet", image=["../secret.png", "https://example.org/a.png"])
     for item, reason in zip(find(outside), ("outside the dataset's folder", "is a URL"), strict=True):
         with pytest.raises(DatasetError, match=reason):

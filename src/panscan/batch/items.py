@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from panscan.batch.tables import Columns, RowImages, Table, is_table
+from panscan.batch.tables import ParquetTable, RowImages, TableColumns, is_table
 from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.core.request import MAX_PAGES
 from panscan.engine.daemons import DaemonThreads
@@ -96,7 +96,7 @@ def find_work(
     on_problem: Callable[[ImageError], None],
     external_images: bool = False,
     max_pages: int = MAX_PAGES,
-    columns: Columns | None = None,
+    columns: TableColumns | None = None,
     has_prompt: bool = False,
 ) -> BatchWork:
     """The work that a user's sources stand for.
@@ -122,7 +122,7 @@ def find_work(
             raise SettingError(f"Parquet files are a job of their own: give {' '.join(sources)} to separate jobs")
         if whole_files:
             raise SettingError("--whole-files does not go with Parquet files: each row is one request already")
-        return _table_work(sources, columns or Columns(), limit, on_problem, has_prompt, external=external_images)
+        return _table_work(sources, columns or TableColumns(), limit, on_problem, has_prompt, external=external_images)
     if columns is not None:
         raise SettingError("--image-column, --id-column and --prompt-column are for Parquet files (.parquet)")
     if any(_is_dataset(source) for source in sources):
@@ -168,7 +168,7 @@ def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
 
 def _table_work(
     sources: Sequence[str],
-    columns: Columns,
+    columns: TableColumns,
     limit: int | None,
     on_problem: Callable[[ImageError], None],
     has_prompt: bool,
@@ -179,7 +179,7 @@ def _table_work(
         raise SettingError("--prompt-column and --prompt exclude each other: give one of them")
     prompts = True if columns.prompt is not None else False if has_prompt else None
     files = list(dict.fromkeys(file for source in sources for file in _table_files(source, on_problem)))
-    tables = [Table(file, columns, prompts=prompts, external=external) for file in files]
+    tables = [ParquetTable(file, columns, prompts=prompts, external=external) for file in files]
     if len({table.has_prompts for table in tables}) > 1:
         raise SettingError("some of the Parquet files have prompts and others do not: give --prompt or separate jobs")
     _refuse_repeated_ids(tables)
@@ -192,7 +192,7 @@ def _table_files(source: str, on_problem: Callable[[ImageError], None]) -> list[
     return _files(source, on_problem) if glob or not is_stored(source) else [source]
 
 
-def _refuse_repeated_ids(tables: Iterable[Table]) -> None:
+def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
     """Check the ids of all rows before anything is asked; a job resumes by them."""
     known: set[str] = set()
     for table in tables:
@@ -202,7 +202,7 @@ def _refuse_repeated_ids(tables: Iterable[Table]) -> None:
             known.add(row.id)
 
 
-def _table_items(tables: Iterable[Table]) -> Iterator[list[BatchItem]]:
+def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
     for table in tables:
         for row in table:
             empty = row.prompt is not None and not row.prompt.strip()

@@ -19,7 +19,7 @@ from panscan.batch.jsonl import Record
 from panscan.core import RecordsError, now
 from panscan.records.store import write_atomically
 
-__all__ = ["SCHEMA", "Ledger", "LedgerWriter", "Start", "ledger_path", "read_ledger"]
+__all__ = ["SCHEMA", "JobStart", "Ledger", "LedgerWriter", "ledger_path", "read_ledger"]
 
 SCHEMA = 1
 
@@ -31,7 +31,7 @@ _OTHER = "other reasons"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class JobStart:
     """One start of a job.
 
     Args:
@@ -80,7 +80,7 @@ class Ledger:
     image_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    starts: tuple[Start, ...] = ()
+    starts: tuple[JobStart, ...] = ()
     cost_per_hour: float | None = None
 
     @property
@@ -134,7 +134,7 @@ def read_ledger(path: Path) -> Ledger:
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RecordsError(f"{path}: not a ledger of schema {SCHEMA}")
     try:
-        starts = tuple(_checked(Start, each) for each in found["starts"])
+        starts = tuple(_checked(JobStart, each) for each in found["starts"])
         kept = {name: found[name] for name in (each.name for each in fields(Ledger)) if name != "starts"}
         ledger: Ledger = _checked(Ledger, {**kept, "starts": starts})
     except (KeyError, TypeError, ValueError) as error:
@@ -159,7 +159,7 @@ class LedgerWriter:
         before = read_ledger(self.path) if resumed and self.path.exists() else Ledger()
         cost = before.cost_per_hour if cost_per_hour is None else cost_per_hour
         self._ledger = replace(before, cost_per_hour=cost)
-        self._start = Start(datetime.now(UTC).isoformat(timespec="seconds"))
+        self._start = JobStart(datetime.now(UTC).isoformat(timespec="seconds"))
         self._began = self._written = now()
 
     @property
@@ -250,6 +250,6 @@ def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:
         number = each.type in ("int", "float", "float | None")
         if number and not (isinstance(value, int | float) or (value is None and "None" in str(each.type))):
             raise TypeError(f"{each.name} is {value!r}, not a number")
-    if isinstance(found, Start) and found.ending not in get_args(Ending):
+    if isinstance(found, JobStart) and found.ending not in get_args(Ending):
         raise ValueError(f"ending is {found.ending!r}")
     return found

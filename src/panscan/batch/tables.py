@@ -16,7 +16,7 @@ from panscan.images.storage import is_stored, open_object
 from panscan.quality.datasets import Boundary
 from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, image_bytes, require_pyarrow
 
-__all__ = ["Columns", "RowImages", "Table", "TableRow", "is_table", "write_answers"]
+__all__ = ["ParquetTable", "RowImages", "TableColumns", "TableRow", "is_table", "write_answers"]
 
 _IMAGE_ROWS = 16  # rows whose images are decoded from Parquet at once
 _TEXT_ROWS = 1000
@@ -30,8 +30,8 @@ _ANSWERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Columns of a table that the user named; None chooses one by its usual names."""
+class TableColumns:
+    """Columns of Parquet files that the user named; None chooses one by its usual names."""
 
     image: str | None = None
     id: str | None = None
@@ -42,7 +42,7 @@ class Columns:
 class RowImages:
     """The images of one row, which are read when the row is asked about."""
 
-    table: Table
+    table: ParquetTable
     row: int
 
     def read(self) -> tuple[bytes | str, ...]:
@@ -69,7 +69,7 @@ def is_table(source: str) -> bool:
     return source.lower().endswith(".parquet")
 
 
-class Table:
+class ParquetTable:
     """A Parquet file, local or on an object store.
 
     Args:
@@ -88,7 +88,7 @@ class Table:
         UnsupportedError: pyarrow is missing.
     """
 
-    def __init__(self, source: str, columns: Columns, *, prompts: bool | None, external: bool) -> None:
+    def __init__(self, source: str, columns: TableColumns, *, prompts: bool | None, external: bool) -> None:
         self.source = source
         self._pa = require_pyarrow(source)
         self._boundary = None if is_stored(source) else Boundary([Path(source).parent], external=external)

@@ -201,10 +201,10 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
 
 
 def _columns(options: dict[str, Any]) -> Any:
-    from panscan.batch.tables import Columns
+    from panscan.batch.tables import TableColumns
 
     names = {name: options[f"{name}_column"] for name in ("image", "id", "prompt")}
-    return Columns(**names) if any(name is not None for name in names.values()) else None
+    return TableColumns(**names) if any(name is not None for name in names.values()) else None
 
 
 def _say_speed(ledger: Any) -> None:
