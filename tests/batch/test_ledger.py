@@ -31,7 +31,7 @@ def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> Non
     writer.end(first, "stopped")
     more = LedgerWriter(answers, resumed=True, cost_per_hour=None)
     more.retried()
-    again = line("b.png", prompt_tokens=300, image_tokens=256, output_tokens=4)
+    again = line("b.png", prompt_tokens=300, image_tokens=256, output_tokens=4, retries=2)
     more.add(again)
     ended = more.end([first[0], again, *first[2:]], "finished")
     found = read_ledger(ledger_path(answers))
@@ -40,7 +40,7 @@ def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> Non
     assert found.reasons == {"truncated": 1, "s3://in/d.png: no such object": 1}
     assert (found.prompt_tokens, found.image_tokens, found.output_tokens) == (1100, 1024, 9)
     assert [start.ending for start in found.starts] == ["stopped", "finished"]
-    assert (found.retries, found.load_seconds, found.cost_per_hour) == (1, 2.5, 7.2)
+    assert (found.retries, found.replica_retries, found.load_seconds, found.cost_per_hour) == (3, 2, 2.5, 7.2)
 
 
 def test_the_price_counts_successful_pages_and_the_time_of_answering() -> None:

@@ -24,7 +24,7 @@ from tests.conftest import noise
 from panscan.batch.items import BatchItem, find_work
 from panscan.batch.tables import TableColumns
 from panscan.cli.main import run
-from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError
+from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError, UnsupportedError
 from panscan.images.files import find_pages, load_page, page_named
 
 pytest.importorskip("obstore")
@@ -267,6 +267,27 @@ def test_a_killed_job_over_a_table_and_a_store_resumes_without_asking_twice(stor
     rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
     assert [row["id"] for row in rows] == [f"row {number}" for number in range(count)]
     assert lines(store.buckets["out"]["a.parquet.jsonl"])[: len(before)] == before
+
+
+def test_an_output_never_replaces_a_foreign_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_table(tmp_path / "t.parquet", image=[picture(1)])
+    job = ["batch", *QUICK, "t.parquet", *QUESTION, "-o"]
+    before = (tmp_path / "t.parquet").read_bytes()
+    assert run([*job, "t.parquet", "--force"]) == 3
+    assert "-o t.parquet would overwrite t.parquet, a source of this job" in capsys.readouterr().err
+    (tmp_path / "other.parquet").write_bytes(before)
+    assert run([*job, "other.parquet"]) == 3
+    assert "other.parquet exists but other.parquet.jsonl does not" in capsys.readouterr().err
+    assert (tmp_path / "other.parquet").read_bytes() == before
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UnsupportedError, match=r"needs obstore: pip install 'panscan\[storage\]'"):
+        find("s3://in/a.png")
 
 
 def test_an_unreadable_object_is_a_document_that_failed(store: S3Server) -> None:

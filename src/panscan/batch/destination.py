@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from panscan.batch.answers import Mode
+from panscan.batch.answers import Mode, refuse_sources
 from panscan.batch.jsonl import JsonLines, unwritable
 from panscan.batch.ledger import ledger_path
 from panscan.batch.tables import is_table, write_answers
@@ -60,15 +60,19 @@ class Destination:
     table_url: str | None = None
 
     def refuse_sources(self, sources: Collection[str]) -> None:
-        """Refuse objects and a Parquet file that are sources of the job.
+        """Refuse an output that would overwrite what is asked about.
+
+        Args:
+            sources: every file and object that is read.
 
         Raises:
-            RecordsError: one of them is.
+            RecordsError: a file or object of the output is one of them.
         """
-        written = {self.url, self.table_url, None if self.table is None else str(self.table)} - {None}
-        for source in sources if written else ():
-            if source in written:
-                raise RecordsError(f"-o {self.name} would overwrite {source}, a source of this job")
+        for path in (self.path, self.table):
+            if path is not None:
+                refuse_sources(path, sources)
+        for url in {self.url, self.table_url} & set(sources) if self.url is not None else ():
+            raise RecordsError(f"-o {self.name} would overwrite {url}, a source of this job")
 
     def finish(self) -> None:
         """Write the Parquet file from the finished answers.
@@ -118,11 +122,14 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         StorageError: the store refused, or did not answer before the deadline.
     """
     if target.url is None:
-        if mode == "resume" and target.table is not None and target.table.exists() and not target.path.exists():
-            raise RecordsError(f"{target.path} is missing, from which {target.name} was made: --force starts again")
+        if target.table is not None and target.table.exists() and not target.path.exists():
+            _refuse_table(target, mode)
         return
-    exists = object_exists(target.url)
-    if mode == "force" or not exists:
+    if not object_exists(target.url):
+        if target.table_url is not None and not target.path.exists() and object_exists(target.table_url):
+            _refuse_table(target, mode)
+        return
+    if mode == "force":
         return
     if target.path.exists() and target.path.stat().st_size:
         if mode == "resume":
@@ -137,6 +144,13 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
                 download(target.url + suffix, target.path.with_name(target.path.name + suffix))
     except OSError as error:
         raise unwritable(target.path, error) from error
+
+
+def _refuse_table(target: Destination, mode: Mode) -> None:
+    """Refuse a Parquet file without the lines from which it would be resumed."""
+    if mode != "force":
+        lines = target.path if target.url is None else target.url
+        raise RecordsError(f"{target.name} exists but {lines} does not: choose another -o, or replace it with --force")
 
 
 def _refuse_older_spool(url: str, path: Path) -> None:

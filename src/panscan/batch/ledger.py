@@ -67,6 +67,7 @@ class Ledger:
         image_tokens: of all requests.
         cached_tokens: prompt tokens that were found in the prefix cache.
         output_tokens: of all requests.
+        replica_retries: times that a request was given to another replica because one had failed.
         starts: the job's starts in order.
         cost_per_hour: price of the machines, in any currency; None if it was not given.
     """
@@ -80,6 +81,7 @@ class Ledger:
     image_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    replica_retries: int = 0
     starts: tuple[JobStart, ...] = ()
     cost_per_hour: float | None = None
 
@@ -95,8 +97,8 @@ class Ledger:
 
     @property
     def retries(self) -> int:
-        """Requests that were asked again because they had failed."""
-        return sum(start.retries for start in self.starts)
+        """Requests that were asked again because they or a replica had failed."""
+        return self.replica_retries + sum(start.retries for start in self.starts)
 
     @property
     def pages_per_second(self) -> float | None:
@@ -223,10 +225,11 @@ def _counts(records: Iterable[Record]) -> dict[str, Any]:
         pages, failed = len(record["image"]), record.get("error") is not None
         sums.update({"requests": 1, "pages": pages, "failed_pages" if failed else "successful_pages": pages})
         sums.update({name: record.get(name) or 0 for name in _TOKENS})  # lines of older versions lack some
+        sums["replica_retries"] += record.get("retries") or 0
         if failed:
             reason = _reason(record)
             reasons[reason if reason in reasons or len(reasons) < _REASONS else _OTHER] += 1
-    names = ("requests", "pages", "successful_pages", "failed_pages", *_TOKENS)
+    names = ("requests", "pages", "successful_pages", "failed_pages", "replica_retries", *_TOKENS)
     return {**{name: sums[name] for name in names}, "reasons": dict(reasons.most_common())}
 
 

@@ -26,6 +26,7 @@ _ANSWERS = {
     "id": "string", "image": "list", "question": "string", "answer": "string", "finish_reason": "string",
     "views": "int32", "crops": "int32", "image_tokens": "int32", "prompt_tokens": "int32", "output_tokens": "int32",
     "error": "string", "cached_tokens": "int32", "ttft_ms": "float64", "e2el_ms": "float64",
+    "retries": "int32",
 }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def command(**options: Any) -> int:
     {image, question} and perhaps id; its images are relative to its file. A document that fails has its reason in its
     line, and the others go on. Whatever ends the job, even kill -9, --resume asks only what was not answered.
     """
-    from panscan.batch.answers import AnswerFile, refuse_sources
+    from panscan.batch.answers import AnswerFile
     from panscan.batch.destination import destination, fetch_previous
     from panscan.batch.dispatch import up_to_first_question
     from panscan.batch.items import find_work
@@ -146,7 +146,6 @@ def command(**options: Any) -> int:
         )
         target = destination(options["output"])
         target.refuse_sources(work.files)
-        refuse_sources(target.path, work.files)
     job = _job(options, dataset=work.has_questions)
     header = job.header()
     with console.status("looking for earlier answers"):
