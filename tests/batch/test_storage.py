@@ -161,6 +161,7 @@ def test_rows_of_parquet_files_are_requests(store: S3Server, tmp_path: Path) -> 
     structs = [{"bytes": picture(1), "path": "x.png"}, {"bytes": picture(2), "path": None}, None]
     here = write_table(tmp_path / "a.parquet", image=structs, question=["Who?", " ", "Why?"], id=[7, 8, 9])
     store.buckets["in"]["b.parquet"] = Path(here).read_bytes()
+    assert [item.id for item in find(f"file://{here}")] == ["7", "8", "9"]
     for source in (here, "s3://in/b.parquet"):
         items = find(source)
         assert [(item.id, item.question) for item in items] == [("7", "Who?"), ("8", " "), ("9", "Why?")]

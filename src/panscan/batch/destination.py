@@ -186,12 +186,13 @@ class Uploader:
         assert target.url is not None
         self._target, self._url, self._replace = target, target.url, replace
         self._due = now()
+        self._begun = False
         self._thread: threading.Thread | None = None
         self._worked = False
         self._error: StorageError | None = None
 
     def answered(self) -> None:
-        """Start an upload if one is due.
+        """Start an upload if one is due. To be called before each answer is written.
 
         Raises:
             StorageError: the first upload failed, so that the store may refuse all of them.
@@ -203,7 +204,9 @@ class Uploader:
             if not self._worked:
                 raise error
             _LOG.warning("%s; the answers are in %s, and the upload is tried again", error, self._target.path)
-        if now() >= self._due and self._target.path.exists():
+        # Before the first answer of a start is written, the file may hold those of a job that --force replaces.
+        begun, self._begun = self._begun, True
+        if begun and now() >= self._due and self._target.path.exists():
             self._thread = threading.Thread(target=self._try, name="panscan-upload", daemon=True)
             self._thread.start()
 

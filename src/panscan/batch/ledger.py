@@ -28,6 +28,7 @@ Ending = Literal["running", "finished", "stopped"]
 _EVERY_S = 10.0  # a killed start loses the time since the last write
 _REASONS = 50  # different reasons that are counted; the rest share one entry
 _OTHER = "other reasons"
+_FIX = "delete it to begin a new one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +133,15 @@ def read_ledger(path: Path) -> Ledger:
     except OSError as error:
         raise RecordsError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise RecordsError(f"{path}: not a ledger: it is not JSON") from error
+        raise RecordsError(f"{path}: not a ledger: it is not JSON ({_FIX})") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise RecordsError(f"{path}: not a ledger of schema {SCHEMA}")
+        raise RecordsError(f"{path}: not a ledger of schema {SCHEMA} ({_FIX})")
     try:
         starts = tuple(_checked(JobStart, each) for each in found["starts"])
         kept = {name: found[name] for name in (each.name for each in fields(Ledger)) if name != "starts"}
         ledger: Ledger = _checked(Ledger, {**kept, "starts": starts})
     except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{path}: not a ledger: {error}") from error
+        raise RecordsError(f"{path}: not a ledger: {error} ({_FIX})") from error
     return ledger
 
 

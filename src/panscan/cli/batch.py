@@ -100,7 +100,7 @@ Answers for a Parquet file or an object store are written to JSON Lines on this 
 @click.option("--image-column", metavar="NAME", help="Image column of Parquet input.  [default: image]")
 @click.option("--id-column", metavar="NAME", help="Id column of Parquet input.  [default: id]")
 @click.option("--prompt-column", metavar="NAME", help="Prompt column of Parquet input.  [default: question]")
-@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Report the price per million pages.")
+@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Price of the machines, for the price per page.")
 @storage_option
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @json_schema_option
@@ -119,7 +119,6 @@ def command(**options: Any) -> int:
     from panscan.batch.answers import AnswerFile
     from panscan.batch.destination import destination, fetch_previous
     from panscan.batch.dispatch import up_to_first_question
-    from panscan.batch.items import find_work
     from panscan.batch.job import changed_versions, difference
     from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import Answered
@@ -129,21 +128,8 @@ def command(**options: Any) -> int:
     quiet_libraries()
     mode = _mode(options)
     console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
-
-    def on_problem(problem: ImageError) -> None:
-        console.print(f"left out: {problem}", style="yellow", soft_wrap=True)
-
     with console.status("finding documents"):
-        work = find_work(
-            options["sources"],
-            whole_files=options["whole_files"],
-            limit=options["limit"],
-            max_pages=options["max_pages"],
-            on_problem=on_problem,
-            external_images=options["allow_external_images"],
-            columns=_columns(options),
-            has_prompt=options["prompt"] is not None,
-        )
+        work = _work(options)
         target = destination(options["output"])
         target.refuse_sources(work.files)
     job = _job(options, dataset=work.has_questions)
@@ -165,7 +151,7 @@ def command(**options: Any) -> int:
             _resumable(file, job.prompt if options["prompt"] in (None, "-") else None),
             _kept(file, target, ledger, mode, idle=idle) as keep,
         ):
-            _answer(job, ahead, tasks, file, answered, work, ledger, keep, in_order=options["order"] == "input")
+            _answer(job, ahead, tasks, file, answered, work, options, ledger, keep)
         if not idle:
             _say_speed(ledger.ledger)
         return _summary(file, options["output"], idle=idle)
@@ -199,6 +185,24 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
             uploader.finish()
 
 
+def _work(options: dict[str, Any]) -> Any:
+    from panscan.batch.items import find_work
+
+    def on_problem(problem: ImageError) -> None:
+        errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+
+    return find_work(
+        options["sources"],
+        whole_files=options["whole_files"],
+        limit=options["limit"],
+        max_pages=options["max_pages"],
+        on_problem=on_problem,
+        external_images=options["allow_external_images"],
+        columns=_columns(options),
+        has_prompt=options["prompt"] is not None,
+    )
+
+
 def _columns(options: dict[str, Any]) -> Any:
     from panscan.batch.tables import TableColumns
 
@@ -217,7 +221,15 @@ def _say_speed(ledger: Any) -> None:
 
 
 def _answer(
-    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, ledger: Any, keep: Any, *, in_order: bool
+    job: Any,
+    ahead: Any,
+    tasks: Any,
+    file: Any,
+    answered: Any,
+    work: Any,
+    options: dict[str, Any],
+    ledger: Any,
+    keep: Any,
 ) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
 
@@ -247,7 +259,7 @@ def _answer(
             job,
             counted(chain(ahead, tasks)),
             file,
-            window=answers_ahead(job.settings) if in_order else None,
+            window=answers_ahead(job.settings) if options["order"] == "input" else None,
             proven=answered.any_succeeded,
             on_answer=on_answer,
         )
