@@ -151,26 +151,40 @@ def command(**options: Any) -> int:
             _resumable(file, job.prompt if options["prompt"] in (None, "-") else None),
             _kept(file, target, ledger, mode, idle=idle) as keep,
         ):
-            _answer(job, ahead, tasks, file, answered, work, options, ledger, keep)
+            _answer(job, ahead, tasks, file, answered, work, options, keep)
         if not idle:
             _say_speed(ledger.ledger)
         return _summary(file, options["output"], idle=idle)
 
 
+class _Keeper:
+    """The ledger of a job, and its uploads if the answers go to an object store."""
+
+    def __init__(self, ledger: Any, uploader: Any) -> None:
+        self.ledger, self._uploader = ledger, uploader
+
+    def counted(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the tasks, and count those that are asked again."""
+        for task in tasks:
+            if task.replaces is not None:
+                self.ledger.retried()
+            yield task
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Count an answer, and upload it if an upload is due."""
+        self.ledger.add(record)
+        if self._uploader is not None:
+            self._uploader.answered()
+
+
 @contextmanager
-def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[Any]:
-    """Yield what counts each answer and uploads it if need be; complete the output when the job ends."""
+def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_Keeper]:
+    """Yield what counts and uploads answers; complete the output when the job ends."""
     from panscan.batch.destination import Uploader
 
     uploader = None if target.url is None else Uploader(target, replace=mode == "force")
-
-    def keep(record: dict[str, Any]) -> None:
-        ledger.add(record)
-        if uploader is not None:
-            uploader.answered()
-
     try:
-        yield keep
+        yield _Keeper(ledger, uploader)
         file.finish()
     except (KeyboardInterrupt, PanscanError):
         if file.begun and not idle:
@@ -221,23 +235,9 @@ def _say_speed(ledger: Any) -> None:
 
 
 def _answer(
-    job: Any,
-    ahead: Any,
-    tasks: Any,
-    file: Any,
-    answered: Any,
-    work: Any,
-    options: dict[str, Any],
-    ledger: Any,
-    keep: Any,
+    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _Keeper
 ) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
-
-    def counted(some: Iterable[Any]) -> Iterator[Any]:
-        for task in some:
-            if task.replaces is not None:
-                ledger.retried()
-            yield task
 
     with ExitStack() as stack:
         engine = None
@@ -247,17 +247,17 @@ def _answer(
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
                 began = now()
                 engine = stack.enter_context(Engine.from_settings(job.settings))
-                ledger.loaded(now() - began)
+                keep.ledger.loaded(now() - began)
         show = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
 
         def on_answer(record: dict[str, Any]) -> None:
             show(record)
-            keep(record)
+            keep.keep(record)
 
         answer(
             engine,
             job,
-            counted(chain(ahead, tasks)),
+            keep.counted(chain(ahead, tasks)),
             file,
             window=answers_ahead(job.settings) if options["order"] == "input" else None,
             proven=answered.any_succeeded,
