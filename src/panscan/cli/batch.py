@@ -43,6 +43,7 @@ __all__ = ["command"]
 
 _NOT_HERE = ("runner", *foreign_settings("engine"))
 _LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
+_REPLICAS = InRange(Range(whole=True, least=1, most=1024))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\b
@@ -84,6 +85,8 @@ moves to answers.jsonl.torn.
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@click.option("--replicas", type=_REPLICAS, help="Run this many replicas of the engine on Ray.")
+@click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
 @json_schema_option
 @external_images_option
 @url_options
@@ -132,31 +135,45 @@ def command(**options: Any) -> int:
             tasks = answered.left(work)
             ahead = up_to_first_question(tasks)
         with _resumable(file, job.prompt if options["prompt"] in (None, "-") else None):
-            _answer(job, ahead, tasks, file, answered, work, in_order=options["order"] == "input")
+            _answer(job, ahead, tasks, file, answered, work, options)
             file.finish()
         return _summary(file, options["output"], idle=all(task.held for task in ahead))
 
 
-def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
+def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any]) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
 
     with ExitStack() as stack:
         engine = None
         if ahead and ahead[-1].needs_engine:
-            from panscan.engine.engine import Engine
-
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
-                engine = stack.enter_context(Engine.from_settings(job.settings))
+                engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
         on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+        in_order = options["order"] == "input"
         answer(
             engine,
             job,
             chain(ahead, tasks),
             file,
-            window=answers_ahead(job.settings) if in_order else None,
+            window=answers_ahead(job.settings, options["replicas"] or 1) if in_order else None,
             proven=answered.any_succeeded,
             on_answer=on_answer,
         )
+
+
+def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -> Any:
+    """Load the model, in this process or in replicas.
+
+    Raises:
+        PanscanError: the model cannot be loaded.
+    """
+    if replicas is None and ray_address is None:
+        from panscan.engine.engine import Engine
+
+        return Engine.from_settings(settings)
+    from panscan.serve.cluster_engine import ClusterEngine
+
+    return ClusterEngine(settings, replicas or 1, ray_address)
 
 
 def _job(options: dict[str, Any], *, dataset: bool) -> Any:
