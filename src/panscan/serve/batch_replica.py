@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from panscan.core import EngineError, Request, Result
@@ -31,11 +32,12 @@ class BatchReplica:
         settings: settings of the model and its runner.
         replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
         id: name of the replica.
+        threads: number of CPU threads; None: an equal share of the machine's cores.
         folder: working directory of the job, to which relative paths refer. Replicas on other machines may lack it.
     """
 
-    def __init__(self, settings: Settings, replicas: int, id: str, folder: str) -> None:
-        self._arguments = settings, replicas, id
+    def __init__(self, settings: Settings, replicas: int, id: str, threads: int | None, folder: str) -> None:
+        self._open = partial(EngineReplica, settings, replicas, id=id, threads=threads)
         with suppress(OSError):
             os.chdir(folder)
 
@@ -45,7 +47,7 @@ class BatchReplica:
         Raises:
             PanscanError: the model cannot be loaded.
         """
-        self._replica = EngineReplica(*self._arguments)
+        self._replica = self._open()
         return await self._replica.info()
 
     async def answer(self, request: Request, work: Work) -> Result | InvisibleFiles:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -77,10 +78,18 @@ class ClusterEngine:
             raise
         self._replicas = replicas
 
-    @property
-    def ready(self) -> int:
-        """Number of replicas that can take requests now."""
-        return len(self._fleet.ready)
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all replicas have loaded the model. Requests can be answered before.
+
+        Raises:
+            EngineError: they have not in time.
+            PanscanError: the model cannot be loaded.
+        """
+        end = monotonic() + seconds
+        while len(self._fleet.ready) < self._replicas:
+            self._fleet.turn()
+            if monotonic() > end:
+                raise EngineError(f"{len(self._fleet.ready)} of {self._replicas} replicas started in {seconds:g} s")
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None

@@ -6,6 +6,7 @@ Import this module in a :func:`panscan.serve.ray_session.ray_session`: Ray reads
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,7 +143,8 @@ class ReplicaFleet:
         id = f"replica-{next(self._numbers)}"
         options = {"num_cpus": 1, "num_gpus": self._gpus, "max_concurrency": _CALLS, "max_restarts": 0}
         remote = ray.remote(**options)(BatchReplica)
-        actor = self._starting[id] = remote.remote(self._settings, self._replicas, id, str(Path.cwd()))
+        actor = remote.remote(self._settings, self._replicas, id, _threads(), str(Path.cwd()))
+        self._starting[id] = actor
         self.call(actor.load.remote(), partial(self._loaded, id))
 
     def _loaded(self, id: str, _info: Any, error: Exception | None) -> None:
@@ -178,6 +180,12 @@ class ReplicaFleet:
         replica.checked = True
         if error is not None:
             self.lose(replica, str(error))
+
+
+def _threads() -> int | None:
+    """Return the number of threads that the user has chosen. In a replica, Ray sets the variable itself."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    return int(chosen) if chosen.isdecimal() and int(chosen) else None
 
 
 def _kill(actor: Any) -> None:

@@ -36,12 +36,13 @@ class EngineReplica:
         settings: settings of the model and its runner.
         replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
         id: name of this replica; None: the one that Ray Serve has given it.
+        threads: number of CPU threads; None: an equal share of this machine's cores. Ignored on a GPU.
     """
 
-    def __init__(self, settings: Settings, replicas: int, id: str | None = None) -> None:
+    def __init__(self, settings: Settings, replicas: int, *, id: str | None = None, threads: int | None = None) -> None:
         on_gpu = resolve_device(settings.device).type == "cuda"
         if not on_gpu:
-            set_thread_count(max(1, (os.cpu_count() or 1) // replicas))
+            set_thread_count(threads or max(1, (os.cpu_count() or 1) // replicas))
         self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
         self._model = open_model(settings)
         self._id = _replica_id() if id is None else id
