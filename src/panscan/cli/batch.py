@@ -187,7 +187,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     return Job(
-        settings=with_resolved_dtype(settings),
+        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
         prompt=prompt,
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
@@ -195,6 +195,19 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         max_pages=options["max_pages"],
         json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
     )
+
+
+def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
+    """Return whether this machine can resolve the precision, which is part of what a job may not change.
+
+    Raises:
+        SettingError: the precision is ``auto``, and depends on the machines of a cluster.
+    """
+    if ray_address is None or settings.device == "cpu":
+        return True
+    if settings.dtype == "auto":
+        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
+    return False
 
 
 def _mode(options: dict[str, Any]) -> Any:

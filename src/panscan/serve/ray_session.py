@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +15,7 @@ from panscan.settings import Settings
 __all__ = ["check_gpus", "gpus_per_replica", "ray_session"]
 
 _OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk
+_CONNECT_SECONDS = 10.0
 _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
@@ -46,6 +49,7 @@ def ray_session(ray_address: str | None, *, replicas: int) -> Iterator[None]:
             include_dashboard=False,
             num_cpus=max(os.cpu_count() or 1, replicas + 2),  # logical CPUs, used for placement only
             object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
         )
     else:
         _join(ray_address)
@@ -96,12 +100,29 @@ def _join(address: str) -> None:
     """Connect to a running cluster.
 
     Raises:
-        SettingError: there is no cluster at the address, or it refuses this version of Ray or Python.
+        SettingError: there is no cluster at the address, or it runs another version of Ray or Python.
     """
     import ray
 
+    _check_listening(address)
     try:
-        ray.init(address=address)
+        ray.init(address=address, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise SettingError(f"--ray-address {address}: cannot join a Ray cluster there: {reason}") from error
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+        raise SettingError(f"--ray-address {address}: cannot join a Ray cluster: {reason}") from error
+
+
+def _check_listening(address: str) -> None:
+    """Check that something listens at an address with a port. Ray would try for minutes.
+
+    Raises:
+        SettingError: nothing does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingError(f"--ray-address {address}: no Ray cluster answers there: {reason}") from error
