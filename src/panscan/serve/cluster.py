@@ -112,7 +112,7 @@ def run_cluster(
         os.environ.pop(API_KEYS_VARIABLE, None)  # Ray's processes need only the digests that the options have
     elif options.port == 0:
         raise SettingError("--port 0: a Ray cluster needs the same port on every node; use a fixed port")
-    with ray_session(ray_address, replicas=scale.bound), _signals() as stop:
+    with ray_session(ray_address, replicas=scale.bound, show_logs=True), _signals() as stop:
         gpus = gpus_per_replica(options.settings)
         check_gpus(scale.bound, gpus, local=local)
         ingress = _deploy(options, scale, gpus, local=local)

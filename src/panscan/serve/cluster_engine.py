@@ -19,7 +19,7 @@ from panscan.core import EngineError, ImageError, InputError, PanscanError, Requ
 from panscan.core.ranges import Range
 from panscan.images.files import Page, PageBytes, expand_images
 from panscan.serve.backend import Work
-from panscan.serve.batch_replica import InvisibleFiles, ReplicaLostError
+from panscan.serve.batch_replica import BatchReplica, InvisibleFiles, ReplicaLostError
 from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
 from panscan.settings import RANGES, Settings
 
@@ -46,6 +46,7 @@ class ClusterEngine:
         settings: settings of the model.
         replicas: number of replicas.
         ray_address: address of a Ray cluster; None: start one on this machine.
+        actor: class of the replicas.
 
     Raises:
         SettingError: the number of replicas is out of range, there is no cluster at the address, or the machine has
@@ -54,7 +55,14 @@ class ClusterEngine:
         PanscanError: the model cannot be loaded.
     """
 
-    def __init__(self, settings: Settings, replicas: int, ray_address: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: int,
+        ray_address: str | None = None,
+        *,
+        actor: type[BatchReplica] = BatchReplica,
+    ) -> None:
         _REPLICAS.check("--replicas", replicas)
         self._most = settings.max_num_seqs + _AHEAD
         self._max_concurrency = settings.max_concurrency
@@ -65,12 +73,12 @@ class ClusterEngine:
         self._suspects: deque[_Flight] = deque()
         self._finished: deque[tuple[int, Result]] = deque()
         try:
-            self._stack.enter_context(ray_session(ray_address, replicas=replicas))
+            self._stack.enter_context(ray_session(ray_address, replicas=replicas, show_logs=False))
             gpus = gpus_per_replica(settings)
             check_gpus(replicas, gpus, local=ray_address is None)
             from panscan.serve.fleet import ReplicaFleet
 
-            self._fleet = ReplicaFleet(settings, replicas, gpus)
+            self._fleet = ReplicaFleet(settings, replicas, gpus, actor)
             self._stack.callback(self._fleet.close)
             self._fleet.start()
         except BaseException:
@@ -131,10 +139,7 @@ class ClusterEngine:
         try:
             while True:
                 for index, request in islice(source, most - len(self._flying)):
-                    self._flying[index] = flight = _Flight(
-                        index, f"{next(self._numbers)}", request, _work(request), now()
-                    )
-                    self._waiting.append(flight)
+                    self._accept(index, request)
                 if not self._flying:
                     return
                 self._place()
@@ -167,7 +172,7 @@ class ClusterEngine:
         """Send waiting requests to replicas that have room. The first replica is reserved while there are suspects."""
         ready = self._fleet.ready
         reserved = next(iter(ready.values()), None) if self._suspects else None
-        if reserved is not None and not reserved.running:
+        if reserved is not None and not reserved.running and self._suspects[0].ref is None:
             self._send(self._suspects[0], reserved)
         while self._waiting:
             free = [each.id for each in ready.values() if each.running < self._most and each is not reserved]

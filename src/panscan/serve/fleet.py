@@ -65,14 +65,15 @@ class ReplicaFleet:
         settings: settings of the model.
         replicas: number of replicas.
         gpus: GPUs per replica.
+        actor: class of the replicas.
 
     Attributes:
         ready: replicas that have loaded the model, by id.
         router: outstanding work and known images of each.
     """
 
-    def __init__(self, settings: Settings, replicas: int, gpus: int) -> None:
-        self._settings, self._replicas, self._gpus = settings, replicas, gpus
+    def __init__(self, settings: Settings, replicas: int, gpus: int, actor: type[BatchReplica]) -> None:
+        self._settings, self._replicas, self._gpus, self._actor = settings, replicas, gpus, actor
         self.ready: dict[str, FleetReplica] = {}
         self.router = Router()
         self._starting: dict[str, Any] = {}
@@ -129,7 +130,7 @@ class ReplicaFleet:
         self.router.set_replicas(self.ready)
         if self._losses >= _LOSSES + self._replicas:
             raise EngineError(f"{self._losses} replicas died in a row without an answer: {reason}")
-        log.warning("replica %s was lost (%s): starting another one", replica.id, reason)
+        log.warning("%s was lost (%s): starting another one", replica.id, reason)
         self._start_one()
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class ReplicaFleet:
     def _start_one(self) -> None:
         id = f"replica-{next(self._numbers)}"
         options = {"num_cpus": 1, "num_gpus": self._gpus, "max_concurrency": _CALLS, "max_restarts": 0}
-        remote = ray.remote(**options)(BatchReplica)
+        remote = ray.remote(**options)(self._actor)
         actor = remote.remote(self._settings, self._replicas, id, _threads(), str(Path.cwd()))
         self._starting[id] = actor
         self.call(actor.load.remote(), partial(self._loaded, id))
@@ -200,5 +201,5 @@ def _put(done: SimpleQueue[tuple[OnDone, Any, Exception | None]], on_done: OnDon
     elif isinstance(error, TaskCancelledError):
         error = EngineError("the call was cancelled")
     elif error is not None:
-        error = ReplicaLostError(f"the replica was lost: {type(error).__name__}")
+        error = ReplicaLostError(type(error).__name__)
     done.put((on_done, None if error is not None else future.result(), error))

@@ -25,12 +25,13 @@ _LOCAL_ENVIRONMENT = {
 
 
 @contextmanager
-def ray_session(ray_address: str | None, *, replicas: int) -> Iterator[None]:
+def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> Iterator[None]:
     """Join a Ray cluster, or start one on this machine and shut it down afterwards.
 
     Args:
         ray_address: address of a Ray cluster; None: start one.
         replicas: maximum number of replicas.
+        show_logs: whether to print the output of Ray's processes, which goes to Ray's log directory in any case.
 
     Raises:
         SettingError: there is no cluster at the address.
@@ -50,9 +51,10 @@ def ray_session(ray_address: str | None, *, replicas: int) -> Iterator[None]:
             num_cpus=max(os.cpu_count() or 1, replicas + 2),  # logical CPUs, used for placement only
             object_store_memory=_OBJECT_STORE_BYTES,
             logging_level=logging.WARNING,
+            log_to_driver=show_logs,
         )
     else:
-        _join(ray_address)
+        _join(ray_address, show_logs=show_logs)
     try:
         yield
     finally:
@@ -96,7 +98,7 @@ def check_gpus(replicas: int, gpus: int, *, local: bool) -> None:
         )
 
 
-def _join(address: str) -> None:
+def _join(address: str, *, show_logs: bool) -> None:
     """Connect to a running cluster.
 
     Raises:
@@ -106,7 +108,7 @@ def _join(address: str) -> None:
 
     _check_listening(address)
     try:
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=show_logs)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise SettingError(f"--ray-address {address}: cannot join a Ray cluster: {reason}") from error
