@@ -22,9 +22,9 @@ from panscan.images.samples import write_samples
 
 pytest.importorskip("ray", reason="needs the extra cluster")
 
-COMMON = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "2", "--max-new-tokens", "24"]
-PAGES = 60
-SECONDS = 120.0
+COMMON = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "2", "--max-new-tokens", "16"]
+PAGES = 40
+SECONDS = 240.0
 
 
 class Program:
@@ -88,7 +88,7 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_survives_a_killed_replica_and_resumes_with_and_without_replicas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,11 +99,10 @@ def test_a_job_survives_a_killed_replica_and_resumes_with_and_without_replicas(
     assert run([*job, "-o", "job.jsonl", "--limit", "5"]) == 0
     output = tmp_path / "job.jsonl"
     with program(tmp_path, "panscan", *job, "-o", "job.jsonl", "--resume", "--replicas", "2") as driver:
-        driver.wait_for(lambda: len(driver.replicas()) == 2 and count_lines(output) > 8)
+        driver.wait_for(lambda: len(driver.replicas()) == 2 and count_lines(output) > 6)
         driver.replicas()[0].kill()
-        driver.wait_for(lambda: "was lost (ActorDiedError)" in driver.log())
-        before = count_lines(output)
-        driver.wait_for(lambda: count_lines(output) > before)
+        driver.wait_for(lambda: b'"retries": 1' in output.read_bytes())
+        assert "was lost (ActorDiedError)" in driver.log()
         driver.process.send_signal(signal.SIGINT)
         driver.end()
         assert driver.process.returncode == 130
@@ -123,7 +122,7 @@ def unchanging(path: Path) -> list[bytes]:
     return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().splitlines()]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
     with program(tmp_path, "tests.batch.fragile_replicas") as driver:
         lines = [json.loads(line) for line in driver.end().splitlines()]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from panscan.core import EngineError, Request, Result
 from panscan.images.files import split_page
 from panscan.serve.backend import ModelInfo, Work
-from panscan.serve.replica import EngineReplica
 from panscan.settings import Settings
 
 __all__ = ["BatchReplica", "InvisibleFiles", "ReplicaLostError"]
@@ -37,7 +35,7 @@ class BatchReplica:
     """
 
     def __init__(self, settings: Settings, replicas: int, id: str, threads: int | None, folder: str) -> None:
-        self._open = partial(EngineReplica, settings, replicas, id=id, threads=threads)
+        self._settings, self._replicas, self._id, self._threads = settings, replicas, id, threads
         with suppress(OSError):
             os.chdir(folder)
 
@@ -47,7 +45,9 @@ class BatchReplica:
         Raises:
             PanscanError: the model cannot be loaded.
         """
-        self._replica = self._open()
+        from panscan.serve.replica import EngineReplica  # with PyTorch, which the driver does not need
+
+        self._replica = EngineReplica(self._settings, self._replicas, id=self._id, threads=self._threads)
         return await self._replica.info()
 
     async def answer(self, request: Request, work: Work) -> Result | InvisibleFiles:
