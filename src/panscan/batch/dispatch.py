@@ -56,9 +56,9 @@ def up_to_first_question(tasks: Iterator[Task]) -> list[Task]:
     return ahead
 
 
-def answers_ahead(settings: Settings) -> int:
-    """Answers that may wait for a slower one before them, when they are written in order."""
-    return 4 * max(settings.max_num_seqs, 16)
+def answers_ahead(settings: Settings, replicas: int = 1) -> int:
+    """Return how many answers may wait for a slower one before them, when they are written in order."""
+    return 4 * max(settings.max_num_seqs, 16) * replicas
 
 
 def answer(
@@ -267,4 +267,5 @@ def _record(item: BatchItem, result: Result) -> Record:
         "error": str(result.error) if failed else None,
         "cached_tokens": result.cached_tokens,
         **{name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()},
+        "retries": result.retries,
     }

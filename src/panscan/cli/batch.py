@@ -53,6 +53,7 @@ __all__ = ["command"]
 _NOT_HERE = ("runner", *foreign_settings("engine"))
 _LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
 _PRICE = InRange(Range(above=0, most=1_000_000))
+_REPLICAS = InRange(Range(whole=True, least=1, most=1024))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\b
@@ -103,6 +104,8 @@ Answers for a Parquet file or an object store are written to JSON Lines on this 
 @click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Price of the machines, for the price per page.")
 @storage_option
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@click.option("--replicas", type=_REPLICAS, help="Run this many replicas of the engine on Ray.")
+@click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
 @json_schema_option
 @external_images_option
 @url_options
@@ -242,11 +245,9 @@ def _answer(
     with ExitStack() as stack:
         engine = None
         if ahead and ahead[-1].needs_engine:
-            from panscan.engine.engine import Engine
-
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
                 began = now()
-                engine = stack.enter_context(Engine.from_settings(job.settings))
+                engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
                 keep.ledger.loaded(now() - began)
         show = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
 
@@ -254,15 +255,31 @@ def _answer(
             show(record)
             keep.keep(record)
 
+        in_order = options["order"] == "input"
         answer(
             engine,
             job,
             keep.counted(chain(ahead, tasks)),
             file,
-            window=answers_ahead(job.settings) if options["order"] == "input" else None,
+            window=answers_ahead(job.settings, options["replicas"] or 1) if in_order else None,
             proven=answered.any_succeeded,
             on_answer=on_answer,
         )
+
+
+def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -> Any:
+    """Load the model, in this process or in replicas.
+
+    Raises:
+        PanscanError: the model cannot be loaded.
+    """
+    if replicas is None and ray_address is None:
+        from panscan.engine.engine import Engine
+
+        return Engine.from_settings(settings)
+    from panscan.serve.cluster_engine import ClusterEngine
+
+    return ClusterEngine(settings, replicas or 1, ray_address)
 
 
 def _job(options: dict[str, Any], *, dataset: bool) -> Any:
@@ -276,7 +293,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     return Job(
-        settings=with_resolved_dtype(settings),
+        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
         prompt=prompt,
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
@@ -285,6 +302,19 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
         image_column=options["image_column"],
     )
+
+
+def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
+    """Return whether this machine can resolve the precision, which is part of what a job may not change.
+
+    Raises:
+        SettingError: the precision is ``auto``, and depends on the machines of a cluster.
+    """
+    if ray_address is None or settings.device == "cpu":
+        return True
+    if settings.dtype == "auto":
+        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
+    return False
 
 
 def _mode(options: dict[str, Any]) -> Any:
