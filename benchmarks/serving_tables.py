@@ -73,11 +73,13 @@ def serving_replicas() -> str:
     record = _record("replicas-4b")
     speed = {count: each["requests_per_s"]["median"] for count, each in record["throughput"].items()}
     hits = record["cache_hits"]
-    rows = [[f"{count} replica(s), distinct documents", f"{rate:.1f}", "-"] for count, rate in speed.items()]
+    shown = {"1": "1 replica", "2": "2 replicas", "1, its share": "1 replica, half of the requests"}
+    rows = [[f"{shown[name]}, distinct documents", f"{rate:.1f}", "-"] for name, rate in speed.items()]
     names = {"one engine": "one engine", "affinity": "2 replicas, affinity", "random": "2 replicas, random routing"}
     rows += [
-        [f"{shown}, follow-up questions", f"{found['requests_per_s']:.1f}", f"{100 * found['cached_share']:.0f}%"]
-        for shown, found in ((names[name], hits[name]) for name in names)
+        [f"{names[name]}, follow-up questions", f"{hits[name]['requests_per_s']:.1f}",
+         f"{100 * hits[name]['cached_share']:.0f}%"]
+        for name in names
     ]  # fmt: skip
     work = record["work"]
     follow_ups = record["follow_ups"]

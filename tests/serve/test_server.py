@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai import BadRequestError, NotFoundError, OpenAI
 from PIL import Image
 from tests.conftest import noise, printed
 from tests.serve.serving import (
@@ -41,6 +40,11 @@ from panscan.engine.detokenizer import token_bytes
 from panscan.images.samples import write_samples
 from panscan.images.views import plan_views
 from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -141,8 +145,8 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
 
 
 def streamed(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
@@ -190,7 +194,7 @@ def test_concurrent_whole_and_streamed_answers_match_the_engine(server: Server, 
         assert chunks[-1]["panscan"]["crops"] == answer["panscan"]["crops"] == result.crops
 
 
-def test_log_probabilities_match_the_engine(client: OpenAI, engine: Engine) -> None:
+def test_log_probabilities_match_the_engine(client: openai.OpenAI, engine: Engine) -> None:
     request = Request("Hi", sampling=Sampling(TOKENS, logprobs=3))
     [result] = engine.generate([request])
     answer = client.chat.completions.create(
@@ -203,7 +207,7 @@ def test_log_probabilities_match_the_engine(client: OpenAI, engine: Engine) -> N
         assert [each.logprob for each in found.top_logprobs] == pytest.approx([value for _, value in wanted.top])
 
 
-def test_choices_use_consecutive_seeds_and_completions_are_raw(client: OpenAI, engine: Engine) -> None:
+def test_choices_use_consecutive_seeds_and_completions_are_raw(client: openai.OpenAI, engine: Engine) -> None:
     sampling = Sampling(TOKENS, temperature=1.0, seed=2**64 - 2)
     seeds = (2**64 - 2, 2**64 - 1, 0)
     requests = [
@@ -220,7 +224,7 @@ def test_choices_use_consecutive_seeds_and_completions_are_raw(client: OpenAI, e
     assert answer.usage.completion_tokens == sum(result.output_tokens for result in expected)
 
 
-def test_completions_have_log_probabilities_at_their_place_in_the_text(client: OpenAI) -> None:
+def test_completions_have_log_probabilities_at_their_place_in_the_text(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "mini",
         "prompt": "The total",
@@ -236,7 +240,7 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: O
     assert [place for each in streamed for place in each.text_offset or []] == places
 
 
-def test_answers_satisfy_a_json_schema(client: OpenAI) -> None:
+def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object", "required": ["total", "paid"], "additionalProperties": False,
         "properties": {"total": {"type": "string", "maxLength": 8}, "paid": {"type": "boolean"}},
@@ -292,13 +296,13 @@ def test_views_are_those_of_the_upright_image(server: Server, engine: Engine, pr
     assert sized["pages"][0]["views"] == page["views"]
 
 
-def test_the_model_and_its_limits_are_listed(server: Server, client: OpenAI) -> None:
+def test_the_model_and_its_limits_are_listed(server: Server, client: openai.OpenAI) -> None:
     [model] = client.models.list().data
     assert (model.id, model.owned_by) == ("mini", "panscan")
     assert client.models.retrieve("mini").id == "mini"
-    with pytest.raises(NotFoundError):
+    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
     own = httpx.get(f"{server}/v1/models").json()["data"][0]["panscan"]
     assert own["runner"] == "engine" and own["reads_images"] and own["limits"]["max_images"] == 16
@@ -346,8 +350,8 @@ def test_errors_name_the_field_before_a_stream_begins(
     refused(post(server, "/v1/chat/completions", {"messages": user("Hi"), **fields, "stream": stream}), 400, param)
 
 
-def test_the_openai_client_raises_its_own_errors(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError) as caught:
+def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model="mini", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1.0
         )  # fmt: skip
