@@ -56,7 +56,7 @@ class JobStart:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What a job has done so far. Counts are those of the answers when the last start ended; see the class of starts.
+    """What a job has done so far. Counts of answers are those at the end of the last start.
 
     Args:
         requests: lines in the file of answers.

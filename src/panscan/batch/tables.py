@@ -114,7 +114,7 @@ class ParquetTable:
         self._next = 0  # the row that _images yields next
 
     def __iter__(self) -> Iterator[TableRow]:
-        """The rows in order. Images are not read.
+        """Yield the rows in order. Images are not read.
 
         Raises:
             DatasetError: a row has no id.
@@ -155,7 +155,7 @@ class ParquetTable:
         skipped = row - self._next
         self._next = row + 1
         try:
-            return next(islice(self._images, skipped, None))
+            return next(islice(self._images, skipped, None), None)  # a table that became shorter has no image
         except BaseException:
             self.close()  # a generator that raised is exhausted: the next row opens the file again
             raise
