@@ -25,7 +25,7 @@ from panscan.images.samples import write_samples
 from panscan.records.environment import environment
 
 RECORD = Path(__file__).parent / "records" / "batch-replicas.json"
-ROUNDS, PAGES, WARM_UP = 5, 64, 8
+ROUNDS, PAGES, WARM_UP = 3, 64, 8
 SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "max_new_tokens": 16, "max_num_seqs": 4}
 LAYOUTS = ("engine", "1", "2")
 LOAD_SECONDS = 120.0

@@ -123,15 +123,9 @@ class ReplicaFleet:
         Raises:
             EngineError: replicas keep dying without an answer in between.
         """
-        if self.ready.pop(replica.id, None) is None:
-            return
-        self._losses += 1
-        _kill(replica.actor)
-        self.router.set_replicas(self.ready)
-        if self._losses >= _LOSSES + self._replicas:
-            raise EngineError(f"{self._losses} replicas died in a row without an answer: {reason}")
-        log.warning("%s was lost (%s): starting another one", replica.id, reason)
-        self._start_one()
+        if self.ready.pop(replica.id, None) is not None:
+            self.router.set_replicas(self.ready)
+            self._replace(replica.id, replica.actor, reason)
 
     def close(self) -> None:
         """Kill all replicas."""
@@ -148,17 +142,26 @@ class ReplicaFleet:
         self._starting[id] = actor
         self.call(actor.load.remote(), partial(self._loaded, id))
 
+    def _replace(self, id: str, actor: Any, reason: str) -> None:
+        self._losses += 1
+        _kill(actor)
+        if self._losses >= _LOSSES + self._replicas:
+            raise EngineError(f"{self._losses} replicas died in a row without an answer: {reason}")
+        log.warning("%s was lost (%s): starting another one", id, reason)
+        self._start_one()
+
     def _loaded(self, id: str, _info: Any, error: Exception | None) -> None:
-        if (actor := self._starting.pop(id, None)) is None:
-            return
+        actor = self._starting.pop(id)
         if error is None:
             self.ready[id] = FleetReplica(id, actor)
             self.router.set_replicas(self.ready)
-            return
-        _kill(actor)
-        if not self.ready and not (self._starting and self._losses):
+        elif isinstance(error, ReplicaLostError):
+            self._replace(id, actor, str(error))
+        elif not self.ready and not (self._starting and self._losses):
             raise error if isinstance(error, PanscanError) else EngineError(f"a replica cannot start: {error}")
-        log.warning("%s cannot start, continuing with the others: %s", id, error)
+        else:
+            _kill(actor)
+            log.warning("%s cannot load the model, continuing with the others: %s", id, error)
 
     def _check(self) -> None:
         """Start a health check of each replica that has no pending one.

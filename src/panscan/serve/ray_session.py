@@ -14,6 +14,8 @@ from panscan.settings import Settings
 
 __all__ = ["check_gpus", "gpus_per_replica", "ray_session"]
 
+log = logging.getLogger("panscan.serve")
+
 _OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk
 _CONNECT_SECONDS = 10.0
 _LOCAL_ENVIRONMENT = {
@@ -91,11 +93,14 @@ def check_gpus(replicas: int, gpus: int, *, local: bool) -> None:
     import ray
 
     found = int(ray.cluster_resources().get("GPU", 0))
-    if local and replicas * gpus > found:
+    if replicas * gpus <= found:
+        return
+    if local:
         raise SettingError(
             f"--replicas: {replicas} replicas need {replicas * gpus} GPUs, but this machine has {found};"
             " use fewer, or join a cluster with --ray-address"
         )
+    log.warning("%d replicas need %d GPUs, but the cluster has %d: waiting for more", replicas, replicas * gpus, found)
 
 
 def _join(address: str, *, show_logs: bool) -> None:
