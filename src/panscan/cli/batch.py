@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,7 @@ def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: An
         engine = None
         if ahead and ahead[-1].needs_engine:
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
+                stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
                 engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
         on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
         in_order = options["order"] == "input"
