@@ -32,10 +32,12 @@ _BASES = {
     "compare": ["compare", "run", "run"],
     "crops": ["crops", "doc.png"],
     "demo": ["demo", "demo", "--count", "2"],
+    "load": ["load", "http://127.0.0.1:9", "--images", "doc.png", "--ready-check-timeout-sec", "0"],  # no server there
     "recommend": ["recommend", "run"],
     "report": ["report", "run"],
     "samples": ["samples", "more", "--count", "1"],
     "serve": ["serve", "--port=0", "--print-config"],  # it reads and checks every option, and ends
+    "verify": ["verify", "http://127.0.0.1:9", "--model", "tiny"],  # nothing listens there
 }
 _WEIGHTS = {"bench": 6, "batch": 5, "ask": 5, "demo": 0.3}
 

@@ -6,7 +6,8 @@ PanscanError                    exit code 1
 │   ├── ImageError                  a document or picture
 │   ├── DatasetError                questions, prompts
 │   ├── ModelError                  a checkpoint: unknown, gated, incomplete
-│   └── RecordsError                a run directory
+│   ├── RecordsError                a run directory
+│   └── EndpointError               an endpoint: unreachable, or an unusable response
 ├── EngineError                 1   the engine stopped, or was closed
 │   └── QueueFullError              more requests than may wait
 └── UnsupportedError            4   fine in itself, but not on this machine
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from panscan.core.errors import (
     DatasetError,
+    EndpointError,
     EngineError,
     ImageError,
     InputError,
@@ -44,6 +46,7 @@ from panscan.core.text import escape_controls
 
 __all__ = [
     "DatasetError",
+    "EndpointError",
     "EngineError",
     "FinishReason",
     "ImageError",

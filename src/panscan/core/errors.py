@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "DatasetError",
+    "EndpointError",
     "EngineError",
     "ImageError",
     "InputError",
@@ -57,6 +58,20 @@ class ModelError(InputError):
 
 class RecordsError(InputError):
     """A run directory or its records could not be read or written."""
+
+
+class EndpointError(InputError):
+    """An endpoint could not be reached, or its response could not be used.
+
+    Args:
+        message: what was wrong.
+        kind: see :data:`panscan.load.connection.ErrorKind`.
+        status: HTTP status of the response, if there was one.
+    """
+
+    def __init__(self, message: str, *, kind: str = "protocol", status: int | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.status = kind, status
 
 
 class EngineError(PanscanError):

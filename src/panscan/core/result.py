@@ -97,6 +97,7 @@ class TokenEvent:
         at: seconds of :func:`now`.
         logprobs: if the request asked for them.
         finish_reason: of the last event; None before.
+        prompt_tokens: ids of the prompt; 0 at an end without a token.
     """
 
     token_id: int | None
@@ -104,6 +105,7 @@ class TokenEvent:
     at: float
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
 
 
 @dataclass(slots=True)

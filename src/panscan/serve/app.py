@@ -24,7 +24,7 @@ from panscan.serve.generation import Desk, Pool, RefusedError, Ticket, read_body
 from panscan.serve.guards import BodyTooLargeError, Guard
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
-from panscan.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
+from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
 from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status
 from panscan.serve.requests import RequestBuilder, check_used, fetches, is_remote
 from panscan.serve.tracing import open_tracer
@@ -108,7 +108,7 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         """Create a chat completion."""
-        return await self._generate(request, ChatRequest)
+        return await self._generate(request, ChatCompletionRequest)
 
     async def completions(self, request: Request) -> Response:
         """Create a text completion."""
@@ -163,14 +163,16 @@ class _Api:
         }  # fmt: skip
         return Response(self._pages[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
 
-    async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+    async def _generate(
+        self, request: Request, kind: type[ChatCompletionRequest] | type[CompletionRequest]
+    ) -> Response:
         """Create a chat or text completion."""
         ticket = self._desk.admit(request)
         handed_over = False
         try:
             body, uploads = await self._body(request, ticket, kind)
             self._check_model(body.model)
-            chat = isinstance(body, ChatRequest)
+            chat = isinstance(body, ChatCompletionRequest)
             if chat:
                 build = partial(self._builder.chat, body, uploads, ticket.until)
             else:
@@ -180,6 +182,7 @@ class _Api:
             reply = Reply(
                 "chat" if chat else "text", self._options.model_name, self._names,
                 logprobs=body.logprobs is not None and body.logprobs is not False,
+                continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
             )  # fmt: skip
             response = await self._desk.answer(
                 request, ticket, prepared, reply, stream=body.stream,
@@ -236,7 +239,8 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
         ("/v1/models/{name:path}", api.model),
     ]  # fmt: skip
     post: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
-        ("/v1/chat/completions", api.chat, ChatRequest), ("/v1/completions", api.completions, CompletionRequest),
+        ("/v1/chat/completions", api.chat, ChatCompletionRequest),
+        ("/v1/completions", api.completions, CompletionRequest),
         ("/tokenize", api.tokenize, TokenizeRequest), ("/v1/views", api.views, ViewsRequest),
     ]  # fmt: skip
     for path, handler in get:
@@ -314,7 +318,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for model in (ChatRequest, CompletionRequest, TokenizeRequest, ViewsRequest):
+        for model in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, ViewsRequest):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
             schemas[model.__name__] = schema

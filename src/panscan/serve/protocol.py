@@ -12,8 +12,8 @@ from panscan.core import SettingError
 from panscan.settings import nearest
 
 __all__ = [
+    "ChatCompletionRequest",
     "ChatMessage",
-    "ChatRequest",
     "CompletionRequest",
     "FieldError",
     "FilePart",
@@ -197,6 +197,13 @@ class _StreamOptions(_Body):
     NEUTRAL: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> _StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError("usage", "continuous_usage_stats requires include_usage: true")
+        return self
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
@@ -245,7 +252,7 @@ class SamplingFields(_Body):
         return self
 
 
-class ChatRequest(SamplingFields):
+class ChatCompletionRequest(SamplingFields):
     """Body of ``/v1/chat/completions``."""
 
     NEUTRAL: ClassVar = {
@@ -262,7 +269,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @model_validator(mode="after")
-    def _check_fields(self) -> ChatRequest:
+    def _check_fields(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):

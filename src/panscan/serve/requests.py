@@ -16,8 +16,8 @@ from panscan.serve.backend import Work
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
+    ChatCompletionRequest,
     ChatMessage,
-    ChatRequest,
     CompletionRequest,
     FieldError,
     FilePart,
@@ -64,7 +64,9 @@ class RequestBuilder:
         self._options, self._cost = options, cost or GEMMA3_COST
         self._media = MediaReader(options)
 
-    def chat(self, body: ChatRequest, uploads: Mapping[str, bytes], deadline: float = math.inf) -> PreparedRequest:
+    def chat(
+        self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: float = math.inf
+    ) -> PreparedRequest:
         """Return the requests of a chat completion (``deadline``: see :meth:`MediaReader.read`).
 
         Raises:

@@ -1,0 +1,563 @@
+"""Chat completions as a client: endpoints, encoded requests, and the outcome of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import panscan
+from panscan.core import EndpointError, SettingError, now
+from panscan.core.errors import one_line
+from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
+
+__all__ = [
+    "ChatRequest",
+    "ChatStream",
+    "Endpoint",
+    "ErrorKind",
+    "Exchange",
+    "chat_body",
+    "data_url",
+    "fetch_json",
+]
+
+_COMPLETIONS = "/chat/completions"
+_MOST_ERROR = 64 * 1024  # bytes of an error response that are read
+_LONGEST_LINE = 4 * 1024 * 1024  # bytes of an event
+_LONGEST_ERROR = 200  # characters of an error message
+_OWN_HEADERS = {
+    "host",
+    "content-length",
+    "content-type",
+    "transfer-encoding",
+    "connection",
+    "accept-encoding",
+    "accept",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An OpenAI-compatible endpoint.
+
+    Args:
+        url: ``http://host:port``, ``.../v1`` or the URL of the chat completions.
+        model: model name to send.
+        api_key: bearer token.
+        headers: further request headers.
+        timeout: seconds per request, including those for a new connection.
+
+    Raises:
+        SettingError: the URL, the key, a header or the timeout is not usable.
+    """
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _split(self.url)
+        if not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise SettingError(f"the timeout: expected a positive number of seconds, got {self.timeout!r}")
+        names = [name.lower() for name, _ in self.headers]
+        for name, value in self.headers:
+            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name) or not _sendable(value):
+                raise SettingError(f"the request header {name!r} has characters that HTTP does not allow")
+            if name.lower() in _OWN_HEADERS or names.count(name.lower()) > 1:
+                raise SettingError(f"the request header {name!r} is set already: remove it")
+        if self.api_key is not None and (not self.api_key or not _sendable(self.api_key)):
+            raise SettingError("the API key is empty or has characters that HTTP does not allow")
+        if self.api_key is not None and "authorization" in names:
+            raise SettingError("give either the API key or a header Authorization")
+
+    @property
+    def address(self) -> ServerAddress:
+        """The server's address."""
+        parts = _split(self.url)
+        tls = parts.scheme == "https"
+        return ServerAddress(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+
+    def path(self, path: str) -> str:
+        """Return the path of a request.
+
+        Args:
+            path: path on a server without a prefix, such as ``/v1/models`` or ``/tokenize``.
+        """
+        parts = _split(self.url)
+        base = parts.path.rstrip("/")
+        api = base.removesuffix(_COMPLETIONS) if base.endswith(_COMPLETIONS) else base
+        if not base.endswith((_COMPLETIONS, "/v1")):
+            api = f"{base}/v1"
+        found = f"{api}{path.removeprefix('/v1')}" if path.startswith("/v1/") else f"{api.removesuffix('/v1')}{path}"
+        return f"{found}?{parts.query}" if parts.query else found
+
+    def head(self, method: str, path: str, *, accept: str = "application/json") -> bytes:
+        """Return a request's head up to the value of its last header, ``content-length``."""
+        parts = _split(self.url)
+        lines = [
+            f"{method} {self.path(path)} HTTP/1.1", f"host: {parts.netloc}",
+            f"user-agent: panscan/{panscan.__version__}", f"accept: {accept}", "accept-encoding: identity",
+            "content-type: application/json",
+            *(f"{name}: {value}" for name, value in self.headers),
+        ]  # fmt: skip
+        if self.api_key is not None:
+            lines.append(f"authorization: Bearer {self.api_key}")
+        return "\r\n".join([*lines, "content-length: "]).encode("latin-1")
+
+
+def _split(url: str) -> SplitResult:
+    """Return the parts of an endpoint's URL.
+
+    Raises:
+        SettingError: it cannot be an endpoint's URL.
+    """
+    shown = one_line(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise SettingError(f"{shown}: not a URL ({error})") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise SettingError(f"{shown}: expected the URL of an endpoint, such as http://127.0.0.1:8000")
+    if parts.username is not None or parts.password is not None:
+        raise SettingError("the URL has a user name or password: give an API key instead")
+    if not url.isascii() or re.search(r"[\x00-\x20\x7f]", url) or parts.fragment:
+        raise SettingError(f"{shown}: not the URL of an endpoint: remove spaces, fragments and non-ASCII characters")
+    return parts
+
+
+def _sendable(value: str) -> bool:
+    return re.search(r"[\x00-\x08\x0a-\x1f\x7f]|[^\x00-\xff]", value) is None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """An encoded chat completion request.
+
+    Args:
+        id: name of the request in the results.
+        body: JSON body in segments; requests may share segments, such as an image.
+        max_tokens: maximum number of output tokens, as in the body.
+    """
+
+    id: str
+    body: tuple[bytes, ...]
+    max_tokens: int
+
+
+def data_url(media_type: str, data: bytes) -> bytes:
+    """Return a ``data:`` URL for an image part of :func:`chat_body`."""
+    return b"data:%s;base64,%s" % (media_type.encode("ascii"), base64.b64encode(data))
+
+
+def chat_body(
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    max_tokens: int,
+    *,
+    stream: bool = True,
+    temperature: float | None = 0.0,
+    ignore_eos: bool = False,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[bytes, ...]:
+    """Return the body of a chat completion request, in segments.
+
+    Args:
+        model: model name.
+        messages: messages in OpenAI's format. A value of type ``bytes``, such as the URL of an image part from
+            :func:`data_url`, becomes a segment, which is not copied.
+        max_tokens: maximum number of output tokens.
+        stream: whether to stream the answer, with its usage.
+        temperature: sampling temperature; None leaves it to the endpoint.
+        ignore_eos: whether to generate past end tokens; sent only if set, since not every endpoint knows the field.
+        mm_processor_kwargs: pan-and-scan settings; sent only if given.
+        extra: further fields.
+
+    Raises:
+        SettingError: ``extra`` repeats a field, or a segment is not the content of a JSON string.
+    """
+    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": max_tokens, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if temperature is not None:
+        body["temperature"] = temperature
+    if ignore_eos:
+        body["ignore_eos"] = True
+    if mm_processor_kwargs is not None:
+        body["mm_processor_kwargs"] = dict(mm_processor_kwargs)
+    if repeated := sorted(body.keys() & (extra or {}).keys()):
+        raise SettingError(f"{repeated[0]}: this request field is set already")
+    return _segments({**body, **(extra or {})})
+
+
+def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """Return JSON whose values of type ``bytes`` are segments."""
+    mark = f"segment-{uuid.uuid4().hex}"
+    found: list[bytes] = []
+
+    def hold(value: object) -> str:
+        if not isinstance(value, bytes):
+            raise SettingError(f"a request body cannot contain a {type(value).__name__}")
+        if b'"' in value or b"\\" in value or b"\n" in value:
+            raise SettingError("a segment of a request body must be the content of a JSON string")
+        found.append(value)
+        return mark
+
+    texts = json.dumps(body, default=hold, separators=(",", ":")).encode("ascii").split(mark.encode("ascii"))
+    joined = [texts[0]]
+    for segment, text in zip(found, texts[1:], strict=True):
+        joined += [segment, text]
+    return tuple(joined)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The outcome of one request. Times are seconds of :func:`panscan.core.now`.
+
+    A request failed if it has an ``error``. An ``error_kind`` of ``usage`` without an ``error`` marks a complete answer
+    whose token counts the endpoint did not report: ``output_tokens`` is then the number of content chunks.
+
+    Args:
+        id: name of the request.
+        due: when the arrival process wanted it sent; in a closed loop, when its slot became free.
+        queued: seconds that it waited for a slot of the maximum concurrency.
+        accepted: when it was sent, before a connection was opened for it.
+        tokens: receipt times of the content chunks; a chunk may hold several tokens.
+        end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
+        text: answer, without reasoning.
+        finish_reason: as reported.
+        output_tokens: number of output tokens.
+        prompt_tokens: number of prompt tokens; None if not reported.
+        cached_tokens: number of prompt tokens from a cache; None if not reported.
+        image_tokens: number of image tokens of the prompt; None if not reported.
+        views: number of views, images and their crops; None if not reported.
+        status: HTTP status; None without a response.
+        error: why the request failed; None if it did not.
+        error_kind: kind of the failure.
+    """
+
+    id: str
+    due: float
+    queued: float
+    accepted: float
+    tokens: list[float] = field(default_factory=list)
+    end: float = 0.0
+    text: str = ""
+    finish_reason: str | None = None
+    output_tokens: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    image_tokens: int | None = None
+    views: int | None = None
+    status: int | None = None
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+
+    @property
+    def lag(self) -> float:
+        """The client's own delay, in seconds."""
+        return self.accepted - self.due - self.queued
+
+
+class ChatStream:
+    """A streamed chat completion: a :class:`panscan.load.connection.ResponseHandler`.
+
+    Args:
+        exchange: outcome to fill.
+        on_end: called once, with the receipt time of the end of the response.
+    """
+
+    __slots__ = ("_body", "_event", "_line", "_on_end", "_streams", "_texts", "_usage", "complete", "exchange")
+
+    def __init__(self, exchange: Exchange, on_end: Callable[[Exchange, float], None]) -> None:
+        self.exchange = exchange
+        self.complete = False
+        self._on_end = on_end
+        self._streams: bool | None = None  # None: decided by the first bytes of the body
+        self._body = bytearray()  # of a response that is not a stream
+        self._line = bytearray()  # incomplete
+        self._event: list[bytes] = []
+        self._texts: list[str] = []
+        self._usage = _Usage()
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        """See :class:`panscan.load.connection.ResponseHandler`."""
+        self.exchange.status = status
+        kind = headers.get("content-type", "")
+        if status != 200:
+            self._streams = False
+            where = f" to {headers['location']}" if "location" in headers else ""
+            self._fail("http", f"HTTP {status}{where}")
+        elif headers.get("content-encoding", "identity") != "identity":
+            self._streams = False
+            self._fail("protocol", f"the response is compressed ({headers['content-encoding']})")
+        elif kind.startswith("text/event-stream"):
+            self._streams = True
+        elif kind.startswith("text/html"):
+            self._streams = False
+            self._fail("protocol", "the response is an HTML page: check the URL")
+        elif kind.startswith("application/json"):
+            self._streams = False
+            self._fail("protocol", "the response is not a stream (application/json)")
+
+    def on_data(self, data: bytes, at: float) -> None:
+        """See :class:`panscan.load.connection.ResponseHandler`."""
+        if self._streams is None:
+            self._streams = data.lstrip()[:5].startswith((b"data:", b"event", b"id:", b":"))
+            if not self._streams:
+                self._fail("protocol", "the response is not a stream of events")
+        if not self._streams:
+            self._body += data[: max(0, _MOST_ERROR - len(self._body))]
+            return
+        lines = data.split(b"\n")
+        if len(lines) > 1 and self._line:
+            lines[0] = bytes(self._line) + lines[0]
+            self._line.clear()
+        for line in lines[:-1]:
+            self._take_line(line, at)
+        self._line += lines[-1]
+        if len(self._line) > _LONGEST_LINE:
+            self._fail("stream", "malformed event: too long")
+            self._streams, self.complete = False, True
+
+    def _take_line(self, line: bytes, at: float) -> None:
+        line = line.removesuffix(b"\r")
+        if not line:
+            if self._event:
+                self._take_event(b"\n".join(self._event), at)
+                self._event.clear()
+        elif line.startswith(b"data:"):
+            self._event.append(line[5:].lstrip(b" "))
+
+    def _take_event(self, data: bytes, at: float) -> None:
+        if data == b"[DONE]":
+            self.complete = True
+            return
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError):
+            self._fail("stream", "malformed event: not JSON")
+            return
+        if not isinstance(event, dict):
+            self._fail("stream", "malformed event: not a JSON object")
+            return
+        if event.get("error"):
+            self._fail("stream", _error_message(event) or "error event")
+            return
+        self._usage.take(event)
+        choices = event.get("choices")
+        if choices:
+            self._take_choice(choices, at)
+        elif choices is None and not self._usage.seen:
+            self._fail("stream", "malformed event: no choices")
+
+    def _take_choice(self, choices: Any, at: float) -> None:
+        choice = choices[0] if isinstance(choices, list) else None
+        delta = (choice.get("delta") or {}) if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(delta, dict):
+            self._fail("stream", "malformed event: a choice without a delta")
+            return
+        exchange = self.exchange
+        content = delta.get("content")
+        if content or delta.get("reasoning_content") or delta.get("reasoning"):
+            exchange.tokens.append(at)
+            exchange.end = at
+            if isinstance(content, str):
+                self._texts.append(content)
+        if choice.get("finish_reason"):
+            exchange.finish_reason = str(choice["finish_reason"])
+            exchange.end = at
+
+    def on_end(self, at: float) -> None:
+        """See :class:`panscan.load.connection.ResponseHandler`."""
+        if self._streams:
+            self._take_line(bytes(self._line), at)
+            self._take_line(b"", at)  # the last event may lack its empty line
+            if not self.complete and self.exchange.finish_reason is None:
+                self._fail("stream", "the stream ended before the answer was complete")
+            elif not self.exchange.tokens and self.exchange.finish_reason is None:
+                self._fail("stream", "the stream has no tokens")
+        elif self.exchange.error is None:
+            self._fail("protocol", "the response is empty")
+        else:
+            self._explain()
+        self._close(at)
+
+    def on_failure(self, kind: ErrorKind, message: str, at: float) -> None:
+        """See :class:`panscan.load.connection.ResponseHandler`."""
+        self._fail(kind, message)
+        self._explain()
+        self._close(at)
+
+    def _explain(self) -> None:
+        """Add the message of an error response to the error."""
+        exchange = self.exchange
+        if self._streams or exchange.error_kind not in ("http", "protocol"):
+            return
+        message = _error_message(_json_or_none(bytes(self._body)))
+        if message is not None:
+            status = "" if exchange.status in (None, 200) else f"HTTP {exchange.status}: "
+            exchange.error = _short(status + message)
+        elif exchange.error_kind == "http" and self._body.lstrip()[:1] == b"<":
+            exchange.error = f"{exchange.error} (an HTML page)"
+
+    def _fail(self, kind: ErrorKind, message: str) -> None:
+        """Record a failure, unless there was one before."""
+        if self.exchange.error is None:
+            self.exchange.error, self.exchange.error_kind = _short(message), kind
+
+    def _close(self, at: float) -> None:
+        exchange = self.exchange
+        exchange.text = "".join(self._texts)
+        self._usage.fill(exchange)
+        if exchange.error is not None:
+            exchange.end = at
+        elif self._usage.output_tokens is None:
+            exchange.error_kind = "usage"
+        self._on_end(exchange, at)
+
+
+class _Usage:
+    """Token counts in the dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan."""
+
+    __slots__ = ("_panscan", "_timings", "_usage")
+
+    def __init__(self) -> None:
+        self._usage: Mapping[str, Any] = {}
+        self._timings: Mapping[str, Any] = {}
+        self._panscan: Mapping[str, Any] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take the counts of an event; later ones replace earlier ones."""
+        if "usage" in event and isinstance(event["usage"], dict):
+            self._usage = event["usage"]
+        if "timings" in event and isinstance(event["timings"], dict):
+            self._timings = event["timings"]
+        if "panscan" in event and isinstance(event["panscan"], dict):
+            self._panscan = event["panscan"]
+
+    @property
+    def seen(self) -> bool:
+        """Whether any event had counts."""
+        return bool(self._usage or self._timings)
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The number of output tokens; None if not reported."""
+        return _count(self._usage, "completion_tokens", _count(self._timings, "predicted_n"))
+
+    def fill(self, exchange: Exchange) -> None:
+        """Set the counts of an exchange."""
+        details = self._usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
+        cached = _count(details, "cached_tokens", _count(self._timings, "cache_n"))
+        computed = _count(self._timings, "prompt_n")
+        prompt = None if computed is None else computed + (cached or 0)
+        exchange.output_tokens = len(exchange.tokens) if self.output_tokens is None else self.output_tokens
+        exchange.prompt_tokens = _count(self._usage, "prompt_tokens", prompt)
+        exchange.cached_tokens = cached
+        exchange.image_tokens = _count(details, "image_tokens", _count(self._panscan, "image_tokens"))
+        exchange.views = _count(self._panscan, "views", _count(self._usage, "views"))
+
+
+def _count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    value = counts.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+
+
+def _json_or_none(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _error_message(body: Any) -> str | None:
+    """Return the message of an error response: OpenAI's ``error.message``, FastAPI's ``detail``, or ``message``."""
+    if not isinstance(body, dict):
+        return None
+    error = body.get("error")
+    found = (error.get("message") if isinstance(error, dict) else error) or body.get("detail") or body.get("message")
+    return None if not found else found if isinstance(found, str) else json.dumps(found)
+
+
+def _short(message: str) -> str:
+    line = one_line(message)
+    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 4]} ..."
+
+
+class _WholeResponse:
+    """A response read as a whole: a :class:`panscan.load.connection.ResponseHandler`."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.status = 0
+        self.body = bytearray()
+        self.ended: asyncio.Future[tuple[ErrorKind, str] | None] = asyncio.get_running_loop().create_future()
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+
+    def on_data(self, data: bytes, at: float) -> None:
+        self.body += data
+
+    def on_end(self, at: float) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def on_failure(self, kind: ErrorKind, message: str, at: float) -> None:
+        if not self.ended.done():
+            self.ended.set_result((kind, message))
+
+
+def fetch_json(endpoint: Endpoint, method: str, path: str, body: Any = None, deadline: float | None = None) -> Any:
+    """Send one request and return the JSON of its response. Blocks; not for use inside an event loop.
+
+    Args:
+        endpoint: endpoint to ask.
+        method: ``GET`` or ``POST``.
+        path: path on a server without a prefix, such as ``/v1/models`` or ``/tokenize``.
+        body: JSON body, or the segments of one from :func:`chat_body`; None: no body.
+        deadline: time of :func:`panscan.core.now` by which the response must have ended; default: the endpoint's
+            timeout from now.
+
+    Raises:
+        EndpointError: no response in time, an error status, or a response that is not JSON.
+    """
+    segments = () if body is None else body if isinstance(body, tuple) else _segments(body)
+    seconds = endpoint.timeout if deadline is None else deadline - now()
+    return asyncio.run(_fetch(endpoint, method, path, segments, seconds))
+
+
+async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, ...], seconds: float) -> Any:
+    shown = f"{method} {endpoint.path(path)}"
+    if seconds <= 0:
+        raise EndpointError(f"{shown}: no time left to ask", kind="timeout")
+    pool, response = ConnectionPool(endpoint.address), _WholeResponse()
+    head = endpoint.head(method, path) + b"%d\r\n\r\n" % sum(map(len, body))
+    try:
+        pool.send(head, body, response, seconds)
+        failure = await response.ended
+    finally:
+        await pool.close()
+    status = response.status or None
+    if failure is not None:
+        raise EndpointError(f"{shown}: {failure[1]}", kind=failure[0], status=status)
+    found = _json_or_none(bytes(response.body))
+    if status != 200:
+        message = _error_message(found) or ("an HTML page" if response.body.lstrip()[:1] == b"<" else "no message")
+        raise EndpointError(f"{shown}: HTTP {status}: {_short(message)}", kind="http", status=status)
+    if found is None:
+        raise EndpointError(f"{shown}: the response is not JSON: check the URL", kind="protocol", status=status)
+    return found

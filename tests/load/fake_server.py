@@ -1,0 +1,341 @@
+"""A fake OpenAI-compatible endpoint with set TTFT and ITL, and with the faults that real ones have.
+
+    python -m tests.load.fake_server --port 0 --ttft-ms 50 --itl-ms 5
+
+Prints its URL. The model name of a request may select another fault: ``fake:html``. The answer is made of time stamps:
+the receipt of the request, then the sending of each chunk, in seconds of ``time.perf_counter`` (one clock for all
+processes of a host), so that tests can compare a client's stamps with what really happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import ssl
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import httptools
+
+IMAGE_TOKENS = 256  # of each view
+CROPS = 2  # of each image, with pan and scan
+
+FAULTS = (
+    "", "html", "early-close", "malformed", "no-usage", "refuse-images", "429", "500", "slow", "silent",
+    "ignore-images", "no-end", "error-event", "not-http", "close", "no-stream", "redirect", "endless-line",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What the endpoint does.
+
+    Args:
+        ttft_ms: from the receipt of a request to its first chunk.
+        itl_ms: between chunks.
+        tokens: output tokens; 0: ``max_tokens`` of the request.
+        tokens_per_chunk: output tokens per chunk.
+        slots: requests answered at once, the others wait; 0: no limit.
+        pan_and_scan: whether images are cropped without being asked to.
+        dialect: whose usage fields the answers have: panscan, vllm, openai or llama.cpp.
+        reasoning: number of first chunks that are reasoning.
+        fault: one of ``FAULTS``.
+    """
+
+    ttft_ms: float = 0.0
+    itl_ms: float = 0.0
+    tokens: int = 0
+    tokens_per_chunk: int = 1
+    slots: int = 0
+    pan_and_scan: bool = False
+    dialect: str = "panscan"
+    reasoning: int = 0
+    fault: str = ""
+
+
+class Endpoint:
+    """The state that connections share."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.answering = 0
+        self.counts = {"connections": 0, "requests": 0, "most_at_once": 0}
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def enter(self, start: Callable[[], None]) -> None:
+        """Call ``start`` when a slot is free."""
+        if self.behaviour.slots and self.answering >= self.behaviour.slots:
+            self.waiting.append(start)
+        else:
+            self.answering += 1
+            self.counts["most_at_once"] = max(self.counts["most_at_once"], self.answering)
+            start()
+
+    def leave(self) -> None:
+        """Free a slot."""
+        self.answering -= 1
+        if self.waiting:
+            self.answering += 1
+            self.waiting.popleft()()
+
+
+class Connection(asyncio.Protocol):
+    """One connection of a client."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.loop = asyncio.get_running_loop()
+        self.parser = httptools.HttpRequestParser(self)
+        self.path, self.body = b"", bytearray()
+        self.received = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.endpoint.counts["connections"] += 1
+
+    def data_received(self, data: bytes) -> None:
+        self.received = time.perf_counter()
+        with contextlib.suppress(httptools.HttpParserError):
+            self.parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self.path = url
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        path, body = self.path.decode(), bytes(self.body)
+        self.body.clear()
+        if path == "/health":
+            self.reply(200, b"")
+        elif path == "/counts":
+            self.reply_json(200, self.endpoint.counts)
+        elif path == "/v1/models":
+            self.reply_json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        elif path == "/tokenize":
+            prompt, _ = count_tokens(json.loads(body), self.endpoint.behaviour)
+            self.reply_json(200, {"count": prompt, "tokens": list(range(prompt))})
+        elif path == "/v1/chat/completions":
+            self.endpoint.counts["requests"] += 1
+            Completion(self, json.loads(body)).begin()
+        else:
+            self.reply_json(404, {"detail": "Not Found"})
+
+    def reply(self, status: int, body: bytes, kind: str = "text/plain", more: str = "") -> None:
+        """Send a whole response."""
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n{more}\r\n"
+        self.transport.write(head.encode() + body)
+
+    def reply_json(self, status: int, body: Any) -> None:
+        """Send a whole JSON response."""
+        self.reply(status, json.dumps(body).encode(), "application/json")
+
+
+class Completion:
+    """The answer to one chat completion."""
+
+    def __init__(self, connection: Connection, body: dict[str, Any]) -> None:
+        self.connection, self.loop = connection, connection.loop
+        self.behaviour = behaviour = connection.endpoint.behaviour
+        self.received = connection.received
+        self.fault = body["model"].partition(":")[2] or behaviour.fault
+        self.streams = body.get("stream", False)
+        self.count = behaviour.tokens or body.get("max_tokens") or 1
+        self.prompt, self.image_tokens = count_tokens(body, behaviour, ignore=self.fault == "ignore-images")
+        self.views = self.image_tokens // IMAGE_TOKENS
+        self.sent = 0  # tokens
+        self.text = f"{self.received:.6f}"
+
+    def begin(self) -> None:
+        """Answer at once with a fault, or stream later."""
+        if not self.answered_with_fault():
+            self.connection.endpoint.enter(self.start)
+
+    def answered_with_fault(self) -> bool:
+        """Send a response that is no answer, if that is the fault."""
+        connection, fault = self.connection, self.fault
+        if fault == "html":
+            connection.reply(200, b"<html><body>Welcome to nginx!</body></html>", "text/html")
+        elif fault == "not-http":
+            connection.transport.write(b"220 mail.example.com ESMTP\r\n")
+        elif fault == "close":
+            connection.transport.close()
+        elif fault in ("429", "500"):
+            message = {"429": "too many requests", "500": "CUDA out of memory"}[fault]
+            connection.reply_json(int(fault), {"error": {"message": message, "type": "x", "code": None}})
+        elif fault == "refuse-images" and self.views:
+            connection.reply_json(400, {"object": "error", "message": "this model does not support image inputs"})
+        elif fault == "redirect":
+            connection.reply(307, b"", more="location: https://example.com/v1\r\n")
+        elif fault == "endless-line":
+            connection.transport.write(STREAM_HEAD)
+            self.write_chunk(b"data: ")
+            for _ in range(6):
+                self.write_chunk(b"x" * 2**20)
+        elif fault != "silent":
+            return False
+        return True
+
+    def start(self) -> None:
+        """Send the first chunk after the time to the first token."""
+        begun = self.received if not self.behaviour.slots else time.perf_counter()
+        slow = 1000 if self.fault == "slow" else 1
+        wait = begun + slow * self.behaviour.ttft_ms / 1e3 - time.perf_counter()
+        self.first = self.loop.time() + wait
+        self.loop.call_at(self.first, self.step)
+
+    def step(self) -> None:
+        """Send a chunk."""
+        if self.connection.transport.is_closing():
+            self.connection.endpoint.leave()
+            return
+        now = time.perf_counter()
+        if self.streams and self.fault != "no-stream":
+            if self.sent == 0:
+                self.connection.transport.write(STREAM_HEAD)
+            self.send_token(now)
+        self.sent += self.behaviour.tokens_per_chunk
+        if self.sent >= self.count:
+            self.finish()
+        else:
+            chunk = self.sent // self.behaviour.tokens_per_chunk
+            self.loop.call_at(self.first + chunk * self.behaviour.itl_ms / 1e3, self.step)
+
+    def send_token(self, now: float) -> None:
+        """Send the event of a chunk."""
+        if self.fault == "malformed" and self.sent == 1:
+            self.write_event(b'{"choices": [{"delta": {"content": "half')
+            return
+        if self.fault == "early-close" and self.sent == 1:
+            self.connection.transport.close()
+            return
+        text = f"{self.received:.6f} {now:.6f}" if self.sent == 0 else f" {now:.6f}"
+        field = "reasoning_content" if self.sent < self.behaviour.reasoning else "content"
+        self.write_event(b'{"choices":[{"index":0,"delta":{"%s":"%s"},"finish_reason":null}]}'
+                         % (field.encode(), text.encode()))  # fmt: skip
+
+    def finish(self) -> None:
+        """Send the end of the answer."""
+        connection = self.connection
+        connection.endpoint.leave()
+        if connection.transport.is_closing():
+            return
+        if not self.streams or self.fault == "no-stream":
+            message = {"role": "assistant", "content": self.text}
+            choice = {"index": 0, "message": message, "finish_reason": "length"}
+            connection.reply_json(200, {"choices": [choice], **self.usage()})
+            return
+        if self.fault == "error-event":
+            self.write_event(b'{"error":{"message":"the engine died","code":500}}')
+        else:
+            self.write_event(b'{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}')
+            if self.fault != "no-usage":
+                self.write_event(json.dumps({"choices": [], **self.usage()}).encode())
+        self.write_event(b"[DONE]")
+        if self.fault != "no-end":
+            connection.transport.write(b"0\r\n\r\n")
+
+    def usage(self) -> dict[str, Any]:
+        """Return the fields with token counts."""
+        usage: dict[str, Any] = {"prompt_tokens": self.prompt, "completion_tokens": self.count}
+        match self.behaviour.dialect:
+            case "llama.cpp":
+                return {"timings": {"cache_n": 3, "prompt_n": self.prompt - 3, "predicted_n": self.count}}
+            case "vllm":
+                usage["prompt_tokens_details"] = {"cached_tokens": 0}
+            case "panscan":
+                usage["prompt_tokens_details"] = {"cached_tokens": 0, "image_tokens": self.image_tokens}
+                return {"usage": usage, "panscan": {"views": self.views, "image_tokens": self.image_tokens}}
+        return {"usage": usage}
+
+    def write_event(self, data: bytes) -> None:
+        """Write a server-sent event as one HTTP chunk."""
+        self.write_chunk(b"data: %s\n\n" % data)
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a HTTP chunk."""
+        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def count_tokens(body: dict[str, Any], behaviour: Behaviour, *, ignore: bool = False) -> tuple[int, int]:
+    """Return the prompt tokens (one per word, and those of images) and the image tokens."""
+    words = images = 0
+    for message in body.get("messages", []):
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for part in parts:
+            if part["type"] == "text":
+                words += len(part["text"].split())
+            else:
+                images += 1
+    asked = (body.get("mm_processor_kwargs") or {}).get("do_pan_and_scan")
+    crops = CROPS if (behaviour.pan_and_scan if asked is None else asked) else 0
+    image_tokens = 0 if ignore else images * (1 + crops) * IMAGE_TOKENS
+    return 4 + words + image_tokens, image_tokens
+
+
+@contextmanager
+def fake_server(*arguments: str, **behaviour: Any) -> Iterator[str]:
+    """Run the server in a process of its own until the end of the block.
+
+    Args:
+        arguments: command line arguments.
+        behaviour: fields of :class:`Behaviour`.
+    """
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in behaviour.items()]
+    command = [sys.executable, "-m", "tests.load.fake_server", *arguments, *given]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url, "the fake server did not start"
+            yield url
+        finally:
+            process.kill()
+
+
+async def serve(behaviour: Behaviour, port: int, tls: ssl.SSLContext | None) -> None:
+    """Serve until the process is killed."""
+    endpoint = Endpoint(behaviour)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(endpoint), "127.0.0.1", port, ssl=tls, backlog=4096)
+    bound = server.sockets[0].getsockname()[1]
+    sys.stdout.write(f"{'https' if tls else 'http'}://127.0.0.1:{bound}\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--tls-cert")
+    parser.add_argument("--tls-key")
+    for field in fields(Behaviour):
+        kind = type(field.default)
+        convert = (lambda text: text == "True") if kind is bool else kind
+        choices = FAULTS if field.name == "fault" else None
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=convert, default=field.default, choices=choices)
+    given = parser.parse_args()
+    tls = None
+    if given.tls_cert:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(given.tls_cert, given.tls_key)
+    behaviour = Behaviour(**{field.name: getattr(given, field.name) for field in fields(Behaviour)})
+    asyncio.run(serve(behaviour, given.port, tls))
+
+
+if __name__ == "__main__":
+    main()
