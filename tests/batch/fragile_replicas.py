@@ -1,6 +1,6 @@
 """A program that runs a job on replicas of which some requests kill the process: python -m tests.batch.fragile_replicas
 
-Prints one JSON line per request, as they finish: index, answer, error and retries.
+Writes one JSON line per request into ``results.jsonl``, as they finish: id, text, error and retries.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def main() -> None:
     requests.insert(5, Request(prompt="crash", id="crash"))
     requests += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
     settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
-    with ClusterEngine(settings, 2, actor=FragileReplica) as engine:
+    with ClusterEngine(settings, 2, actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
         for index, result in engine.stream_results(requests):
             error = None if result.error is None else str(result.error)
             line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}
-            print(json.dumps(line), flush=True)  # noqa: T201 - the test reads it
-    Path(ELSEWHERE).unlink()
+            file.write(f"{json.dumps(line)}\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from itertools import chain
 from typing import Any
 
@@ -247,6 +247,7 @@ def _answer(
         if ahead and ahead[-1].needs_engine:
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
                 began = now()
+                stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
                 engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
                 keep.ledger.loaded(now() - began)
         show = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
