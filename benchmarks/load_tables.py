@@ -18,11 +18,11 @@ def _record(name: str) -> dict[str, Any]:
     return found
 
 
-def _where(record: dict[str, Any], name: str) -> str:
+def _where(record: dict[str, Any], name: str, options: str = "") -> str:
     facts = record["environment"]
     return (
         f"{facts['cpu']}, {facts['cpu_count']} cores for the server and the client. Record:"
-        f" `benchmarks/records/{name.replace('_', '-')}.json`. Command: `python -m benchmarks.{name}`"
+        f" `benchmarks/records/{name.replace('_', '-')}.json`. Command: `python -m benchmarks.{name}{options}`"
     )
 
 
@@ -51,8 +51,8 @@ def load_crosscheck() -> str:
     rounds = len(next(iter(record["loads"].values()))["rounds"]["panscan"])
     notes = (
         f"Medians; median of {rounds} rounds in which the clients take turns. guidellm {record['guidellm']},"
-        f" {record['tokens']} output tokens, one document per request; {_where(record, 'load_crosscheck')} `--guidellm"
-        " PROGRAM`"
+        f" {record['tokens']} output tokens, one document per request; "
+        + _where(record, "load_crosscheck", " --guidellm PROGRAM")
     )
     return table(headings, rows) + "\n\n" + notes
 

@@ -35,7 +35,7 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "robustness.md")),
+    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "robustness.md")),
     CARD,
 )
 
