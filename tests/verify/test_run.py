@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,15 +27,14 @@ from panscan.verify.run import Verification, as_json, verify_endpoint
 LOAD_SECONDS = 120.0
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
-PROBES = [
-    Request("What is the value of Hugo?", [encoded_image(printed("chart", 300, 300).image)], id="chart"),
-    Request("What is the total?", [encoded_image(printed("receipt", 256, 600).image)], id="receipt"),
-]
+DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
+PROBES = [Request(each.asks[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
+CHART = PROBES[:1]
 
 
-def verified(url: str, **options: Any) -> Verification:
+def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Verification:
     settings = Settings(model="mini", device="cpu", dtype="fp32")
-    return verify_endpoint(VerifyOptions(url, settings, max_tokens=STEPS, **options), PROBES)
+    return verify_endpoint(VerifyOptions(url, settings, max_tokens=STEPS, **options), probes)
 
 
 @contextmanager
@@ -68,11 +67,11 @@ def serving(fault: str) -> Iterator[Callable[[], str]]:
 
 def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed() -> None:
     with serving("none") as right, serving("causal") as causal:
-        found = verified(right())
+        found = verified(right(), CHART)
         assert found.word == "exact", found.message
         assert found.requests <= 32
         assert any(line.startswith("these questions do not rule out") for line in found.not_visible)
-        found = verified(causal())
+        found = verified(causal(), CHART)
     assert found.word == "different"
     assert found.message.startswith("different: image tokens are causal. The attention backend")
     assert found.explanation.strength == "matches"
@@ -175,7 +174,7 @@ def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: st
 
 def test_a_limit_on_requests_is_kept(replies: Callable[[bool], Replies]) -> None:
     with answering(replies(True)) as url:
-        found = verified(url, max_requests=3)
+        found = verified(url, CHART, max_requests=3)
     assert found.requests == 3
     assert any("the limit of 3 requests" in line for line in found.not_visible)
 
