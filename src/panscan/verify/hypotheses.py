@@ -78,8 +78,8 @@ _CHANGES = (
     # Views.
     Change(
         "no-pan-and-scan", "views", "no pan and scan: the crops are missing",
-        "Most servers crop only on request: with vLLM send mm_processor_kwargs={'do_pan_and_scan': true} or start it"
-        " with --mm-processor-kwargs; SGLang, TGI, Ollama and llama.cpp never crop, so send the crops as images.",
+        "Servers do not crop by default: start vLLM with --mm-processor-kwargs '{\"do_pan_and_scan\": true}'; SGLang,"
+        " TGI, Ollama and llama.cpp never crop, so send the crops as images.",
     ),
     Change(
         "pan-and-scan", "views", "the default pan and scan, whatever the request says",

@@ -158,7 +158,7 @@ class LocalModel:
         return ids
 
     def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id whose text is ``text``, ascending; empty if there is none."""
+        """Return every token id that an endpoint writes as ``text``, ascending; empty if there is none."""
         return self._texts.ids(text)
 
     def token_text(self, token: int) -> bytes:

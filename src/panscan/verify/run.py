@@ -108,6 +108,8 @@ def _ask_all(
         can = session.capabilities
         if (request.images and not can.images) or (len(request.images) > 1 and not can.several_images):
             continue
+        if not can.mm_processor_kwargs and request.pan_and_scan != questions[0].pan_and_scan:
+            continue  # the endpoint refuses settings per request
         if session.left <= 0 or failures == _MOST_FAILURES:
             missed = len(questions) - number + 1
             why = "failures in a row" if session.left > 0 else f"the limit of {session.max_requests} requests"
