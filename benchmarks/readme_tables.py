@@ -32,7 +32,11 @@ HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.md"
 DOCS = HERE.parent / "docs"
-PAGES = (HERE.parent / "README.md", *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "robustness.md")), CARD)
+PAGES = (
+    HERE.parent / "README.md",
+    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "robustness.md")),
+    CARD,
+)
 
 
 def machine(run: Run) -> str:
