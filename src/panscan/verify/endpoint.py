@@ -19,7 +19,7 @@ from panscan.verify.evidence import ReportedStep, ReportedToken
 
 __all__ = ["Capabilities", "EndpointAnswer", "EndpointSession", "encoded_image"]
 
-_REFUSED = (400, 404, 405, 413, 415, 422, 500, 501)
+_REFUSED = (400, 413, 415, 422, 500, 501)
 """HTTP statuses of a request that the endpoint will refuse again."""
 _LADDER = (20, 10, 5, 1)  # numbers of top log-probabilities to try
 _MOST_STEPS = 4096
@@ -99,7 +99,7 @@ class EndpointSession:
 
         Raises:
             EndpointError: the endpoint cannot be reached, or lists no model and none was given.
-            SettingError: it serves several models and none was given, or not the given one.
+            SettingError: it serves several models and none was given.
         """
         try:
             listed = self._fetch("GET", "/v1/models")
@@ -114,8 +114,6 @@ class EndpointSession:
                 which = f"serves {', '.join(names[:5])}" if names else "lists no model"
                 raise SettingError(f"{self.endpoint.url}: the endpoint {which}: give --served-model")
             self.endpoint = replace(self.endpoint, model=names[0])
-        elif names and self.endpoint.model not in names:
-            raise SettingError(f"--served-model {self.endpoint.model}: the endpoint serves {', '.join(names[:5])}")
         self.server = models.get(self.endpoint.model)
 
     def answer(self, request: Request) -> EndpointAnswer:

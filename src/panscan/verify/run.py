@@ -72,7 +72,7 @@ def verify_endpoint(
 
     Raises:
         EndpointError: the endpoint cannot be reached.
-        SettingError: the name of the served model is missing or wrong.
+        SettingError: the name of the served model is missing.
         ModelError: the checkpoint cannot be loaded.
         UnsupportedError: the checkpoint cannot be the reference on this machine.
     """
@@ -173,7 +173,7 @@ def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> 
         if len(mapped) < len(steps):
             notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens behind one without a certain id")
     if dropped:
-        notes.append(f"{dropped} reported tokens have no certain id; they count among all others")
+        notes.append(f"reported tokens whose text fits several tokens or none: {dropped}, counted among all others")
     return found, [each for each in asked if each.answer is None]
 
 
