@@ -27,6 +27,7 @@ from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import serving_faults, serving_fuzz, serving_over_http, serving_replicas, serving_routing
+from benchmarks.verify_tables import verify_faults, verify_vllm
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -34,7 +35,7 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "robustness.md", "load.md")),
+    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "robustness.md")),
     CARD,
 )
 
@@ -323,6 +324,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "load-crosscheck": load_crosscheck,
     "load-replicas": load_replicas,
     "load-kills": load_kills,
+    "verify-faults": verify_faults,
+    "verify-vllm": verify_vllm,
     "robustness": robustness_parts,
     "robustness-files": robustness_cases("files", "groups"),
     "robustness-damage": robustness_cases("files", "ways"),

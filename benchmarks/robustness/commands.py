@@ -37,6 +37,7 @@ _BASES = {
     "report": ["report", "run"],
     "samples": ["samples", "more", "--count", "1"],
     "serve": ["serve", "--port=0", "--print-config"],  # it reads and checks every option, and ends
+    "verify": ["verify", "http://127.0.0.1:9", "--model", "tiny"],  # nothing listens there
 }
 _WEIGHTS = {"bench": 6, "batch": 5, "ask": 5, "demo": 0.3}
 

@@ -19,6 +19,7 @@ from tests.records.synthetic import outcome, write_run
 
 from panscan.analysis.levels import error_groups, levels_of, load_result, load_warnings, unfinished_levels
 from panscan.analysis.recommend import recommend
+from panscan.bench.run import plan_to_resume
 from panscan.core import RecordsError
 from panscan.records.store import Run
 
@@ -75,7 +76,7 @@ def test_a_closed_loop_names_its_concurrency(tmp_path: Path) -> None:
 def test_no_level_meets_the_goodput(tmp_path: Path) -> None:
     headline, notes = result_of(write_run(tmp_path, load_run(goodput={"ttft": 10.0})))
     assert headline == "No measured level meets TTFT ≤ 10 ms for 95% of requests"
-    assert "4 req/s comes closest: 0 of 20 requests" in notes
+    assert "Closest: 4 req/s, 0 of 20 requests" in notes
 
 
 def test_errors_are_grouped_by_kind_and_count_as_missed(tmp_path: Path) -> None:
@@ -111,6 +112,9 @@ def test_chunks_that_hold_several_tokens_are_warned_of(tmp_path: Path, chunks: i
     assert words in found if words else not found
 
 
-def test_a_load_run_has_no_recommendation(tmp_path: Path) -> None:
+def test_what_only_a_sweep_has_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, load_run())
     with pytest.raises(RecordsError, match="a load run measures an endpoint, it has no recommendation"):
-        recommend(write_run(tmp_path, load_run()))
+        recommend(run)
+    with pytest.raises(RecordsError, match="a run of panscan load cannot be resumed; start a new one"):
+        plan_to_resume(run, on_problem=lambda problem: None)

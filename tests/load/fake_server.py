@@ -180,7 +180,7 @@ class Completion:
         elif fault == "endless-line":
             connection.transport.write(STREAM_HEAD)
             self.write_chunk(b"data: ")
-            for _ in range(66):
+            for _ in range(6):
                 self.write_chunk(b"x" * 2**20)
         elif fault != "silent":
             return False

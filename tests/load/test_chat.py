@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError, SettingError, now
@@ -252,6 +254,30 @@ def test_a_broken_stream_is_a_failure_with_a_short_message(body: bytes, message:
     exchange = answer(body)
     assert (exchange.error_kind, exchange.error) == ("stream", message)
     assert exchange.end == 99.0
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.binary(max_size=40).map(lambda text: b"data: " + text + b"\n\n"),
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+                st.sampled_from(["choices", "delta", "content", "usage", "error", "finish_reason", "timings"]),
+                inner, max_size=3,
+            ),
+        ).map(lambda event: stream_of([event], done="")),
+        st.sampled_from([stream_of([content("a")], done=""), stream_of([END], done=""), stream_of([])]),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@given(EVENTS, st.sampled_from([None, 1, 5]))
+@settings(max_examples=150, deadline=None)
+def test_no_stream_raises(events: list[bytes], step: int | None) -> None:
+    exchange = answer(b"".join(events), step)
+    assert (exchange.error is None) == (exchange.error_kind in (None, "usage"))
+    assert exchange.output_tokens >= 0 and exchange.tokens == sorted(exchange.tokens)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import Probe, probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
-from panscan.records.goodput import highest_rate
 from panscan.records.store import FILE_NAME, Run, read_run
 
 PROBE = Probe("fake", None, None, None, None, ())
@@ -137,11 +136,11 @@ def test_levels_are_recorded_with_their_arrivals(url: str, tmp_path: Path) -> No
 
 
 def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
-    run = load(url, tmp_path, Observer(cancel_after=6), max_concurrencies=(1, 2, 3))
-    assert run.outcomes["concurrency-1"]["reason"] is None
-    assert "interrupted after" in run.outcomes["concurrency-2"]["reason"]
-    assert 1 <= len(run.requests["concurrency-2", 0]) <= 3
-    assert "concurrency-3" not in run.outcomes
+    run = load(url, tmp_path, Observer(cancel_after=12), max_concurrencies=(4, 1, 2), num_prompts=10, max_tokens=20)
+    assert run.outcomes["concurrency-4"]["reason"] is None
+    assert run.outcomes["concurrency-1"]["reason"].endswith(" of 10 requests")
+    assert 2 <= len(run.requests["concurrency-1", 0]) < 10
+    assert "concurrency-2" not in run.outcomes
 
 
 def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path) -> None:
@@ -155,8 +154,8 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path) -> None:
     rates = [trial["rate"] for trial in search["levels"]]
     assert len(rates) >= 2 and [f"rate-{rate:g}" for rate in rates] == list(run.cells)
     assert all(trial["attainment"] < 0.95 for trial in search["levels"] if trial["rate"] > 65)
-    valid = [(trial["rate"], trial["attainment"]) for trial in search["levels"] if not trial["limited"]]
-    assert search["rate"] == highest_rate(valid, 0.95).rate
+    passing = [trial["rate"] for trial in search["levels"] if trial["attainment"] >= 0.95 and not trial["limited"]]
+    assert search["rate"] in (passing or [None])
     assert len(run.requests[f"rate-{max(rates):g}", 0]) == max(8, math.ceil(max(rates) * 0.5))
 
 

@@ -21,6 +21,7 @@ from panscan.load.options import (
 )
 from panscan.load.scenario import load_scenario, scenario_names
 from panscan.load.search import RateSearch, Trial
+from panscan.records.goodput import Goodput
 
 
 def test_every_bundled_scenario_can_be_drawn() -> None:
@@ -85,7 +86,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     options = LoadOptions(trace=read_trace(path), trace_speedup=2.0, num_prompts=3)
     [level] = options.levels
-    assert (level.cell, level.rate, options.arrival_name) == ("trace", 3.0, "trace")
+    assert (level.cell, level.rate, options.arrival_name) == ("trace", None, "trace")
     assert options.arrivals(level, 3) == [0.0, 0.25, 1.0]
 
 
@@ -116,6 +117,8 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
     assert LoadOptions(max_concurrencies=(1, 2)).arrival_name == "closed"
     assert LoadOptions().arrival_name == "burst"
     assert LoadOptions(rates=(1.0,), burstiness=0.5).arrival_name == "gamma"
+    assert LoadOptions(goodput={"ttft": 2000.0, "tpot": 50.0}).search_seconds == 22.0
+    assert LoadOptions(goodput={"tpot": 50.0}).search_seconds == 10.0
     ramp = LoadOptions(ramp_up=RampUp("linear", 1.0, 4.0), num_prompts=10)
     assert [level.cell for level in ramp.levels] == ["ramp"] and ramp.arrival_name == "ramp"
 
@@ -162,27 +165,28 @@ def test_option_values_are_parsed() -> None:
             call(text)
 
 
+def trial(rate: float, attainment: float, *, limited: bool = False) -> Trial:
+    return Trial(rate, Goodput(200, round(200 * attainment), 10.0, {}), limited)
+
+
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 3.7, 57.0, 4000.0])
 def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
     search = RateSearch(start=2.0, most=20)
     while (rate := search.next_rate()) is not None:
-        search.add(Trial(rate, 1.0 if rate <= capacity else 0.5))
+        search.add(trial(rate, 1.0 if rate <= capacity else 0.5))
     best = search.best()
     assert best is not None and best.rate <= capacity <= best.rate * 1.11
-    assert (
-        len(search.trials) <= 17
-        and f"not at {min(t.rate for t in search.trials if t.rate > capacity):g}" in search.note
-    )
+    above = min(each.rate for each in search.trials if each.rate > capacity)
+    assert len(search.trials) <= 17 and search.note.endswith(f"at {best.rate:g} req/s, not at {above:g} req/s")
 
 
 def test_the_search_ends_without_a_capacity() -> None:
     hopeless = RateSearch()
     while (rate := hopeless.next_rate()) is not None:
-        hopeless.add(Trial(rate, 0.0))
+        hopeless.add(trial(rate, 0.0))
     assert hopeless.best() is None and "at no measured rate" in hopeless.note
     limited = RateSearch()
-    limited.add(Trial(1.0, 1.0))
-    limited.add(Trial(2.0, 0.4, limited=True))
-    assert (
-        limited.next_rate() is None and limited.best() == Trial(1.0, 1.0) and "client became the limit" in limited.note
-    )
+    limited.add(trial(1.0, 1.0))
+    limited.add(trial(2.0, 0.4, limited=True))
+    assert limited.next_rate() is None and limited.best() == trial(1.0, 1.0)
+    assert "client became the limit" in limited.note

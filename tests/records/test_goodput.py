@@ -17,7 +17,7 @@ from tests.records.load_runs import (
 )
 from tests.records.synthetic import write_run
 
-from panscan.records.goodput import goodput_of, highest_rate, missed_limits
+from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
 from panscan.records.load_runs import keeps_up, level_goodput, offered_rate
 from panscan.records.metrics import LEAST_SAMPLES, least_samples
 from panscan.records.requests import RequestMetrics
@@ -59,13 +59,24 @@ def test_failed_requests_count_as_missed() -> None:
     assert found.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
 
 
-def test_the_highest_rate_stops_at_the_first_that_falls_short() -> None:
-    found = highest_rate([(8.0, 0.75), (2.0, 1.0), (4.0, 0.95), (16.0, 0.96)], 0.9)
+def level_of(met: int, sent: int = 100) -> Goodput:
+    return Goodput(sent, met, 10.0, {})
+
+
+def test_the_highest_rate_stops_at_the_first_that_clearly_falls_short() -> None:
+    found = highest_rate([(8.0, level_of(75)), (2.0, level_of(100)), (4.0, level_of(95)), (16.0, level_of(96))], 0.9)
     assert (found.rate, found.short, found.later) == (4.0, 8.0, (16.0,))
     assert found.estimate == pytest.approx(5.0)
-    assert highest_rate([(2.0, 0.8)], 0.9).rate is None
-    assert highest_rate([(2.0, 0.95)], 0.9).short is None
-    assert highest_rate([(2.0, 0.5), (2.0, 1.0)], 0.9).rate == 2.0
+    assert highest_rate([(2.0, level_of(80))], 0.9).rate is None
+    assert highest_rate([(2.0, level_of(95))], 0.9).short is None
+    assert highest_rate([(2.0, level_of(80)), (2.0, level_of(100))], 0.9).rate == 2.0
+
+
+def test_a_lower_rate_that_falls_short_by_chance_rules_nothing_out() -> None:
+    few = highest_rate([(2.0, level_of(18, 20)), (8.0, level_of(20, 20))], 0.95)
+    assert (few.rate, few.doubtful) == (8.0, (2.0,))
+    many = highest_rate([(2.0, level_of(900, 1000)), (8.0, level_of(20, 20))], 0.95)
+    assert (many.rate, many.short) == (None, 2.0)
 
 
 def test_a_level_keeps_up_unless_its_queue_grows(tmp_path: Path) -> None:
@@ -93,6 +104,16 @@ def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
     assert [level_goodput(run, cell).attainment for cell in run.cells][:2] == [1.0, 1.0]
     # At 16 req/s request n waits n * (1/10 - 1/16) s: only the first has a TTFT of at most 100 ms.
     assert level_goodput(run, "rate-16").met == 1
+
+
+def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
+    """Eight requests start and end together: blocks of fewer would have all of their time or none of it."""
+    lines = [load_request("c", n, START + n // 8, 0.98, 0.005) for n in range(80)]
+    cells = {"c": level(None, 8)}
+    run = write_run(tmp_path, [load_header(cells, arrival="closed"), *level_records("c", lines)])
+    metrics = cell_metrics(run, "c")
+    assert metrics is not None
+    assert metrics.intervals["request_throughput"] == pytest.approx((8.0, 8.0), rel=1e-6)
 
 
 def test_the_summary_has_goodput_and_the_percentiles_asked_for(tmp_path: Path) -> None:

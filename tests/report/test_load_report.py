@@ -67,7 +67,8 @@ def broken_run(directory: Path, text: str = "HTTP 500") -> Run:
 
 
 def test_the_page_leads_with_the_result_and_holds_every_level(tmp_path: Path) -> None:
-    root = page(write_run(tmp_path, load_run()), tmp_path)
+    lines = [line | {"cached_tokens": 5} if line["type"] == "request" else line for line in load_run()]
+    root = page(write_run(tmp_path, lines), tmp_path)
     assert next(section(root, "result").all("h2")).text == HEADLINE
     levels = {
         row["level"].text.removesuffix(" ★ the result"): row
@@ -82,6 +83,7 @@ def test_the_page_leads_with_the_result_and_holds_every_level(tmp_path: Path) ->
     assert fast["TTFT/median"].text.startswith("80.0")
     assert fast["E2E/p99"].text == "~120"
     assert fast["ITL/mean"].text.startswith("10.0")
+    assert "20.0 tokens on average, 25% of the tokens cached" in section(root, "settings").text
     assert not list(root.all("script"))
     assert not {"cell", "cells", "verdict", "unverified"} & set(re.findall(r"\w+", next(root.all("main")).text.lower()))
     assert "panscan verify URL" in root.text

@@ -25,7 +25,7 @@ from panscan.analysis.load_pairing import LOAD_WORKLOAD
 from panscan.analysis.pairing import CellPair, Comparison, compare_runs
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
-from panscan.records.load_runs import BLOCKS, is_load_run
+from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
 from panscan.records.schema import METRICS as METRIC_NAMES
 from panscan.records.store import Run
@@ -84,7 +84,7 @@ class Report:
         }
         if is_load_run(comparison.a):
             applies["model"] = "model" in comparison.differences
-            applies["workload"] = not comparison.differences.keys().isdisjoint(LOAD_WORKLOAD)
+            applies["workload"] |= not comparison.differences.keys().isdisjoint(LOAD_WORKLOAD)
         kinds = [name for name, holds in applies.items() if holds]
         if not kinds:
             return None
@@ -152,8 +152,8 @@ class Report:
             lines.append("~ has too few samples for 99% confidence.")
         if is_load_run(self.runs[0]):
             lines.append(
-                f"A batch is a block of consecutive requests, at most {BLOCKS} per level: requests that share the"
-                " endpoint's queue are not independent."
+                f"A batch is a block of consecutive requests, at most {BLOCKS} per level: requests that are in flight"
+                " together are not independent."
             )
             lines.append(VERIFY_HINT)
         if "too few batches" in words:
@@ -274,8 +274,10 @@ def _remedied(finding: Finding, remedy: str, repeats: int | None) -> Finding:
 
 
 def _remedy(run: Run, repeats: int | None) -> str:
-    """Return the option that makes enough batches."""
-    return f"--num-prompts {BLOCKS} or more" if is_load_run(run) else f"--repeats {repeats}"
+    """Return the option that makes enough batches; of a load run, so many times its requests."""
+    if repeats is not None and is_load_run(run):
+        return f"--num-prompts {repeats * load_settings(run).num_prompts}"
+    return f"--repeats {repeats}"
 
 
 def _row(difference: Difference) -> Row:

@@ -31,8 +31,8 @@ __all__ = [
     "TIME_NAMES",
     "VERIFY_HINT",
     "ErrorGroup",
-    "Level",
     "LoadResult",
+    "MeasuredLevel",
     "error_groups",
     "level_names",
     "levels_of",
@@ -51,7 +51,7 @@ _WIDE_CHUNK = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class MeasuredLevel:
     """A measured level of a load run.
 
     Args:
@@ -112,7 +112,7 @@ class LoadResult:
 
     headline: str
     notes: tuple[str, ...]
-    level: Level | None
+    level: MeasuredLevel | None
     meets: bool | None
     highest: HighestRate | None
 
@@ -140,7 +140,7 @@ def refuse_load_run(run: Run, what: str) -> None:
         )
 
 
-def levels_of(run: Run) -> list[Level]:
+def levels_of(run: Run) -> list[MeasuredLevel]:
     """Return the measured levels of a load run: rates in ascending order, then closed loops, then unlimited ones.
 
     Raises:
@@ -156,9 +156,9 @@ def _order(settings: Mapping[str, Any]) -> tuple[float, float, float]:
     return (inf if rate is None else rate, inf if concurrency is None else concurrency, burstiness or 0.0)
 
 
-def _level(run: Run, cell: str, name: str) -> Level:
+def _level(run: Run, cell: str, name: str) -> MeasuredLevel:
     settings = run.cells[cell]
-    return Level(
+    return MeasuredLevel(
         cell=cell,
         name=name,
         rate=settings.get("request_rate"),
@@ -204,7 +204,7 @@ def limits_text(limits: Limits) -> str:
     return " and ".join(f"{TIME_NAMES[name]} ≤ {limit:g} ms" for name, limit in limits.items())
 
 
-def load_result(run: Run, levels: Sequence[Level]) -> LoadResult:
+def load_result(run: Run, levels: Sequence[MeasuredLevel]) -> LoadResult:
     """Return the main message of a load run. Levels that the load generator limited do not count."""
     settings = load_settings(run)
     usable = [level for level in levels if not level.client_limited]
@@ -216,19 +216,19 @@ def load_result(run: Run, levels: Sequence[Level]) -> LoadResult:
     return _under_limits(settings, usable) if settings.goodput else _fastest(usable)
 
 
-def _under_limits(settings: LoadRunSettings, levels: Sequence[Level]) -> LoadResult:
+def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) -> LoadResult:
     """Return the highest rate that meets the limits, or the fastest level that does where no level has a rate."""
     rated = [level for level in levels if level.rate is not None]
     attained = [level for level in rated or levels if level.goodput.attainment >= settings.attainment]
     goal = f"{limits_text(settings.goodput)} for {100 * settings.attainment:.4g}% of requests"
     highest = None
     if rated:
-        highest = highest_rate([(level.rate or 0.0, level.goodput.attainment) for level in rated], settings.attainment)
-        attained = [level for level in attained if level.rate == highest.rate]
+        highest = highest_rate([(level.rate or 0.0, level.goodput) for level in rated], settings.attainment)
+        attained = [level for level in rated if level.rate == highest.rate]
     best = max(attained, key=lambda level: level.achieved, default=None)
     if best is None:
         nearest = max(rated or levels, key=lambda level: level.goodput.attainment)
-        missed = f"{nearest.name} comes closest: {_attained(nearest)}"
+        missed = f"Closest: {nearest.name}, {_attained(nearest)}"
         return LoadResult(f"No measured level meets {goal}", (missed,), nearest, False, highest)
     subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
     notes = [f"Measured: {_attained(best)}"]
@@ -236,7 +236,7 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[Level]) -> LoadRes
     return LoadResult(f"{subject} meets {goal}", tuple(notes), best, True, highest)
 
 
-def _attained(level: Level) -> str:
+def _attained(level: MeasuredLevel) -> str:
     low, high = level.goodput.interval
     share = f"{level.goodput.met:,} of {level.goodput.sent:,} requests ({_share(level.goodput.attainment)}"
     return f"{share}, 95% interval {_share(low)} to {_share(high)})"
@@ -246,21 +246,26 @@ def _share(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _around(highest: HighestRate, levels: Sequence[Level]) -> list[str]:
-    """Return what is known of higher rates."""
+def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
+    """Return what is known of other rates."""
+    notes = []
     if highest.short is None:
-        return ["No higher rate was measured, so the limit may be higher"]
-    short = max((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
-    notes = [f"{short.name} does not: {_share(short.goodput.attainment)}"]
-    if highest.estimate is not None:
-        notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
+        notes.append("No higher rate was measured, so the limit may be higher")
+    else:
+        short = min((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
+        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}")
+        if highest.estimate is not None:
+            notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
+    if highest.doubtful:
+        rates = ", ".join(f"{rate:g}" for rate in highest.doubtful)
+        notes.append(f"Lower rates fall short within the noise ({rates} req/s): measure more requests per level")
     if highest.later:
         rates = ", ".join(f"{rate:g}" for rate in highest.later)
-        notes.append(f"Higher rates meet the limits again ({rates} req/s): repeat the run with more requests per level")
+        notes.append(f"Higher rates meet the limits again ({rates} req/s): measure more requests per level")
     return notes
 
 
-def _fastest(levels: Sequence[Level]) -> LoadResult:
+def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
     """Return the fastest level that the endpoint keeps up with."""
     answered = [level for level in levels if level.metrics is not None]
     stable = [level for level in answered if level.keeps_up]
@@ -283,7 +288,7 @@ def _fastest(levels: Sequence[Level]) -> LoadResult:
     return LoadResult(headline, tuple(notes), best, None, None)
 
 
-def error_groups(run: Run, levels: Sequence[Level]) -> list[ErrorGroup]:
+def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
     """Return the requests that failed by kind of error, the most frequent first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for level in levels:
@@ -299,7 +304,7 @@ def error_groups(run: Run, levels: Sequence[Level]) -> list[ErrorGroup]:
     return sorted(groups, key=lambda group: (-group.requests, group.kind))
 
 
-def load_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
+def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what a reader must know before believing a figure, as sentences without their full stops."""
     found = [] if run.probe is None else list(run.probe["warnings"])
     for level in levels:
@@ -309,13 +314,18 @@ def load_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
                 f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is left out of"
                 " the result"
             )
+    found += [
+        f"{level.name}: {outcome_of(run, level.cell)[1]}"
+        for level in levels
+        if outcome_of(run, level.cell)[0] == "done" and outcome_of(run, level.cell)[1]
+    ]
     failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
     if failed:
         found.append(f"{failed:,} of {sent:,} requests failed: they are in no latency, and count as missed limits")
     return [*found, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
 
 
-def _chunk_warnings(run: Run, levels: Sequence[Level]) -> list[str]:
+def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what the endpoint's chunks do to TPOT and ITL."""
     shapes: Counter[str] = Counter()
     tokens = chunks = 0

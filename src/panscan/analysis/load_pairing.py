@@ -8,7 +8,7 @@ from typing import Any
 
 from panscan.core import RecordsError
 from panscan.records.goodput import Limits, missed_limits
-from panscan.records.load_runs import in_blocks, is_load_run, load_settings
+from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
 from panscan.records.store import Record, Run
 
 __all__ = ["ATTAINMENT", "LOAD_WORKLOAD", "comparable", "load_differences"]
@@ -23,8 +23,9 @@ _SHOWN = ("endpoint", "server", "model", *LOAD_WORKLOAD, "goodput", "attainment"
 def comparable(a: Run, b: Run) -> tuple[Run, Run]:
     """Return two runs with the requests that a comparison tests.
 
-    The batches of load runs become blocks of consecutive requests (:func:`panscan.records.load_runs.in_blocks`), and
-    each answered request is scored by :data:`ATTAINMENT` if both runs have the same limits. Sweeps are unchanged.
+    The batches of load runs become blocks of consecutive requests (:func:`panscan.records.load_runs.in_blocks`), of the
+    same size in both runs. Each answered request is scored by :data:`ATTAINMENT` if both runs have the same limits.
+    Sweeps are unchanged.
 
     Raises:
         RecordsError: one is a load run, the other is not; or stamps contradict counts.
@@ -39,13 +40,19 @@ def comparable(a: Run, b: Run) -> tuple[Run, Run]:
         return a, b
     limits, others = load_settings(a).goodput, load_settings(b).goodput
     shared = limits if limits == others else {}
-    return _tested(a, shared), _tested(b, shared)
+    sizes = _block_sizes(a), _block_sizes(b)
+    largest = {key: max(side.get(key, 1) for side in sizes) for key in sizes[0] | sizes[1]}
+    return _tested(a, shared, largest), _tested(b, shared, largest)
 
 
-def _tested(run: Run, limits: Limits) -> Run:
+def _block_sizes(run: Run) -> dict[tuple[str, int], int]:
+    return {key: block_size((run.repeats[key], records)) for key, records in run.requests.items()}
+
+
+def _tested(run: Run, limits: Limits, sizes: Mapping[tuple[str, int], int]) -> Run:
     requests: dict[tuple[str, int], list[Record]] = {}
     for key, records in run.requests.items():
-        _, blocks = in_blocks((run.repeats[key], records))
+        _, blocks = in_blocks((run.repeats[key], records), sizes[key])
         requests[key] = [_scored(record, limits) for record in blocks]
     return replace(run, requests=requests)
 

@@ -24,6 +24,7 @@ from panscan.cli.options import (
     external_images_option,
     given_values,
     max_pages_option,
+    out,
     show_warnings,
     typed_again,
     url_options,
@@ -87,7 +88,7 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 @click.option("--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms, such as ttft:500 tpot:50.")
 @_number("goodput_attainment", "Share of requests to meet the limits.", default=0.95, show_default=True)
 @click.option("--find-max-rate", is_flag=True, help="Search for the highest rate that meets --goodput.")
-@_number("level_seconds", "Shortest level of the search, seconds.", default=10.0, show_default=True)
+@_number("level_seconds", "Shortest level of the search, s.  [default: by the limits]")
 @click.option("--percentile-metrics", help="Times to report.  [default: ttft,tpot,itl,e2el]")
 @click.option("--metric-percentiles", help="Percentiles to report.  [default: 50,90,95,99]")
 @_number("max_tokens", "Output tokens at most.  [default: 128]")
@@ -474,4 +475,6 @@ def _show(run: Any, directory: Path, *, interrupted: bool) -> int:
     with errors().status("writing the report"):
         write_report(run, directory / HTML_NAME)
     print_files(directory)
+    for path in sorted(directory.glob("vllm-*.json")):
+        out().print(f"result: {path}", soft_wrap=True)
     return _INTERRUPTED if interrupted else exit_code(run)

@@ -32,6 +32,7 @@ VERBS = {
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
     "serve": "Serve an OpenAI-compatible API and a playground.",
+    "verify": "Check what any endpoint computes, with a diagnosis.",
 }
 
 EPILOG = """\b
@@ -40,8 +41,9 @@ Exit codes
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used; after batch: some documents failed
-  4  this machine cannot do it; after bench: some cells were skipped or failed
-  5  after compare: a --fail-on condition holds
+  4  this machine cannot do it; after bench and load: some cells were skipped or failed
+  5  after compare: a --fail-on condition holds; after verify: the endpoint is different
+  6  after verify: no verdict
 130  interrupted; finished work is kept
 """
 

@@ -113,7 +113,8 @@ class ConnectionPool:
                 connection.send(head, body, handler, deadline)
                 return
             connection.close()
-        task = loop.create_task(self._connect_and_send(head, body, handler, deadline))
+        seconds = min(_CONNECT_SECONDS, timeout)
+        task = loop.create_task(self._connect_and_send(head, body, handler, deadline, seconds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -127,9 +128,8 @@ class ConnectionPool:
         await asyncio.sleep(0)  # the transports close in the next iteration
 
     async def _connect_and_send(
-        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float
+        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float, seconds: float
     ) -> None:
-        seconds = min(_CONNECT_SECONDS, deadline - asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(seconds):
                 connection = await self._connect()
@@ -141,7 +141,10 @@ class ConnectionPool:
             kind, message = _connect_failure(error, self._server)
             handler.on_failure(kind, message, now())
         else:
-            connection.send(head, body, handler, deadline)
+            if connection.usable:
+                connection.send(head, body, handler, deadline)
+            else:
+                handler.on_failure("connect", "the endpoint closed the new connection", now())
 
     async def _connect(self) -> _Connection:
         """Return a new connection.
@@ -274,6 +277,9 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail("protocol", "the endpoint switched to another protocol")
         except httptools.HttpParserError:
+            if self._message_ended or (self._handler is not None and self._handler.complete):
+                self._finish(reusable=False)  # what follows the answer is not its fault
+                return
             self._fail("protocol", _not_http(data) if not self._status else "the response is not valid HTTP")
         else:
             self._check()

@@ -116,12 +116,15 @@ class Content:
         self._pile, self._options, self._model, self._most_bytes = pile, options, model, most_bytes
         self._variant = salt
         self._images: dict[str, VariantImage] = {}
-        self.document_bytes = 0
+        self._document_bytes = 0
+        self._request_bytes = 0.0
 
     @property
-    def documents(self) -> int:
-        """Number of documents encoded so far; their size in base64 is ``document_bytes``."""
-        return len(self._images)
+    def size(self) -> str:
+        """What the latest level keeps in memory, as text."""
+        documents = f"{len(self._images):,} document{'' if len(self._images) == 1 else 's'}"
+        encoded = f"{self._document_bytes / 1e6:,.1f} MB in base64"
+        return f"{documents}, {encoded}; each request adds {self._request_bytes / 1e3:,.1f} kB"
 
     def requests(self, count: int) -> list[LoadRequest]:
         """Return the requests of a level, with images that no earlier call returned.
@@ -147,6 +150,7 @@ class Content:
             total += sum(map(len, chat.body)) - self._shared(item)
             self._check_size(total, number + 1, count)
             found.append(LoadRequest(chat, item))
+        self._request_bytes = total / count
         return found
 
     def _reuses(self, number: int) -> bool:
@@ -197,7 +201,7 @@ class Content:
     def _image(self, document: DocumentFile) -> VariantImage:
         if document.name not in self._images:
             self._images[document.name] = image = self._pile.open_image(document)
-            self.document_bytes += image.shared_bytes
+            self._document_bytes += image.shared_bytes
             self._check_size(0, 0, 0)
         return self._images[document.name]
 
@@ -212,14 +216,15 @@ class Content:
             done: requests so far.
             count: requests of the level.
         """
-        if self.document_bytes + private <= self._most_bytes:
+        if self._document_bytes + private <= self._most_bytes:
             return
         limit = self._most_bytes / 1e6
-        if not done or self.document_bytes > self._most_bytes // 2:
+        if not done or self._document_bytes > self._most_bytes // 2:
+            documents = len(self._images)
             raise SettingError(
-                f"--images: {self.documents:,} documents exceed {limit:,.0f} MB in base64: give fewer or smaller ones"
+                f"--images: {documents:,} documents exceed {limit:,.0f} MB in base64: give fewer or smaller ones"
             )
-        need = (self.document_bytes + private / done * count) / 1e6
+        need = (self._document_bytes + private / done * count) / 1e6
         raise SettingError(
             f"--num-prompts {count}: the requests need about {need:,.0f} MB, the limit is {limit:,.0f} MB: send fewer"
         )

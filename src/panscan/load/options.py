@@ -49,6 +49,8 @@ MAX_PROMPTS = 1_000_000
 
 MAX_LEVELS = 100
 _MAX_TRACE_BYTES = 2**28
+_LEAST_SECONDS = 10.0
+_DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
 _TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
 RATE = Range(above=0, most=1_000_000)
 """Requests per second."""
@@ -72,7 +74,7 @@ class LoadLevel:
     """One load level.
 
     Args:
-        rate: mean requests per second; None: unlimited.
+        rate: requests per second; None: unlimited, or given by a trace or a ramp.
         max_concurrency: requests in flight at most; None: unlimited.
         burstiness: shape of the gamma distribution of the intervals; None where intervals are not random.
         name: prefix of the cell id instead of the rate's, for a trace or a ramp.
@@ -145,7 +147,7 @@ class LoadOptions:
         goodput: limits in milliseconds, by name of :data:`GOODPUT_METRICS`.
         goodput_attainment: share of requests that must meet the limits, above 0 and up to 1.
         find_max_rate: search for the highest rate with that share; ``rates`` holds the first rate to try.
-        level_seconds: duration of a level of the search at least.
+        level_seconds: duration of a level of the search at least; None: see :attr:`search_seconds`.
         metric_percentiles: percentiles to report.
         percentile_metrics: times to report, of :data:`LATENCY_METRICS`.
         ignore_eos: ask the server for exactly the requested number of tokens.
@@ -173,7 +175,7 @@ class LoadOptions:
     goodput: Mapping[str, float] = field(default_factory=dict)
     goodput_attainment: float = 0.95
     find_max_rate: bool = False
-    level_seconds: float = 10.0
+    level_seconds: float | None = None
     metric_percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
     percentile_metrics: tuple[str, ...] = LATENCY_METRICS
     ignore_eos: bool = False
@@ -239,10 +241,8 @@ class LoadOptions:
     def _level(self, rate: float | None, limit: int | None) -> LoadLevel:
         if self.trace is not None or self.ramp_up is not None:
             name = "trace" if self.trace is not None else "ramp"
-            times = self._process(LoadLevel(name=name)).times(self.num_prompts)
-            mean = round(len(times) / times[-1], 6) if times[-1] > 0 else None
             random = self.ramp_up is not None and self.arrival == "poisson"
-            return LoadLevel(mean, limit, self.burstiness if random else None, name)
+            return LoadLevel(None, limit, self.burstiness if random else None, name)
         return self.level_at(rate, limit)
 
     def level_at(self, rate: float | None, limit: int | None) -> LoadLevel:
@@ -268,6 +268,18 @@ class LoadOptions:
         if self.arrival == "constant":
             return ConstantArrivals(level.rate)
         return GammaArrivals(level.rate, self.burstiness, self.seed)
+
+    @property
+    def search_seconds(self) -> float:
+        """The duration of a level of the search at least.
+
+        A queue that grows by a share f of the time delays requests by f * T after T seconds. At a tenth above the
+        capacity, more than 5% of the requests exceed a limit L once T is 11 * L.
+        """
+        if self.level_seconds is not None:
+            return self.level_seconds
+        limits = [limit / 1e3 for name, limit in self.goodput.items() if name != "tpot"]
+        return max(_LEAST_SECONDS, *(_DELAY_SHARE * limit for limit in limits), 0.0)
 
     @property
     def arrival_name(self) -> str:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, PanAndScan, SettingError, now
-from panscan.core.ranges import shorten
 from panscan.images.views import GEMMA3_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json
 from panscan.load.scenario import DocumentShare
@@ -247,7 +246,7 @@ def _doubts(counted: int, expected: int | None, image_characters: int, *, exact:
     """Return warnings about the tokens that an image added to the prompt."""
     if counted > image_characters / _CHARACTERS_PER_TOKEN:
         return [f"the image added {counted:,} prompt tokens: the server reads the image's base64 as text"]
-    least = _FEW if expected is None else expected * (1 - _TOLERANCE) if not exact else GEMMA3_COST.image_tokens * 0.9
+    least = _FEW if expected is None else (1 - _TOLERANCE) * GEMMA3_COST.image_tokens
     if counted < least:
         wanted = "" if expected is None else f" (expected for Gemma 3: {expected:,})"
         return [
@@ -272,4 +271,4 @@ def _pan_and_scan_note(asking: _Asking, image: bytes, kwargs: Mapping[str, Any] 
         found = asking.varied(image, {"do_pan_and_scan": not other})
     if found is None or found == counted:
         return "pan-and-scan settings (mm_processor_kwargs) do not change the prompt tokens"
-    return f"pan-and-scan settings change the prompt tokens: {counted:,} to {shorten(found)}"
+    return f"pan-and-scan settings change the prompt tokens from {counted:,} to {found:,}"

@@ -28,7 +28,7 @@ from panscan.load.probe import Probe, address
 from panscan.load.search import RateSearch, Trial
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import environment
-from panscan.records.goodput import goodput_of
+from panscan.records.goodput import Goodput, goodput_of
 from panscan.records.store import SCHEMA, Record, RecordWriter, Run, write_atomically
 
 __all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
@@ -115,6 +115,17 @@ def run_load(
     return finish(directory)
 
 
+@dataclass(frozen=True, slots=True)
+class _SentLevel:
+    """A measured level: what was asked for, the outcomes, and the ``request`` records made of them."""
+
+    level: LoadLevel
+    count: int
+    result: LevelResult
+    records: list[Record]
+    goodput: Goodput
+
+
 class _LoadRun:
     """A run in progress."""
 
@@ -123,6 +134,7 @@ class _LoadRun:
     ) -> None:
         self._plan, self._writer, self._observer, self._cancelled = plan, writer, observer, cancelled
         self._content = Content(plan.pile, plan.options, plan.endpoint.model, plan.salt)
+        self._sized = False
 
     def measure(self) -> None:
         options = self._plan.options
@@ -130,7 +142,7 @@ class _LoadRun:
         for level in options.levels:
             if self._cancelled.is_set():
                 return
-            self._measure_level(level, options.num_prompts, known=True)
+            self._record(self._send(level, options.num_prompts), added=False)
         if options.find_max_rate:
             self._search()
 
@@ -153,47 +165,60 @@ class _LoadRun:
         search = RateSearch(options.rates[0] or 1.0, options.goodput_attainment)
         while not self._cancelled.is_set() and (rate := search.next_rate()) is not None:
             level = options.level_at(rate, options.max_concurrencies[0])
-            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.level_seconds)))
-            result, attainment = self._measure_level(level, count, known=False)
+            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
+            sent = self._send(level, count)
+            if sent.result.client.limited and not self._cancelled.is_set():
+                self._observer.remark(f"{level.cell}: the client was the limit; measuring again with more processes")
+                sent = self._send(level, count, more=2)
+            self._record(sent, added=True)
             if self._cancelled.is_set():
                 break
-            search.add(Trial(rate, attainment, result.client.limited))
-            self._observer.remark(f"{rate:g} req/s: {attainment:.0%} of the requests meet the limits")
+            search.add(Trial(rate, sent.goodput, sent.result.client.limited))
+            self._observer.remark(f"{rate:g} req/s: {sent.goodput.attainment:.0%} of the requests meet the limits")
         best = search.best()
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
-        levels = [asdict(trial) for trial in search.trials]
-        rate, share = (None, None) if best is None else (best.rate, best.attainment)
+        levels = [trial.record for trial in search.trials]
+        rate, share = (None, None) if best is None else (best.rate, best.goodput.attainment)
         self._writer.write([{"type": "search", "rate": rate, "attainment": share, "note": note, "levels": levels}])
 
-    def _measure_level(self, level: LoadLevel, count: int, *, known: bool) -> tuple[LevelResult, float]:
-        """Measure and record a level; return its result and its attainment.
+    def _send(self, level: LoadLevel, count: int, more: int = 1) -> _SentLevel:
+        """Measure a level.
 
         Args:
             level: what to measure.
             count: number of requests.
-            known: the run line lists the level.
+            more: factor on the number of processes, unless the options set it.
         """
-        plan, options = self._plan, self._plan.options
+        options = self._plan.options
         self._observer.preparing(level)
         requests = self._content.requests(count)
+        if not self._sized:
+            self._sized = True
+            self._observer.remark(self._content.size)
         arrivals = options.arrivals(level, count)
         self._observer.measuring(level, count)
+        processes = options.processes or min(more * _processes(arrivals), os.cpu_count() or 1)
         result = run_level(
-            plan.endpoint, [each.chat for each in requests], arrivals, max_concurrency=level.max_concurrency,
-            processes=options.processes or _processes(arrivals), on_done=self._observer.done,
-            cancelled=self._cancelled,
+            self._plan.endpoint, [each.chat for each in requests], arrivals, max_concurrency=level.max_concurrency,
+            processes=processes, on_done=self._observer.done, cancelled=self._cancelled,
         )  # fmt: skip
         records = self._request_records(level, requests, result)
         goodput = goodput_of(records, options.goodput, result.ended - result.started)
-        added = [] if known else [{"type": "cells", "cells": [_cell(level)]}]
-        self._writer.write([*added, *records, _repeat(level, result), _outcome(level, count, result)])
+        return _SentLevel(level, count, result, records, goodput)
+
+    def _record(self, sent: _SentLevel, *, added: bool) -> None:
+        """Write a level, and its cell if the run line does not list it."""
+        plan, level, result = self._plan, sent.level, sent.result
+        cells = [{"type": "cells", "cells": [_cell(level)]}] if added else []
+        self._writer.write([*cells, *sent.records, _repeat(level, result), _outcome(level, sent.count, result)])
         if plan.save_result:
-            self._save_result(level, vllm_result(level, result, plan.endpoint, options, goodput.throughput))
+            found = vllm_result(level, result, plan.endpoint, plan.options, sent.goodput.throughput)
+            path = self._writer.path.parent / f"vllm-{level.cell}.json"
+            write_atomically(path, json.dumps(found, indent=1).encode() + b"\n")
         self._observer.measured(level, result)
         if result.client.limited:
             text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"
             self._observer.remark(text, warning=True)
-        return result, goodput.attainment
 
     def _request_records(self, level: LoadLevel, requests: Sequence[LoadRequest], result: LevelResult) -> list[Record]:
         items = {each.chat.id: (number, each) for number, each in enumerate(requests)}
@@ -205,10 +230,6 @@ class _LoadRun:
                 record |= {"prompt": request.item.prompt, "answer": exchange.text}
             found.append(record)
         return found
-
-    def _save_result(self, level: LoadLevel, result: Mapping[str, Any]) -> None:
-        path = self._writer.path.parent / f"vllm-{level.cell}.json"
-        write_atomically(path, json.dumps(result, indent=1).encode() + b"\n")
 
 
 def _processes(arrivals: Sequence[float] | None) -> int:
@@ -228,7 +249,7 @@ def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
         "num_prompts": options.num_prompts, "num_warmups": options.num_warmups, "seed": options.seed,
         "metric_percentiles": list(options.metric_percentiles),
         "percentile_metrics": list(options.percentile_metrics), "ignore_eos": options.ignore_eos,
-        "min_tokens": options.min_tokens, "max_tokens": options.max_tokens,
+        "min_tokens": options.min_tokens, "max_tokens": options.max_tokens, "image_salt": plan.salt,
         "mm_processor_kwargs": None if options.mm_processor_kwargs is None else dict(options.mm_processor_kwargs),
     }  # fmt: skip
     return {

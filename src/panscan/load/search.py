@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
-from panscan.core import SettingError
+from panscan.records.goodput import Goodput, HighestRate, highest_rate
 
 __all__ = ["RateSearch", "Trial"]
 
@@ -20,13 +21,18 @@ class Trial:
 
     Args:
         rate: offered requests per second.
-        attainment: share of the requests that met the limits, 0 to 1.
+        goodput: how many of the requests met the limits.
         limited: the client, not the server, was the limit; the level proves nothing about the server.
     """
 
     rate: float
-    attainment: float
+    goodput: Goodput
     limited: bool = False
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The trial in the ``search`` record."""
+        return {"rate": self.rate, "attainment": self.goodput.attainment, "limited": self.limited}
 
 
 @dataclass(slots=True)
@@ -50,13 +56,7 @@ class RateSearch:
     trials: list[Trial] = field(default_factory=list)
 
     def add(self, trial: Trial) -> None:
-        """Add the level measured at :meth:`next_rate`.
-
-        Raises:
-            SettingError: the attainment is not between 0 and 1.
-        """
-        if not 0 <= trial.attainment <= 1:
-            raise SettingError(f"attainment must be between 0 and 1, got {trial.attainment}")
+        """Add the level measured at :meth:`next_rate`."""
         self.trials.append(trial)
 
     def next_rate(self) -> float | None:
@@ -65,48 +65,35 @@ class RateSearch:
             return None
         if not self.trials:
             return self.start
-        best, worst = self._best(), self._worst()
-        if worst is None:
+        found = self._found()
+        if found.rate is None:
+            lowest = min(trial.rate for trial in self.trials)
+            return lowest / _STEP if len(self.trials) <= _DOWN else None
+        if found.short is None:
             rate = max(trial.rate for trial in self.trials) * _STEP
             return rate if rate <= _HIGHEST else None
-        if best is None:
-            return worst.rate / _STEP if len(self.trials) <= _DOWN else None
-        if worst.rate / best.rate <= 1 + self.precision:
+        if found.short / found.rate <= 1 + self.precision:
             return None
-        return float(f"{math.sqrt(best.rate * worst.rate):.3g}")
+        return float(f"{math.sqrt(found.rate * found.short):.3g}")
 
     def best(self) -> Trial | None:
-        """Return the highest rate that meets the target; None if no measured rate does."""
-        return self._best()
+        """Return the trial at the highest rate that meets the target; None if no measured rate does."""
+        rate = self._found().rate
+        return next((trial for trial in self.trials if trial.rate == rate and not trial.limited), None)
 
     @property
     def note(self) -> str:
         """How the search ended, in one sentence."""
-        best, worst = self._best(), self._worst()
-        share = f"{self.target:.0%} of the requests"
+        found, share = self._found(), f"{self.target:.0%} of the requests"
         if any(trial.limited for trial in self.trials):
             return "the client became the limit: the server may sustain more; raise --processes"
-        if best is None:
+        if found.rate is None:
             lowest = min((trial.rate for trial in self.trials), default=self.start)
             return f"at no measured rate do {share} meet the limits (lowest: {lowest:g} req/s)"
-        if worst is None:
+        if found.short is None:
             return f"{share} meet the limits at every measured rate: the server may sustain more"
-        return f"{share} meet the limits at {best.rate:g} req/s, not at {worst.rate:g} req/s"
+        return f"{share} meet the limits at {found.rate:g} req/s, not at {found.short:g} req/s"
 
-    def _best(self) -> Trial | None:
-        """Return the highest passing rate below every failing one: noise can let a higher rate pass."""
-        worst = self._worst()
-        passing = [
-            trial for trial in self._valid() if self._passes(trial) and (worst is None or trial.rate < worst.rate)
-        ]
-        return max(passing, key=lambda trial: trial.rate, default=None)
-
-    def _worst(self) -> Trial | None:
-        failing = [trial for trial in self._valid() if not self._passes(trial)]
-        return min(failing, key=lambda trial: trial.rate, default=None)
-
-    def _valid(self) -> list[Trial]:
-        return [trial for trial in self.trials if not trial.limited]
-
-    def _passes(self, trial: Trial) -> bool:
-        return trial.attainment >= self.target
+    def _found(self) -> HighestRate:
+        """Return what the trials say, by the rule of the report."""
+        return highest_rate([(each.rate, each.goodput) for each in self.trials if not each.limited], self.target)

@@ -120,8 +120,13 @@ class PromptWriter:
         plain, one, two = (tokens([crops]) - bare - (crops + 1) * self.image_tokens for crops in range(3))
         return PromptCost(self.image_tokens, plain, 2 * one - two, two - one)
 
-    def write(self, request: Request, crops: Sequence[int]) -> Prompt:
+    def write(self, request: Request, crops: Sequence[int], *, around_view: str = "\n\n") -> Prompt:
         """Token ids of a request whose images have this many crops each, in order.
+
+        Args:
+            request: the request.
+            crops: number of crops of each image.
+            around_view: text before and after each view; the default is Gemma 3's.
 
         Raises:
             SettingError: if images and their places in the prompt differ in number, the checkpoint reads no images, a
@@ -144,7 +149,9 @@ class PromptWriter:
                 f"the prompt has {places} place(s) for images ({self.boi}) and {len(crops)} image(s) were given"
             )
         pieces = text.split(self.boi)
-        filled = pieces[0] + "".join(self._block(n) + piece for n, piece in zip(crops, pieces[1:], strict=True))
+        filled = pieces[0] + "".join(
+            self._block(n, around_view) + piece for n, piece in zip(crops, pieces[1:], strict=True)
+        )
         return Prompt(self._ids(filled, texts), self.image_tokens * sum(n + 1 for n in crops))
 
     def check_length(self, request: Request, views: int) -> None:
@@ -204,9 +211,9 @@ class PromptWriter:
             raise SettingError(f"messages: the checkpoint's turn template refuses them: {error}") from error
         return text
 
-    def _block(self, crops: int) -> str:
+    def _block(self, crops: int, around_view: str) -> str:
         """An image's place, filled as ``Gemma3Processor`` words it; one image mark stands for a whole view."""
-        view = f"\n\n{self.boi}{self.eoi}\n\n"
+        view = f"{around_view}{self.boi}{self.eoi}{around_view}"
         if not crops:
             return view
         listed = " ".join([view] * crops)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from operator import itemgetter
@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from panscan.core import Sampling, UnsupportedError
 
-__all__ = ["float32_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
+__all__ = ["converted_model", "float32_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
 
 _DRAWN = 64  # values of each parameter that the digest looks at
 _HEAD_ROWS = 32_768  # of the output matrix that are float32 at once
@@ -25,18 +25,39 @@ _HEAD_ROWS = 32_768  # of the output matrix that are float32 at once
 def float32_model(model: Any) -> Iterator[None]:
     """Make every part of a loaded model compute in float32 while in the ``with`` block.
 
-    Each layer's weights are upcast when it is entered and put back when it is left, so a model of any size needs room
-    for one float32 layer (or the output matrix) beside itself. The values are the loaded ones: bfloat16 loses nothing
-    on its way to float32.
+    The values are the loaded ones: bfloat16 loses nothing on its way to float32.
 
     Raises:
-        UnsupportedError: the weights cannot be upcast here: quantised, offloaded or split over processes.
+        UnsupportedError: see :func:`converted_model`.
+    """
+    with converted_model(model, torch.float32):
+        yield
+
+
+@contextmanager
+def converted_model(
+    model: Any, dtype: torch.dtype, linear: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Make every part of a loaded model compute in ``dtype`` while in the ``with`` block.
+
+    Each layer's weights are converted when it is entered and put back when it is left, so a model of any size needs
+    room for one converted layer (or the output matrix) beside itself.
+
+    Args:
+        model: a Transformers model.
+        dtype: of weights and activations.
+        linear: new values of the matrices of decoder layers, from their values in float32 ``[outputs, inputs]``.
+
+    Raises:
+        UnsupportedError: the weights cannot be converted here: quantised, offloaded or split over processes.
     """
     _refuse(model)
+    decoder = set(getattr(model.model, "language_model", model.model).layers)
     with ExitStack() as stack:
         for part in _parts(model):
-            if any(parameter.dtype != torch.float32 for parameter in part.parameters()):
-                stack.enter_context(_upcast_on_entry(part))
+            changed = linear if part in decoder else None
+            if changed is not None or any(parameter.dtype != dtype for parameter in part.parameters()):
+                stack.enter_context(_converted_on_entry(part, dtype, changed))
         yield
 
 
@@ -61,13 +82,17 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _upcast_on_entry(part: nn.Module) -> Iterator[None]:
+def _converted_on_entry(
+    part: nn.Module, dtype: torch.dtype, linear: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Iterator[None]:
     kept: dict[nn.Parameter, torch.Tensor] = {}
+    matrices = {module.weight for module in part.modules() if isinstance(module, nn.Linear)} if linear else set()
 
     def enter(*_: Any) -> None:
         for parameter in part.parameters():
             kept[parameter] = parameter.data
-            parameter.data = parameter.data.float()
+            values = linear(parameter.data.float()) if linear and parameter in matrices else parameter.data
+            parameter.data = values.to(dtype)
 
     def leave(*_: Any) -> None:
         for parameter, data in kept.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from panscan.records.intervals import Interval, wilson_interval
@@ -35,6 +36,11 @@ class Goodput:
     seconds: float
     missed: Mapping[str, int]
 
+    def __add__(self, other: Goodput) -> Goodput:
+        names = dict.fromkeys((*self.missed, *other.missed))
+        missed = {name: self.missed.get(name, 0) + other.missed.get(name, 0) for name in names}
+        return Goodput(self.sent + other.sent, self.met + other.met, self.seconds + other.seconds, missed)
+
     @property
     def attainment(self) -> float:
         """Return the share of all requests sent that meet the limits, 0 to 1."""
@@ -56,15 +62,17 @@ class HighestRate:
     """The highest rate at which enough requests meet the limits, from measured levels.
 
     Args:
-        rate: the highest measured one below which no measured rate falls short; None if the lowest falls short.
-        short: the lowest measured rate above it, which falls short; None if none does.
+        rate: the highest measured one that meets the target with no lower one clearly short of it; None if none does.
+        short: the lowest measured rate above it that falls short; None if none does, or without ``rate`` the lowest.
         estimate: where the attainment crosses the target between both, by linear interpolation; None without both.
-        later: higher rates than ``short`` that meet the limits all the same: the measurement is noisy.
+        doubtful: lower rates that fall short by no more than chance explains (95% interval).
+        later: rates above ``short`` that meet the target all the same.
     """
 
     rate: float | None
     short: float | None
     estimate: float | None
+    doubtful: tuple[float, ...] = ()
     later: tuple[float, ...] = ()
 
 
@@ -111,23 +119,31 @@ def goodput_of(requests: Iterable[Mapping[str, Any]], limits: Limits, seconds: f
     return Goodput(sent, met, seconds, missed)
 
 
-def highest_rate(levels: Sequence[tuple[float, float]], target: float) -> HighestRate:
+def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> HighestRate:
     """Return the highest rate that meets a target.
 
+    A lower rate that falls short rules out the higher ones, unless its 95% interval holds the target.
+
     Args:
-        levels: (rate in requests per second, attainment) in any order; of equal rates the better one counts.
+        levels: (rate in requests per second, goodput) in any order; levels of equal rates are added up.
         target: the least attainment, 0 to 1.
     """
-    best: dict[float, float] = {}
-    for rate, attainment in sorted(levels):
-        best[rate] = max(attainment, best.get(rate, 0.0))
-    rates = list(best)
-    first = next((index for index, rate in enumerate(rates) if best[rate] < target), len(rates))
-    below = rates[first - 1] if first else None
-    short = rates[first] if first < len(rates) else None
-    later = tuple(rate for rate in rates[first + 1 :] if best[rate] >= target)
+    rates: dict[float, Goodput] = {}
+    for rate, goodput in sorted(levels, key=lambda level: level[0]):
+        rates[rate] = rates[rate] + goodput if rate in rates else goodput
+    passing = [rate for rate, goodput in rates.items() if goodput.attainment >= target]
+    failing = [rate for rate in rates if rate not in passing]
+    clear = min((rate for rate in failing if rates[rate].interval[1] < target), default=inf)
+    best = max((rate for rate in passing if rate < clear), default=None)
+    short = min((rate for rate in failing if best is None or rate > best), default=None)
     estimate = None
-    if below is not None and short is not None:
-        fall = (best[below] - target) / (best[below] - best[short])
-        estimate = below + fall * (short - below)
-    return HighestRate(below, short, estimate, later)
+    if best is not None and short is not None:
+        above, below = rates[best].attainment, rates[short].attainment
+        estimate = best + (above - target) / (above - below) * (short - best)
+    return HighestRate(
+        best,
+        short,
+        estimate,
+        tuple(rate for rate in failing if best is not None and rate < best),
+        tuple(rate for rate in passing if best is not None and rate > best),
+    )

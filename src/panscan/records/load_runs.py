@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import numpy as np
 from panscan.records.goodput import Goodput, Limits, goodput_of
 from panscan.records.metrics import Repeat, window_seconds
 from panscan.records.schema import LOAD_SETTINGS
-from panscan.records.store import Record, Run
+from panscan.records.store import Run
 
 __all__ = [
     "BLOCKS",
     "ClientFigures",
     "LoadRunSettings",
+    "block_size",
     "client_figures",
     "in_blocks",
     "is_load_run",
@@ -29,8 +31,8 @@ __all__ = [
 ]
 
 BLOCKS = 20
-"""The number of blocks of a level's requests that intervals and tests draw from. Requests that follow each other share
-the endpoint's queue, so they are not independent; blocks of them nearly are (the method of batch means)."""
+"""The most blocks of a level's requests that intervals and tests draw from. Requests that are in flight together share
+the endpoint's queue, so they are not independent; blocks that are longer nearly are (the method of batch means)."""
 
 _SUSTAINED = 0.9
 """Completions per arrival, over the middle of a level, below which its queue grows."""
@@ -185,17 +187,23 @@ def _middle(times: Sequence[float]) -> float:
     return float(high - low)
 
 
-def in_blocks(repeat: Repeat) -> Repeat:
-    """Return a repeat of a load level whose ``batch`` numbers are those of :data:`BLOCKS` blocks of requests.
+def block_size(repeat: Repeat) -> int:
+    """Return how many consecutive requests of a repeat make a block: as many as are in flight on average, and more if
+    there would be more than :data:`BLOCKS` blocks."""
+    window, records = repeat
+    answered = [record for record in _answered(records) if record["stamps"]["tokens"]]
+    busy = sum(record["stamps"]["tokens"][-1] - record["stamps"]["accepted"] for record in answered)
+    seconds = window_seconds(window)
+    return max(1, ceil(len(records) / BLOCKS), ceil(busy / seconds) if seconds > 0 else 1)
 
-    Blocks follow the order of arrival. A level of fewer requests has one block per request.
+
+def in_blocks(repeat: Repeat, size: int | None = None) -> Repeat:
+    """Return a repeat of a load level whose ``batch`` numbers are those of blocks of requests in order of arrival.
+
+    Args:
+        repeat: with one ``batch`` per request.
+        size: requests per block; by default :func:`block_size`.
     """
     window, records = repeat
-    order = sorted(records, key=lambda record: record["batch"])
-    count = max(len(order), BLOCKS)
-    block_of = {id(record): rank * BLOCKS // count for rank, record in enumerate(order)}
-    return window, [_with_batch(record, block_of[id(record)]) for record in records]
-
-
-def _with_batch(record: Mapping[str, Any], batch: int) -> Record:
-    return {**record, "batch": batch}
+    size = block_size(repeat) if size is None else size
+    return window, [{**record, "batch": record["batch"] // size} for record in records]

@@ -140,6 +140,8 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
         row |= {name: _text(value) for name, value in more.get(cell, {}).items()}
         if is_load_run(run):
             measured = {name: text for name, text in _measured(cell_metrics(run, cell)).items() if name in columns}
+            uncertified = measured.get("uncertified", "").split()
+            measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
             writer.writerow({"level": cell} | row | _level(run, cell) | measured)
         else:
             row |= {"cell": cell, "aliases": _aliases(run, cell)}

@@ -147,7 +147,6 @@ _DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _WORDS = {"exact": ("o", "good"), "close": ("^", "fair"), "different": ("X", "bad"), "unverified": ("s", "muted")}
 _WIDTH, _HEIGHT, _FONT = 360, 240, 12  # units of the drawing, 72 to the inch: pixels at its natural size
 _LONGEST_TICK = 20
-_FAR = 3  # times the highest point
 _MOST_TICKS = 9
 _MOST_NAMED = 9  # points of the front's chart; of more, only those on it and the recommended one are
 
@@ -185,7 +184,8 @@ def png(drawing: Drawing, legend: Sequence[str] = ()) -> bytes:
     with _style(LIGHT, ""):
         figure = _figure(drawing, LIGHT)
         if isinstance(drawing, Panel | Curve):
-            figure.axes[0].set_title(f"{drawing.title}, {drawing.unit}", loc="left")
+            title = drawing.caption if isinstance(drawing, Curve) else f"{drawing.title}, {drawing.unit}"
+            figure.axes[0].set_title(title, loc="left")
             _png_legend(figure, [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)])
         else:
             figure.axes[0].set_title("Filled and bold: the Pareto front; numbers are cells", loc="left")
@@ -351,14 +351,11 @@ def _draw_curve_point(axes: Axes, point: CurvePoint, index: int, gid: str, colou
 
 
 def _curve_heights(axes: Axes, curve: Curve, colours: Colours) -> None:
-    """Set the vertical axis, and draw the limit. One that is far above all points would only flatten the curves."""
-    points = [point.y for series in curve.series for point in series.points]
-    values = [each.value or 0.0 for each in points]
-    top = max([*values, *(each.high for each in points if each.high is not None)]) or 1.0
-    if curve.limit is not None:
-        near = curve.limit <= _FAR * top
-        values, top = ([*values, curve.limit], max(top, curve.limit)) if near else (values, 1.2 * top)
-        _limit_line(axes, curve.limit_label, curve.limit if near else None, colours)
+    """Set the vertical axis, and draw the limit."""
+    values, top = curve.values, curve.top or 1.0
+    if curve.line is not None:
+        axes.axhline(curve.line, color=colours["bad"], linestyle="--", linewidth=1)
+        values, top = [*values, curve.line], max(top, curve.line)
     if curve.logarithmic:
         axes.set_yscale("log")
         axes.set_ylim(min(values) / 1.6, top * 2)
@@ -366,21 +363,6 @@ def _curve_heights(axes: Axes, curve: Curve, colours: Colours) -> None:
     else:
         axes.set_ylim(0, 1.15 * top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-
-
-def _limit_line(axes: Axes, text: str, limit: float | None, colours: Colours) -> None:
-    """Draw a limit with its text, or say that it is above the chart (None)."""
-    if limit is not None:
-        axes.axhline(limit, color=colours["bad"], linestyle="--", linewidth=1)
-    axes.annotate(
-        text if limit is not None else f"{text}: above this chart",
-        (1, 1 if limit is None else limit),
-        xycoords=("axes fraction", "axes fraction" if limit is None else "data"),
-        xytext=(0, 3 if limit is not None else -10),
-        textcoords="offset points",
-        ha="right",
-        color=colours["bad"],
-    )
 
 
 def _name_levels(axes: Axes, curve: Curve) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from panscan.analysis.levels import TIME_NAMES, Level
+from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.records.load_runs import LoadRunSettings
 from panscan.records.metrics import percentile_name
 from panscan.report.charts import MOST_SERIES
@@ -15,6 +15,8 @@ __all__ = ["Curve", "CurvePoint", "CurveSeries", "latency_curves", "throughput_c
 
 _LOGARITHMIC = 30
 """The ratio of the largest to the least value from which an axis is logarithmic."""
+_FAR = 3
+"""A limit more than this many times above the highest point would only flatten the curves: it is not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,32 @@ class Curve:
     diagonal: bool = False
     logarithmic: bool = False
 
+    @property
+    def values(self) -> list[float]:
+        """Return all values."""
+        return [point.y.value or 0.0 for series in self.series for point in series.points]
 
-def latency_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[Curve]:
+    @property
+    def top(self) -> float:
+        """Return the highest value, intervals included."""
+        bounds = [point.y.high for series in self.series for point in series.points if point.y.high is not None]
+        return max([*self.values, *bounds])
+
+    @property
+    def line(self) -> float | None:
+        """Return the limit if it is near enough to be drawn."""
+        return self.limit if self.limit is not None and self.limit <= _FAR * self.top else None
+
+    @property
+    def caption(self) -> str:
+        """Return the title with its unit and limit."""
+        text = f"{self.title}, {self.unit}"
+        if self.limit is None:
+            return text
+        return f"{text} (dashed: {self.limit_label})" if self.line else f"{text} ({self.limit_label}: above the chart)"
+
+
+def latency_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Curve]:
     """Return a chart for each time that the run shows but ITL: its percentiles over the answered requests per second.
 
     ITL has the scale of TPOT, and would only repeat it. A chart without a point is left out.
@@ -98,7 +124,7 @@ def latency_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[C
     return curves
 
 
-def _percentiles(levels: Sequence[Level], time: str, percent: float) -> CurveSeries:
+def _percentiles(levels: Sequence[MeasuredLevel], time: str, percent: float) -> CurveSeries:
     name = percentile_name(percent)
     points = [
         CurvePoint(level.achieved, measured(level.metrics, f"{name}_{time}_ms"), level.name, level.client_limited)
@@ -108,7 +134,7 @@ def _percentiles(levels: Sequence[Level], time: str, percent: float) -> CurveSer
     return CurveSeries(name, tuple(points))
 
 
-def throughput_curves(levels: Sequence[Level], settings: LoadRunSettings) -> list[Curve]:
+def throughput_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Curve]:
     """Return answered requests per second, and the share that meets the limits, over the offered requests per second.
 
     Without offered rates, over the concurrency; without either, nothing.
@@ -147,6 +173,6 @@ def _one(points: Sequence[CurvePoint]) -> tuple[CurveSeries, ...]:
     return (CurveSeries("", tuple(points)),) if points else ()
 
 
-def _attainment(level: Level) -> Measured:
+def _attainment(level: MeasuredLevel) -> Measured:
     low, high = level.goodput.interval
     return Measured(100 * level.goodput.attainment, 100 * low, 100 * high)

@@ -10,8 +10,8 @@ from panscan.analysis.cells import count, number_text
 from panscan.analysis.levels import (
     TIME_NAMES,
     ErrorGroup,
-    Level,
     LoadResult,
+    MeasuredLevel,
     error_groups,
     levels_of,
     limits_text,
@@ -41,6 +41,7 @@ _ARRIVALS = {
     "burst": "all requests at once",
     "closed": "closed loop",
 }
+_COUNTED = {"image_tokens": "image tokens", "views": "views"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class LoadReport:
         latency: throughput-latency curves, which share a legend of percentiles.
         throughput: answered over offered requests, and the share that meets the limits.
         unfinished: levels without a result, as text.
-        search: what the search for the highest rate says; empty without one.
+        search: what the search for the highest rate adds to the result; empty if nothing.
     """
 
     run_id: str
@@ -157,14 +158,14 @@ def load_report_of(run: Run) -> LoadReport:
             replace(each, kind=clean(each.kind), example=clean(each.example)) for each in error_groups(run, levels)
         ),
         unfinished=tuple(_unfinished(run)),
-        search="" if run.search is None else clean(run.search["note"]),
+        search=_search_note(run, result),
         environment=tuple(definitions.environment(run)),
         definitions=tuple(_definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),
     )
 
 
-def _row(level: Level, number: int, result: LoadResult, settings: LoadRunSettings) -> LevelRow:
+def _row(level: MeasuredLevel, number: int, result: LoadResult, settings: LoadRunSettings) -> LevelRow:
     client, goodput = level.client, level.goodput
     low, high = goodput.interval
     limited = bool(settings.goodput)
@@ -192,7 +193,7 @@ def _row(level: Level, number: int, result: LoadResult, settings: LoadRunSetting
     )
 
 
-def _measured(level: Level, metric: str) -> Measured:
+def _measured(level: MeasuredLevel, metric: str) -> Measured:
     return Measured(None) if level.metrics is None else measured(level.metrics, metric)
 
 
@@ -211,6 +212,7 @@ def _settings(run: Run, settings: LoadRunSettings) -> list[tuple[str, str]]:
         ("output length", "fixed (ignore_eos)" if settings.ignore_eos else "up to the model"),
         ("goodput", limits_text(settings.goodput)),
         ("image tokens", _probe_text(run)),
+        ("prompts", _prompt_text(run)),
     ]
     return [(name, text) for name, text in found if text]
 
@@ -223,6 +225,33 @@ def _probe_text(run: Run) -> str:
     counted = probe["image_prompt_tokens"] - probe["text_prompt_tokens"]
     expected = "" if probe["expected_image_tokens"] is None else f", {probe['expected_image_tokens']:,} expected"
     return f"the same prompt with an image has {counted:,} more prompt tokens{expected}"
+
+
+def _prompt_text(run: Run) -> str:
+    """Return what the endpoint counted in the prompts of answered requests; empty if it counted nothing."""
+    answered = [each for records in run.requests.values() for each in records if each["error"] is None]
+    totals = {}
+    for name in ("prompt_tokens", "image_tokens", "views", "cached_tokens"):
+        known = [record[name] for record in answered if record.get(name) is not None]
+        if known:
+            totals[name] = sum(known) / len(known)
+    if not totals.get("prompt_tokens"):
+        return ""
+    parts = [f"{number_text(totals['prompt_tokens'])} tokens on average"]
+    parts += [f"{number_text(totals[name])} {text}" for name, text in _COUNTED.items() if name in totals]
+    if "cached_tokens" in totals:
+        parts.append(f"{percent(totals['cached_tokens'] / totals['prompt_tokens'])} of the tokens cached")
+    return ", ".join(parts)
+
+
+def _search_note(run: Run, result: LoadResult) -> str:
+    """Return what the search says, unless the result says it, too."""
+    if run.search is None:
+        return ""
+    highest = result.highest
+    stopped = any(isinstance(each, dict) and each.get("limited") for each in run.search["levels"])
+    said = not stopped and highest is not None and highest.short is not None and highest.rate == run.search["rate"]
+    return "" if said else clean(run.search["note"])
 
 
 def _unfinished(run: Run) -> list[str]:
@@ -251,8 +280,8 @@ def _definitions() -> Sequence[tuple[str, str]]:
         ("Generator CPU", "share of one core that the load generator's busiest process used."),
         (
             "Intervals",
-            "95% confidence by a seeded bootstrap over blocks of consecutive requests, which share the endpoint's "
-            "queue; shares of requests have Wilson intervals.",
+            "95% confidence by a seeded bootstrap over blocks of consecutive requests, at least as many as are in "
+            "flight together; none below two blocks. Shares of requests have Wilson intervals.",
         ),
         (
             "~",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from panscan.analysis.cells import number_text
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.report.formatting import print_line, safe_text
-from panscan.report.load_charts import Curve
+from panscan.report.load_charts import Curve, CurveSeries
 from panscan.report.load_data import LevelRow, LoadReport
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["print_load_curves", "print_load_summary"]
 
 _PANEL_LINES = 12
-_MARKERS = "ox+*#@"
+_MARKERS = "ox"
 
 
 def print_load_summary(facts: LoadReport, console: Console) -> None:
@@ -117,22 +117,27 @@ def _legend(facts: LoadReport, console: Console) -> None:
 
 
 def print_load_curves(facts: LoadReport, console: Console) -> None:
-    """Print the percentiles of each time over the answered requests per second; nothing for fewer than two levels."""
+    """Print the lowest and highest percentile of each time over the answered requests per second.
+
+    Fewer than two levels make no curve. More percentiles would hide each other.
+    """
     from rich.table import Table
 
     curves = [curve for curve in facts.latency if len(curve.series[0].points) > 1]
     if not curves:
         return
     console.print()
-    print_line(console, "Latency (ms) over answered req/s: " + _keys(facts.legend))
+    names = [series.label for series in _ends(curves[0])]
+    keys = ", ".join(f"{marker} {name}" for marker, name in zip(_MARKERS, names, strict=False))
+    print_line(console, f"Latency (ms) over answered req/s: {keys}")
     for pair in (curves[index : index + 2] for index in range(0, len(curves), 2)):
         panels = Table.grid(padding=(0, 1, 0, 0))
         panels.add_row(*(safe_text(console, _panel(curve, (console.width - 2) // 2)) for curve in pair))
         console.print(panels)
 
 
-def _keys(names: Sequence[str]) -> str:
-    return ", ".join(f"{marker} {name}" for marker, name in zip(_MARKERS, names, strict=False))
+def _ends(curve: Curve) -> list[CurveSeries]:
+    return [curve.series[0], curve.series[-1]] if len(curve.series) > 1 else list(curve.series)
 
 
 def _panel(curve: Curve, width: int) -> str:
@@ -142,16 +147,18 @@ def _panel(curve: Curve, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, _PANEL_LINES)
-    figure.title(curve.title + (f", {curve.limit_label}" if curve.limit_label else ""))
-    points = [point for series in curve.series for point in series.points]
+    figure.title(f"{curve.title}, {curve.limit_label}" if curve.limit_label else curve.title)
+    shown = _ends(curve)
+    points = [point for series in shown for point in series.points]
     heights = [point.y.value or 0.0 for point in points]
     if curve.limit is not None and curve.limit <= max(heights):
         ends = [min(point.x for point in points), max(point.x for point in points)]
         figure.draw(figure.signal(ends, [curve.limit] * 2, marker="-").lines())
-    for marker, series in zip(_MARKERS, curve.series, strict=False):
+    for marker, series in reversed(list(zip(_MARKERS, shown, strict=False))):  # the median on top
         xs, ys = [point.x for point in series.points], [point.y.value or 0.0 for point in series.points]
         figure.draw(figure.signal(xs, ys, marker=marker).lines())
-    for axis, values in (("x", [point.x for point in points]), ("y", heights)):
+    figure.ruler("y").lim(0, max(heights) or 1.0)
+    for axis, values in (("x", [point.x for point in points]), ("y", [0.0, *heights])):
         marks = _marks(values)
         figure.ruler(axis).ticks(marks, [number_text(mark) for mark in marks])
     text: str = figure.build().string(colorless=True)

@@ -1,0 +1,289 @@
+"""An endpoint under verification: what it supports, and its greedy answers with log-probabilities.
+
+A field that an endpoint refuses is left out from then on. All requests count against the limit, refused ones included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+
+from panscan.core import EndpointError, PanAndScan, Request, SettingError
+from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json
+from panscan.verify.evidence import ReportedStep, ReportedToken
+
+__all__ = ["Capabilities", "EndpointAnswer", "EndpointSession", "encoded_image"]
+
+_REFUSED = (400, 413, 415, 422, 500, 501)
+"""HTTP statuses of a request that the endpoint will refuse again."""
+_LADDER = (20, 10, 5, 1)  # numbers of top log-probabilities to try
+_MOST_STEPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointAnswer:
+    """An endpoint's answer to one request.
+
+    Args:
+        text: the answer.
+        steps: reported tokens; empty without log-probabilities.
+        finish_reason: as reported.
+        prompt_tokens: as reported; None where it is missing.
+        output_tokens: as reported; None where it is missing.
+    """
+
+    text: str
+    steps: tuple[ReportedStep, ...] = ()
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Capabilities:
+    """What an endpoint accepted and reported so far.
+
+    Args:
+        top_logprobs: number of log-probabilities per position that it accepts; 0: of the chosen token only; None: it
+            reports none.
+        mm_processor_kwargs: whether it accepts pan-and-scan settings in a request.
+        images: whether it accepts images.
+        several_images: whether it accepts several images in a request.
+        prompt_tokens: whether it reports token counts.
+        refusals: the endpoint's reasons by the field that it refused.
+    """
+
+    top_logprobs: int | None
+    mm_processor_kwargs: bool = True
+    images: bool = True
+    several_images: bool = True
+    prompt_tokens: bool = False
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+def encoded_image(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    stream = BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+class EndpointSession:
+    """Requests to one endpoint, within a limit.
+
+    Args:
+        endpoint: address and credentials; its model name may be empty until :meth:`identify`.
+        max_requests: HTTP requests at most.
+        max_tokens: output tokens per request.
+        top_logprobs: log-probabilities per position to ask for.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, max_requests: int, max_tokens: int, top_logprobs: int) -> None:
+        self.endpoint, self.max_requests, self.max_tokens = endpoint, max_requests, max_tokens
+        self.capabilities = Capabilities(top_logprobs)
+        self.requests = 0
+        self.server: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Number of requests that may still be sent."""
+        return self.max_requests - self.requests
+
+    def identify(self) -> None:
+        """Find the name of the served model, unless it was given.
+
+        Raises:
+            EndpointError: the endpoint cannot be reached, or lists no model and none was given.
+            SettingError: it serves several models and none was given.
+        """
+        try:
+            listed = self._fetch("GET", "/v1/models")
+        except EndpointError as error:
+            if self.endpoint.model and error.kind == "http":
+                return
+            raise
+        models = _models(listed)
+        names = list(models)
+        if not self.endpoint.model:
+            if len(names) != 1:
+                which = f"serves {', '.join(names[:5])}" if names else "lists no model"
+                raise SettingError(f"{self.endpoint.url}: the endpoint {which}: give --served-model")
+            self.endpoint = replace(self.endpoint, model=names[0])
+        self.server = models.get(self.endpoint.model)
+
+    def answer(self, request: Request) -> EndpointAnswer:
+        """Ask one question greedily, without the fields that the endpoint refuses.
+
+        Args:
+            request: images are bytes of PNG files.
+
+        Raises:
+            EndpointError: no answer, or one that cannot be used; ``kind`` is ``client`` if no request is left.
+        """
+        while True:
+            try:
+                reply = self._fetch("POST", "/v1/chat/completions", self._body(request))
+            except EndpointError as error:
+                if error.kind != "http" or error.status not in _REFUSED or not self._narrow(request, error):
+                    raise
+            else:
+                found = _answer(reply)
+                self.capabilities.prompt_tokens |= found.prompt_tokens is not None
+                if not found.steps and self.capabilities.top_logprobs is not None:
+                    self.capabilities.top_logprobs = None
+                    self.capabilities.refusals["logprobs"] = "accepted, but the response has none"
+                return found
+
+    def _fetch(self, method: str, path: str, body: tuple[bytes, ...] | None = None) -> Any:
+        if self.left <= 0:
+            raise EndpointError(f"the limit of {self.max_requests} requests is used up", kind="client")
+        self.requests += 1
+        return fetch_json(self.endpoint, method, path, body)
+
+    def _body(self, request: Request) -> tuple[bytes, ...]:
+        can = self.capabilities
+        extra: dict[str, Any] = {}
+        if can.top_logprobs is not None:
+            extra["logprobs"] = True
+            if can.top_logprobs:
+                extra["top_logprobs"] = can.top_logprobs
+        crops = _processor_kwargs(request.pan_and_scan) if request.images and can.mm_processor_kwargs else None
+        return chat_body(
+            self.endpoint.model,
+            _messages(request),
+            self.max_tokens,
+            stream=False,
+            mm_processor_kwargs=crops,
+            extra=extra,
+        )
+
+    def _narrow(self, request: Request, error: EndpointError) -> bool:
+        """Leave out what the endpoint refused; return whether a request with less may succeed.
+
+        Endpoints name the field that they refuse. Where the message names none, fields are left out one by one.
+        """
+        can, message = self.capabilities, str(error)
+        fields = [
+            name
+            for name, used in (
+                ("mm_processor_kwargs", bool(request.images) and can.mm_processor_kwargs),
+                ("logprobs", can.top_logprobs is not None),
+            )
+            if used
+        ]
+        named = [name for name in fields if name in message]
+        refused = next(iter(named or fields), None)
+        if refused is None or (not named and re.search(r"\bimages?\b|multimodal|multi-modal|vision", message, re.I)):
+            return False
+        can.refusals[refused] = _reason(error)
+        if refused == "mm_processor_kwargs":
+            can.mm_processor_kwargs = False
+        else:
+            can.top_logprobs = _fewer(can.top_logprobs or 0)
+        return True
+
+
+def _fewer(count: int) -> int | None:
+    """Return the next smaller number of top log-probabilities to ask for; None: none at all."""
+    return next((each for each in (*_LADDER, 0) if each < count), None)
+
+
+def _reason(error: EndpointError) -> str:
+    """Return an endpoint's own words, without what was requested."""
+    return str(error).partition(": ")[2] or str(error)
+
+
+def _models(listed: Any) -> dict[str, str | None]:
+    """Return the owner of each listed model."""
+    rows = listed.get("data") if isinstance(listed, Mapping) else None
+    rows = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    owners = {row["id"]: row.get("owned_by") for row in rows if isinstance(row.get("id"), str)}
+    return {id: owner if isinstance(owner, str) else None for id, owner in owners.items()}
+
+
+def _processor_kwargs(settings: PanAndScan) -> dict[str, Any]:
+    """Return pan-and-scan settings as Transformers' processor and vLLM name them."""
+    if not settings.enabled:
+        return {"do_pan_and_scan": False}
+    return {
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": settings.min_crop_size,
+        "pan_and_scan_max_num_crops": settings.max_num_crops,
+        "pan_and_scan_min_ratio_to_activate": settings.min_ratio_to_activate,
+    }
+
+
+def _messages(request: Request) -> list[dict[str, Any]]:
+    images = [{"type": "image_url", "image_url": {"url": data_url("image/png", data)}} for data in request.images]
+    content: Any = [*images, {"type": "text", "text": request.prompt}] if images else request.prompt
+    system = [] if request.system is None else [{"role": "system", "content": request.system}]
+    return [*system, {"role": "user", "content": content}]
+
+
+def _answer(reply: Any) -> EndpointAnswer:
+    """Return the answer of a response.
+
+    Raises:
+        EndpointError: the response is no chat completion.
+    """
+    choices = reply.get("choices") if isinstance(reply, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
+        raise EndpointError("the response is no chat completion: check the URL")
+    text, finish = message.get("content"), choice.get("finish_reason")
+    usage = reply.get("usage")
+    usage = usage if isinstance(usage, Mapping) else {}
+    return EndpointAnswer(
+        text if isinstance(text, str) else "", _steps(choice.get("logprobs")),
+        finish if isinstance(finish, str) else None, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"),
+    )  # fmt: skip
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
+    """Return the positions of OpenAI's ``logprobs``: of chat completions, or the lists of text completions."""
+    if not isinstance(logprobs, Mapping):
+        return ()
+    content = logprobs.get("content")
+    if isinstance(content, list):
+        rows = content[:_MOST_STEPS]
+        steps = (ReportedStep(_token(row), _top(row.get("top_logprobs"))) for row in rows if isinstance(row, Mapping))
+        return tuple(steps)
+    texts, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if not isinstance(texts, list) or not isinstance(values, list):
+        return ()
+    tops = logprobs.get("top_logprobs")
+    tops = tops if isinstance(tops, list) else []
+    chosen = [ReportedToken(str(text), None, _number(value)) for text, value in zip(texts, values, strict=False)]
+    return tuple(
+        ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen[:_MOST_STEPS])
+    )
+
+
+def _token(row: Mapping[str, Any]) -> ReportedToken:
+    text, raw = row.get("token"), row.get("bytes")
+    whole = isinstance(raw, list) and all(isinstance(each, int) and 0 <= each < 256 for each in raw)
+    data = bytes(raw) if whole and isinstance(raw, list) else None
+    return ReportedToken(text if isinstance(text, str) else "", data, _number(row.get("logprob")))
+
+
+def _top(listed: Any) -> tuple[ReportedToken, ...]:
+    if isinstance(listed, Mapping):
+        return tuple(ReportedToken(str(text), None, _number(value)) for text, value in listed.items())
+    if not isinstance(listed, list | Sequence) or isinstance(listed, str):
+        return ()
+    return tuple(_token(row) for row in listed if isinstance(row, Mapping))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,307 @@
+"""Reported tokens and log-probabilities against local distributions. Pure arithmetic, no tensors.
+
+An endpoint reports the log-probabilities of a few tokens at each position. What is compared is therefore coarse: the
+reported tokens, and one bucket for all others. By the data processing inequality, the divergence of coarse
+distributions is a lower bound of the whole divergence; local distributions are made coarse in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "AnswerEvidence",
+    "Fit",
+    "MappedAnswer",
+    "ReportedStep",
+    "ReportedToken",
+    "TokenNaming",
+    "coarse_kl",
+    "compare_answer",
+    "forced_tokens",
+    "local_reports",
+    "map_answer",
+    "merged_fit",
+    "moved_margin",
+]
+
+Distributions = NDArray[np.float32]
+"""Natural log-probabilities ``[positions, vocabulary]``."""
+
+_LEAST_REST = 1e-6
+"""Of a position's probability: less than this cannot be told from the rounding of the reported tokens."""
+_DOMINANT = 0.99
+"""Of the candidates' probability: a token that has this share is the one that was reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedToken:
+    """A token as an endpoint reports it.
+
+    Args:
+        text: the ``token`` field.
+        raw: the ``bytes`` field; None where it is missing.
+        log_probability: natural logarithm; None where it is missing or not a number.
+    """
+
+    text: str
+    raw: bytes | None = None
+    log_probability: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedStep:
+    """One position of an answer: the chosen token, and the most probable ones, the chosen one often among them."""
+
+    chosen: ReportedToken
+    top: tuple[ReportedToken, ...] = ()
+
+
+class TokenNaming(Protocol):
+    """The names of a tokenizer's tokens (see :class:`panscan.verify.local.LocalModel`)."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def token_ids(self, text: str | bytes) -> list[int]:
+        """Return every token id that an endpoint may write as ``text``, ascending."""
+        ...
+
+
+@dataclass(slots=True)
+class MappedAnswer:
+    """An answer in token ids.
+
+    Args:
+        tokens: chosen token of each position; None where it has no certain id.
+        reported: token ids and their log-probabilities, position by position.
+        dropped: reported tokens without a certain id, which count among all others.
+    """
+
+    tokens: list[int | None]
+    reported: list[dict[int, float]]
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, count: int) -> MappedAnswer:
+        """Return the first positions."""
+        return MappedAnswer(self.tokens[:count], self.reported[:count], self.dropped)
+
+
+def candidate_ids(token: ReportedToken, naming: TokenNaming) -> list[int]:
+    """Return the token ids that a reported token may be; empty if there is none.
+
+    A token without text is an end token: other special tokens are never among the most probable ones.
+    """
+    if not token.text and not token.raw:
+        return sorted(naming.eos_ids)
+    return (naming.token_ids(token.raw) if token.raw else []) or naming.token_ids(token.text)
+
+
+def forced_tokens(steps: Sequence[ReportedStep], naming: TokenNaming) -> list[int]:
+    """Return a first guess of the ids of an answer's tokens, up to the first that has none.
+
+    Where several ids have the same text, the guess may be wrong: :func:`map_answer` decides by their probabilities.
+    """
+    found: list[int] = []
+    for step in steps:
+        ids = candidate_ids(step.chosen, naming)
+        if not ids:
+            break
+        found.append(ids[0])
+    return found
+
+
+def map_answer(steps: Sequence[ReportedStep], naming: TokenNaming, reference: Distributions) -> MappedAnswer:
+    """Return an answer in token ids.
+
+    Args:
+        steps: reported positions.
+        naming: of the tokenizer.
+        reference: local distributions before each position, which decide between ids of the same text; positions
+            behind the last one are left out.
+    """
+    mapped = MappedAnswer([], [])
+    for step, row in zip(steps, reference, strict=False):
+        probabilities = np.exp(row.astype(np.float64))
+        chosen = _certain(candidate_ids(step.chosen, naming), probabilities, ())
+        values: dict[int, float] = {}
+        if chosen is not None and _is_value(step.chosen.log_probability):
+            values[chosen] = _value(step.chosen)
+        known = [each for each in step.top if _is_value(each.log_probability)]
+        for token in sorted(known, key=_value, reverse=True):
+            if _same(token, step.chosen) and chosen in values:
+                continue
+            id = _certain(candidate_ids(token, naming), probabilities, values)
+            if id is None:
+                mapped.dropped += 1
+            else:
+                values[id] = _value(token)
+        mapped.tokens.append(chosen)
+        mapped.reported.append(values)
+    return mapped
+
+
+def _same(a: ReportedToken, b: ReportedToken) -> bool:
+    return (a.text, a.raw, a.log_probability) == (b.text, b.raw, b.log_probability)
+
+
+def _is_value(value: float | None) -> bool:
+    return value is not None and isfinite(value)
+
+
+def _value(token: ReportedToken) -> float:
+    assert token.log_probability is not None  # checked by the caller
+    return min(token.log_probability, 0.0)
+
+
+def _certain(candidates: Sequence[int], probabilities: NDArray[np.float64], taken: Iterable[int]) -> int | None:
+    """Return the one candidate that a reported token can be; None if there is none, or several are probable."""
+    free = [id for id in candidates if id not in taken]
+    if len(free) < 2:
+        return free[0] if free else None
+    shares = probabilities[free]
+    best = int(shares.argmax())
+    return free[best] if shares[best] >= _DOMINANT * shares.sum() > 0 else None
+
+
+def coarse_kl(local: NDArray[np.float32], reported: dict[int, float]) -> float:
+    """Return the Kullback-Leibler divergence in nats of the reported distribution from a local one.
+
+    Args:
+        local: natural log-probabilities ``[vocabulary]``.
+        reported: natural log-probabilities by token id. All other tokens are one bucket.
+    """
+    p = np.exp(local.astype(np.float64))
+    ids = np.fromiter(reported, dtype=np.int64)
+    q = np.exp(np.fromiter(reported.values(), dtype=np.float64))
+    outside = np.ones(len(p), dtype=bool)
+    outside[ids] = False
+    ours = np.append(p[ids], p[outside].sum())
+    theirs = np.append(q, max(1 - q.sum(), _LEAST_REST))
+    theirs /= theirs.sum()
+    some = ours > 0
+    with np.errstate(divide="ignore"):
+        terms = ours[some] * (np.log(ours[some]) - np.log(theirs[some]))
+    return max(float(terms.sum()), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEvidence:
+    """One answer against one local computation, position by position.
+
+    Args:
+        kl: coarse divergence of the reported distribution in nats; none where no log-probabilities were reported.
+        regret: by how much the computation prefers its own choice to the reported token, in nats; None where the
+            token has no certain id.
+        margin: by how much it prefers its first choice to its second, in nats.
+    """
+
+    kl: tuple[float, ...]
+    regret: tuple[float | None, ...]
+    margin: tuple[float, ...]
+
+
+def compare_answer(answer: MappedAnswer, local: Distributions) -> AnswerEvidence:
+    """Compare an answer with the distributions of a local computation along its own tokens.
+
+    Args:
+        answer: reported tokens.
+        local: natural log-probabilities ``[positions, vocabulary]``.
+    """
+    kl: list[float] = []
+    regret: list[float | None] = []
+    margin: list[float] = []
+    for token, reported, row in zip(answer.tokens, answer.reported, local, strict=True):
+        if reported:
+            kl.append(coarse_kl(row, reported))
+        first, second = np.partition(row, -2)[:-3:-1].astype(np.float64)
+        margin.append(float(first - second))
+        regret.append(None if token is None else float(first - row[token]))
+    return AnswerEvidence(tuple(kl), tuple(regret), tuple(margin))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How well one local computation explains the reported answers.
+
+    Args:
+        kl: mean coarse divergence over all positions, nats; None without log-probabilities.
+        kl_max: the largest.
+        positions: compared.
+        regret: mean regret, nats.
+        clear: tokens that the computation prefers by more than the noise explains.
+        agree: those of them that were reported.
+        deviation: mean coarse divergence of this computation from the one that it changes, on the same positions,
+            nats; None for the reference.
+        prompts: prompts whose reported token count is known.
+        prompts_agree: those of them with this computation's token count.
+    """
+
+    kl: float | None
+    kl_max: float | None
+    positions: int
+    regret: float
+    clear: int
+    agree: int
+    deviation: float | None = None
+    prompts: int = 0
+    prompts_agree: int = 0
+
+    @property
+    def score(self) -> float:
+        """Nats; the smaller, the better the computation explains the answers."""
+        return self.regret if self.kl is None else self.kl
+
+
+def merged_fit(
+    answers: Sequence[AnswerEvidence],
+    clear_margin: float,
+    *,
+    deviations: Sequence[float] = (),
+    prompts: Sequence[bool] = (),
+) -> Fit:
+    """Return the fit over several answers.
+
+    Args:
+        answers: comparisons with the same computation.
+        clear_margin: margin in nats above which rounding does not explain another token.
+        deviations: see :class:`Fit`, position by position.
+        prompts: whether each known prompt token count is this computation's.
+    """
+    kl = [value for answer in answers for value in answer.kl]
+    pairs = [pair for answer in answers for pair in zip(answer.margin, answer.regret, strict=True)]
+    known = [(margin, regret) for margin, regret in pairs if regret is not None]
+    regret = [value for _, value in known]
+    clear = [value for margin, value in known if margin > clear_margin]
+    return Fit(
+        kl=fmean(kl) if kl else None, kl_max=max(kl) if kl else None,
+        positions=sum(len(answer.margin) for answer in answers), regret=fmean(regret) if regret else 0.0,
+        clear=len(clear), agree=sum(value == 0 for value in clear),
+        deviation=fmean(deviations) if deviations else None,
+        prompts=len(prompts), prompts_agree=sum(prompts),
+    )  # fmt: skip
+
+
+def local_reports(answer: MappedAnswer, local: Distributions) -> list[dict[int, float]]:
+    """Return what a local computation would report: its log-probabilities of the tokens that the endpoint reported."""
+    return [{id: float(row[id]) for id in reported} for reported, row in zip(answer.reported, local, strict=True)]
+
+
+def moved_margin(reference: Distributions, noisy: Distributions) -> float:
+    """Return the largest change of the margin between the reference's first and second choice, in nats."""
+    best = np.argsort(reference, axis=-1)[:, :-3:-1]
+    pairs = [np.take_along_axis(each.astype(np.float64), best, axis=-1) for each in (reference, noisy)]
+    margins = [pair[:, 0] - pair[:, 1] for pair in pairs]
+    return float(np.abs(margins[1] - margins[0]).max()) if len(best) else 0.0

@@ -1,0 +1,264 @@
+"""What the same weights answer on this machine, under the reference and under each hypothesis."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from types import TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from panscan.bench.truth import eager_settings
+from panscan.core import Request
+from panscan.model.checkpoint import Loaded
+from panscan.model.inputs import Read, read_images
+from panscan.model.load import load_for
+from panscan.model.machine import release_memory
+from panscan.model.reference import converted_model, head_logits, one_view_at_a_time
+from panscan.model.runtime import reference_computation
+from panscan.runners.observe import observe
+from panscan.settings import Settings
+from panscan.verify.computation import changed_model, final_states, rope_factor, view_features
+from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
+from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt
+from panscan.verify.token_index import TokenIndex
+
+__all__ = ["LocalModel"]
+
+_REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
+_Value = TypeVar("_Value")
+
+
+@dataclass(slots=True)
+class _KnownRequest:
+    """A request, which must live as long as its id is a key; its decoded images; the hypotheses that change it."""
+
+    request: Request
+    read: Read
+    hypotheses: list[Hypothesis] | None = None
+
+
+class LocalModel:
+    """A checkpoint loaded on this machine, which computes one request at a time. Use it as a context manager.
+
+    All hypotheses apply to all requests: changes that do not concern a request have no effect on it. Computations use
+    float32 and eager attention. Weights are upcast part by part, so a model of any size needs room for one float32
+    layer beside itself. Hypotheses that give a request the same computation share one cached result.
+
+    Args:
+        loaded: unquantised weights.
+        settings: those that it was loaded with.
+
+    Raises:
+        UnsupportedError: the weights are quantised, offloaded or split over processes.
+    """
+
+    def __init__(self, loaded: Loaded, settings: Settings) -> None:
+        self._loaded, self._settings = loaded, settings
+        self._texts = TokenIndex(loaded.reader.tokenizer, self.vocabulary)
+        self._requests: OrderedDict[Hashable, _KnownRequest] = OrderedDict()
+        self._features: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._states: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._stack = ExitStack()
+        with converted_model(loaded.model, torch.float32):
+            pass  # raises where weights cannot be converted
+
+    @classmethod
+    def open(cls, settings: Settings) -> LocalModel:
+        """Load the checkpoint that ``settings`` name.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            UnsupportedError: its weights are quantised, offloaded or split, or the device is missing.
+        """
+        return cls(load_for(settings), settings)
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(reference_computation(self._loaded.model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        for kept in (self._requests, self._features, self._states):
+            kept.clear()
+        release_memory()
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the distributions."""
+        return int(self._loaded.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._loaded.eos_ids
+
+    @property
+    def view_size(self) -> int | None:
+        """Pixels of a view's side; None: the checkpoint reads no images."""
+        spec = self._loaded.reader.pixels
+        return None if spec is None else spec.size
+
+    def hypotheses(self, request: Request) -> list[Hypothesis]:
+        """Return the hypotheses that change this request, most frequent first, without the reference.
+
+        Of a combination, every change has an effect beside the others.
+        """
+        known = self._known(request)
+        if known.hypotheses is None:
+            known.hypotheses = [
+                each for each in HYPOTHESES if all(self._has_effect(request, c, each.changes) for c in each.changes)
+            ]
+        return list(known.hypotheses)
+
+    def log_probabilities(self, request: Request, tokens: Sequence[int], hypothesis: Hypothesis) -> NDArray[np.float32]:
+        """Return natural log-probabilities ``[tokens, vocabulary]`` before each token of a given answer.
+
+        Args:
+            request: the question.
+            tokens: the answer's token ids. The last one is compared, never read.
+            hypothesis: the computation.
+
+        Raises:
+            ImageError: an image cannot be read.
+            SettingError: the prompt is invalid, or longer than the context.
+        """
+        return self._distributions(request, tokens, hypothesis.changes, torch.float32)
+
+    def noise(self, request: Request, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the same for the reference computed in bfloat16: the rounding error of a correct server."""
+        return self._distributions(request, tokens, (), torch.bfloat16)
+
+    def greedy(self, request: Request, steps: int) -> list[int]:
+        """Return the reference's own answer: at most ``steps`` tokens, with the end token if it was reached."""
+        model = self._loaded.model
+        with converted_model(model, torch.float32), one_view_at_a_time(model):
+            settings = eager_settings(self._settings, "cpu", steps)
+            [seen] = observe(
+                self._loaded, settings, [self._known(request).read.request], steps=steps, dtype=torch.float32
+            )
+        return seen.tokens
+
+    def prompt_tokens(self, request: Request, hypothesis: Hypothesis) -> int:
+        """Return the length of the prompt under a hypothesis."""
+        return len(self._prompt(request, hypothesis.changes).ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        ids: list[int] = self._loaded.reader.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def token_ids(self, text: str | bytes) -> list[int]:
+        """Return every token id that an endpoint writes as ``text``, ascending; empty if there is none."""
+        return self._texts.ids(text)
+
+    def token_text(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token; of a special token, those of its name."""
+        return self._texts.text(token)
+
+    @torch.no_grad()
+    def _distributions(
+        self, request: Request, tokens: Sequence[int], changes: Collection[str], dtype: torch.dtype
+    ) -> NDArray[np.float32]:
+        if not tokens:
+            return np.empty((0, self.vocabulary), np.float32)
+        hidden = self._hidden(request, tokens, changes, dtype)
+        scores: NDArray[np.float32] = head_logits(self._loaded.model, hidden).log_softmax(-1).cpu().numpy()
+        return scores
+
+    def _hidden(
+        self, request: Request, tokens: Sequence[int], changes: Collection[str], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Float32 ``[tokens, hidden]`` on the CPU."""
+        prompt, model = self._prompt(request, changes), self._loaded.model
+        pixels = self._pixels(prompt, changes)
+        digest = b"" if pixels is None else _digest(pixels)
+        computed = frozenset(c for c in changes if self._computes(prompt, c))
+        key = (tuple(prompt.ids), tuple(tokens), digest, computed, dtype)
+
+        def compute() -> torch.Tensor:
+            with changed_model(model, computed, dtype):
+                features = None if pixels is None else self._view_features(pixels, dtype)
+                ids = [*prompt.ids, *tokens[:-1]]
+                soft_id = self._loaded.reader.prompts.soft_id
+                return final_states(model, ids, features, soft_id, len(tokens), computed).float().cpu()
+
+        return _kept(self._states, key, _STATES, compute)
+
+    def _view_features(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Features ``[views, image tokens, hidden]``; no change of the model concerns the vision tower."""
+
+        def encode(view: torch.Tensor) -> torch.Tensor:
+            return view_features(self._loaded.model, view[None].to(self._loaded.device, dtype))[0].cpu()
+
+        views = [(_digest(view), view) for view in pixels]
+        found = [_kept(self._features, (digest, dtype), _VIEWS, partial(encode, view)) for digest, view in views]
+        return torch.stack(found)
+
+    def _computes(self, prompt: ChangedPrompt, change: str) -> bool:
+        """Whether a change makes the model compute something else for a prompt."""
+        text, images = self._loaded.model.config.get_text_config(), len(prompt.images)
+        match CHANGES[change].aspect:
+            case "mask":
+                views = sum(len(plan.views) for plan in prompt.plans)
+                return views > (1 if change == "joined-image-blocks" else 0)
+            case "features":
+                return images > 0
+            case "window":
+                return len(prompt.ids) > int(text.sliding_window)
+            case "rope":
+                return rope_factor(self._loaded.model) != 1
+            case "scale":
+                scale = self._loaded.model.get_input_embeddings().embed_scale
+                return bool(float(scale) != float(torch.tensor(text.hidden_size**0.5)))
+            case aspect:
+                return aspect == "weights"
+
+    def _has_effect(self, request: Request, change: str, others: Collection[str]) -> bool:
+        """Whether a change makes a difference to a request, beside others."""
+        others = [each for each in others if each != change]
+        plain, changed = self._prompt(request, others), self._prompt(request, [*others, change])
+        if plain.ids != changed.ids or plain.plans != changed.plans or len(plain.images) != len(changed.images):
+            return True
+        if CHANGES[change].aspect in ("channels", "normalisation"):
+            return bool(plain.images)
+        if CHANGES[change].aspect == "resize":
+            square = self.view_size, self.view_size
+            return any(view.size != square for plan in plain.plans for view in plan.views)
+        return self._computes(plain, change)
+
+    def _known(self, request: Request) -> _KnownRequest:
+        def read() -> _KnownRequest:
+            return _KnownRequest(request, read_images(request))
+
+        return _kept(self._requests, id(request), _REQUESTS, read)
+
+    def _prompt(self, request: Request, changes: Collection[str]) -> ChangedPrompt:
+        return changed_prompt(self._known(request).read, changes, self._loaded.reader)
+
+    def _pixels(self, prompt: ChangedPrompt, changes: Collection[str]) -> torch.Tensor | None:
+        spec = self._loaded.reader.pixels
+        return None if spec is None or not prompt.images else changed_pixels(prompt, changes, spec)
+
+
+def _digest(pixels: torch.Tensor) -> bytes:
+    return sha256(pixels.numpy().tobytes()).digest()
+
+
+def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, compute: Callable[[], _Value]) -> _Value:
+    """The value of a key, computed once; the cache drops the least recently used value."""
+    if key not in cache:
+        cache[key] = compute()
+        if len(cache) > most:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]

@@ -1,0 +1,311 @@
+"""A verification: an endpoint's answers, the same weights on this machine, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from panscan.core import EndpointError, Request
+from panscan.load.chat import Endpoint
+from panscan.verify.diagnosis import Candidate, Explanation, NoiseLevel, Word, judge_fit, summary
+from panscan.verify.endpoint import EndpointAnswer, EndpointSession
+from panscan.verify.evidence import MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
+from panscan.verify.hypotheses import CHANGES, REFERENCE
+from panscan.verify.local import LocalModel
+from panscan.verify.options import VerifyOptions
+from panscan.verify.probes import sample_probes
+from panscan.verify.search import Evaluator, Probe, find_explanation, unseen_changes
+
+__all__ = ["Verification", "as_json", "verify_endpoint"]
+
+_MOST_FAILURES = 3  # in a row
+OnProgress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Verification:
+    """The verdict on an endpoint, with its evidence.
+
+    Args:
+        url: of the endpoint.
+        model: checkpoint of the reference.
+        served_model: the endpoint's name of the model.
+        server: who serves it, as far as the endpoint says.
+        word: exact, close, different or unknown.
+        message: the verdict in a sentence, with cause and fix.
+        explanation: what explains the answers.
+        noise: what rounding explains.
+        reference: how well the reference explains the answers; None if there are none.
+        candidates: hypotheses that were compared over all answers, best first.
+        tested: number of hypotheses that were compared at least in part.
+        answers: what each question returned.
+        not_visible: what this verification could not see.
+        requests: HTTP requests sent.
+    """
+
+    url: str
+    model: str
+    served_model: str
+    server: str | None
+    word: Word
+    message: str
+    explanation: Explanation
+    noise: NoiseLevel
+    reference: Candidate | None
+    candidates: list[Candidate]
+    tested: int
+    answers: list[dict[str, Any]]
+    not_visible: list[str]
+    requests: int
+
+
+def verify_endpoint(
+    options: VerifyOptions, probes: Sequence[Request] | None = None, on_progress: OnProgress = lambda _: None
+) -> Verification:
+    """Ask an endpoint, compute the same on this machine, and judge.
+
+    Args:
+        options: what to verify.
+        probes: questions, whose images are bytes of PNG files; None: questions about sample documents.
+        on_progress: called with what happens next.
+
+    Raises:
+        EndpointError: the endpoint cannot be reached.
+        SettingError: the name of the served model is missing.
+        ModelError: the checkpoint cannot be loaded.
+        UnsupportedError: the checkpoint cannot be the reference on this machine.
+    """
+    endpoint = Endpoint(options.url, options.served_model or "", options.api_key, timeout=options.timeout)
+    session = EndpointSession(
+        endpoint, max_requests=options.max_requests, max_tokens=options.max_tokens, top_logprobs=options.top_logprobs
+    )
+    on_progress("asking for the served model")
+    session.identify()
+    on_progress(f"loading {options.settings.model_name}")
+    with LocalModel.open(options.settings) as local:
+        questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
+        asked, notes = _ask_all(session, questions, on_progress)
+        found, failed = _probes_of(asked, local, notes)
+        return _concluded(options, session, local, found, notes, failed, on_progress)
+
+
+@dataclass(slots=True)
+class _Asked:
+    request: Request
+    answer: EndpointAnswer | None
+    error: str | None = None
+
+
+def _ask_all(
+    session: EndpointSession, questions: Sequence[Request], on_progress: OnProgress
+) -> tuple[list[_Asked], list[str]]:
+    """Ask the questions, the first one twice; return answers and what is not visible without the others."""
+    asked: list[_Asked] = []
+    notes: list[str] = []
+    failures = 0
+    for number, request in enumerate(questions, start=1):
+        can = session.capabilities
+        if (request.images and not can.images) or (len(request.images) > 1 and not can.several_images):
+            continue
+        if not can.mm_processor_kwargs and request.pan_and_scan != questions[0].pan_and_scan:
+            continue  # the endpoint refuses settings per request
+        if session.left <= 0 or failures == _MOST_FAILURES:
+            missed = len(questions) - number + 1
+            why = "failures in a row" if session.left > 0 else f"the limit of {session.max_requests} requests"
+            notes.append(f"{missed} of {len(questions)} questions: not asked ({why})")
+            break
+        on_progress(f"question {number} of {len(questions)}: {request.id}")
+        asked.append(_ask(session, request))
+        failures = failures + 1 if asked[-1].error is not None else 0
+        if asked[-1].error is not None:
+            _learn_refusal(session, asked[-1])
+        elif len(asked) == 1 and session.left > len(questions):
+            notes += _repeated(session, asked[0])
+    return asked, notes
+
+
+def _ask(session: EndpointSession, request: Request) -> _Asked:
+    try:
+        return _Asked(request, session.answer(request))
+    except EndpointError as error:
+        return _Asked(request, None, str(error))
+
+
+def _learn_refusal(session: EndpointSession, asked: _Asked) -> None:
+    """Remember that images are refused, so that no request is wasted on more of them."""
+    can, count = session.capabilities, len(asked.request.images)
+    refused = "HTTP 4" in (asked.error or "")
+    if refused and count == 1:
+        can.images = False
+    if refused and count > 1:
+        can.several_images = False
+
+
+def _repeated(session: EndpointSession, first: _Asked) -> list[str]:
+    """Ask a question again; return what differs."""
+    again = _ask(session, first.request)
+    if again.answer is None or first.answer is None:
+        return [] if again.error is None else [f"determinism: the repeated request failed ({again.error})"]
+    if again.answer.text != first.answer.text:
+        return ["determinism: the same greedy request gave two different answers"]
+    pairs = zip(first.answer.steps, again.answer.steps, strict=False)
+    moved = [
+        abs(a.chosen.log_probability - b.chosen.log_probability)
+        for a, b in pairs
+        if a.chosen.log_probability is not None and b.chosen.log_probability is not None
+    ]
+    if max(moved, default=0.0) > 0:
+        return [f"determinism: log-probabilities of a repeated request move by up to {max(moved):.2g} nats"]
+    return []
+
+
+def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> tuple[list[Probe], list[_Asked]]:
+    """Return the usable answers in token ids, and the failed requests."""
+    found, dropped = [], 0
+    for each in asked:
+        if each.answer is None:
+            continue
+        steps = each.answer.steps or _steps_of_text(each.answer, local)
+        tokens, mapped = _mapped(steps, each.request, local)
+        dropped += mapped.dropped
+        found.append(Probe(each.request, tokens, mapped, each.answer.prompt_tokens))
+        if len(mapped) < len(steps):
+            notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens behind one without a certain id")
+    if dropped:
+        notes.append(f"reported tokens whose text fits several tokens or none: {dropped}, counted among all others")
+    return found, [each for each in asked if each.answer is None]
+
+
+def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedStep, ...]:
+    """Return the tokens of an answer without log-probabilities, as the tokenizer writes its text.
+
+    The last token of an unfinished answer is left out: the tokenizer may join it with what would follow.
+    """
+    ids = local.encode(answer.text)
+    kept = ids if answer.finish_reason == "stop" else ids[:-1]
+    return tuple(ReportedStep(ReportedToken(f"token_id:{id}")) for id in kept)
+
+
+def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) -> tuple[list[int], MappedAnswer]:
+    """Return the token ids to force, and the answer in token ids.
+
+    Where a text stands for several tokens, the reference decides; then positions behind it are computed again.
+    """
+    tokens = forced_tokens(steps, local)
+    mapped = MappedAnswer([], [])
+    for _ in range(len(tokens) + 1):
+        mapped = map_answer(steps, local, local.log_probabilities(request, tokens, REFERENCE))
+        at = next((at for at, (a, b) in enumerate(zip(tokens, mapped.tokens, strict=True)) if a != b), None)
+        if at is None:
+            break
+        if mapped.tokens[at] is None:  # what follows it is unknown, its own position is not
+            tokens = tokens[: at + 1]
+            return tokens, mapped.cut(at + 1)
+        tokens[at] = int(mapped.tokens[at] or 0)
+    return tokens, mapped
+
+
+def _concluded(
+    options: VerifyOptions, session: EndpointSession, local: LocalModel, probes: Sequence[Probe], notes: list[str],
+    failed: Sequence[_Asked], on_progress: OnProgress,
+) -> Verification:  # fmt: skip
+    evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
+    rows = [_answer_row(probe, local) for probe in probes]
+    rows += [{"id": each.request.id, "error": each.error} for each in failed]
+    result = Verification(
+        options.url, options.settings.model_name, session.endpoint.model, session.server, "unknown", "",
+        Explanation(None, "none"), evaluator.noise, None, [], 0, rows, [], session.requests,
+    )  # fmt: skip
+    reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
+    if evaluator.probes:
+        result.reference = evaluator.candidate(REFERENCE)
+        result.word = judge_fit(result.reference.fit, evaluator.noise)
+        reason = _explained(result, evaluator, notes)
+    result.message = summary(result.word, result.explanation, reason)
+    result.tested = evaluator.tested
+    result.not_visible = [*_not_visible(session, probes, failed), *notes]
+    return result
+
+
+def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> str:
+    """Find what explains the answers, and return the reason of the verdict."""
+    reference, noise = result.reference, evaluator.noise
+    assert reference is not None  # there are answers
+    right = result.word == "exact" or (result.word == "close" and noise.kl is None)
+    if not right or not reference.counts_fit:
+        result.explanation, result.candidates = find_explanation(evaluator, reference)
+        found = result.explanation.candidate
+        same = found is not None and all(CHANGES[name].equivalent for name in found.hypothesis.changes)
+        if result.explanation.strength == "matches" and same:
+            result.word, right = "exact", True
+        elif right and result.explanation.strength == "matches" and found is not None and found.counts_fit:
+            result.word, right = "different", False
+            notes.append("the prompts differ by their token counts; the answers alone would not show it")
+        elif right:
+            result.explanation = Explanation(None, "none")
+            notes.append("prompt token counts: the reported ones fit no known prompt, so they were not used")
+    if not right:
+        return "" if result.word != "unknown" else "the answers have no token that the reference clearly prefers"
+    unseen = unseen_changes(evaluator, reference)
+    if unseen:
+        titles = "; ".join(CHANGES[name].title for name in unseen)
+        notes.append(f"these questions do not rule out: {titles}")
+    if noise.kl is None:
+        return f"all {reference.fit.agree} clear greedy tokens are the reference's; more would need log-probabilities"
+    count = reference.fit.positions
+    best = result.explanation.candidate or reference
+    return (
+        f"the endpoint computes what {result.model} computes: {noise.ratio(best.fit) or 0:.2g}x the rounding noise over"
+        f" {count} tokens of {len(evaluator.probes)} answers"
+    )
+
+
+def _answer_row(probe: Probe, local: LocalModel) -> dict[str, Any]:
+    text = b"".join(local.token_text(token) for token in probe.tokens).decode(errors="replace")
+    return {
+        "id": probe.request.id, "tokens": list(probe.tokens), "text": text, "images": len(probe.request.images),
+        "prompt_tokens": probe.prompt_tokens, "expected_prompt_tokens": local.prompt_tokens(probe.request, REFERENCE),
+    }  # fmt: skip
+
+
+def _not_visible(session: EndpointSession, probes: Sequence[Probe], failed: Sequence[_Asked]) -> list[str]:
+    """Return what the endpoint's refusals hide."""
+    can, found = session.capabilities, []
+    reasons = can.refusals
+    if can.top_logprobs is None:
+        why = f" ({reasons['logprobs']})" if "logprobs" in reasons else ""
+        found.append(f"distributions: the endpoint reports no log-probabilities{why}; only greedy tokens are compared")
+    elif "logprobs" in reasons:
+        found.append(f"log-probabilities beyond the {can.top_logprobs} most probable tokens ({reasons['logprobs']})")
+    if "mm_processor_kwargs" in reasons:
+        found.append(f"pan and scan on request: mm_processor_kwargs refused ({reasons['mm_processor_kwargs']})")
+    if probes and not can.prompt_tokens:
+        found.append("prompt token counts: the endpoint reports no usage")
+    if not can.images:
+        found.append("images: the endpoint refuses them")
+    elif not can.several_images:
+        found.append("several images in a request: the endpoint refuses them")
+    found += [f"{each.request.id}: {each.error}" for each in failed]
+    return found
+
+
+def as_json(found: Verification) -> dict[str, Any]:
+    """Return a verification as JSON values."""
+    explanation, noise = found.explanation, found.noise
+    best = explanation.candidate
+    return {
+        "schema": 1, "url": found.url, "model": found.model, "served_model": found.served_model,
+        "server": found.server, "verdict": found.word, "message": found.message,
+        "diagnosis": None if best is None else {
+            "hypothesis": best.hypothesis.name, "title": best.hypothesis.title, "cause": best.hypothesis.cause,
+            "strength": explanation.strength, "rivals": [each.name for each in explanation.rivals],
+        },
+        "noise": asdict(noise),
+        "evidence": [
+            {"hypothesis": each.hypothesis.name, "ratio": noise.ratio(each.fit), **asdict(each.fit)}
+            for each in ([] if found.reference is None else [found.reference, *found.candidates])
+        ],
+        "hypotheses_compared": found.tested, "answers": found.answers, "not_visible": found.not_visible,
+        "requests": found.requests,
+    }  # fmt: skip

@@ -1,0 +1,68 @@
+"""The command ``panscan verify``: options, broken endpoints, files, and exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.load.fake_server import fake_server
+
+from panscan.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """An endpoint that answers with text that is not the model's; the served model's name selects a fault."""
+    with fake_server(tokens=3) as url:
+        yield url
+
+
+def verify(url: str, *options: str) -> int:
+    return run(
+        ["verify", url, "--model", "tiny", "--device", "cpu", "--max-tokens", "3", "--max-requests", "4", *options]
+    )
+
+
+def test_another_models_answers_are_different(
+    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "verdict.json"
+    code = verify(endpoint, "--output", str(output))
+    found = json.loads(output.read_text())
+    shown = capsys.readouterr().out
+    assert code == {"different": 5, "unknown": 6}[found["verdict"]]
+    assert shown.startswith(f"{found['message'][:40]}")
+    assert found["requests"] <= 4
+    assert "Not visible: distributions: the endpoint reports no log-probabilities" in shown
+    assert verify(endpoint, "--output", str(output)) == 2
+    assert f"--output {output}: the file exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["html", "early-close", "malformed", "refuse-images", "500", "close"])
+def test_a_broken_endpoint_ends_with_one_line(endpoint: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = verify(endpoint, "--served-model", f"fake:{fault}")
+    shown = capsys.readouterr()
+    assert code in (3, 5, 6)
+    assert "Traceback" not in shown.out + shown.err
+    assert code == 5 or "could not tell" in shown.out or shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["http://127.0.0.1:9"], "--model is missing"),
+        (["http://127.0.0.1:9", "--model", "tiny", "--images", "x.png"], "--images and --prompt go together"),
+        (["ftp://x", "--model", "tiny"], "expected the URL of an endpoint"),
+        (["http://127.0.0.1:9", "--model", "tiny", "--max-requests", "33"], "--max-requests"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_an_endpoint_that_is_down_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "http://127.0.0.1:9", "--model", "tiny"]) == 3
+    assert capsys.readouterr().err == "panscan: GET /v1/models: connection refused\n"

@@ -1,0 +1,218 @@
+"""``panscan serve`` with a deliberate fault, to test verification.
+
+    python -m tests.verify.faulty_server --fault causal [options of panscan serve]
+
+A fault is a patch of the real code, applied in the HTTP server's process and in the engine's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from panscan.core import PanAndScan
+from panscan.engine import engine, loop, prepare
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.sequence import flatten
+from panscan.engine.views import ViewFeatures
+from panscan.model.prompt import Prompt, PromptWriter
+from panscan.serve import engine_process, engine_worker
+from panscan.serve.requests import RequestBuilder
+
+__all__ = ["FAULTS", "command"]
+
+ROOT = Path(__file__).parents[2]
+_WORKER = "--engine-worker"
+Turns = list[dict[str, Any]]
+
+
+def command(fault: str, *options: str) -> list[str]:
+    """Return the command line of a faulty server on a free port."""
+    words = [sys.executable, "-m", "tests.verify.faulty_server", "--fault", fault]
+    return [*words, "--port", "0", "--device", "cpu", *options]
+
+
+def _causal() -> None:
+    """Image tokens attend to earlier positions only, as with Transformers' flash-attention masks."""
+
+    def changed(*given: Any, **options: Any) -> FlatBatch:
+        batch = flatten(*given, **options)
+        return replace(batch, ends=(batch.positions + 1).astype(batch.ends.dtype))
+
+    loop.flatten = changed
+
+
+def _crops(settings: PanAndScan) -> Callable[[], None]:
+    """The server's own pan-and-scan settings, whatever a request asks for."""
+
+    def apply() -> None:
+        RequestBuilder.pan_and_scan = lambda self, given: settings  # type: ignore[method-assign]
+
+    return apply
+
+
+def _conversation(change: Callable[[Turns, list[Any]], tuple[Turns, list[Any]]]) -> Callable[[], None]:
+    """Conversations with other parts or documents."""
+
+    def apply() -> None:
+        whole = RequestBuilder.conversation
+        RequestBuilder.conversation = lambda self, *given: change(*whole(self, *given))  # type: ignore[method-assign]
+
+    return apply
+
+
+def _images(kept: slice) -> Callable[[], None]:
+    """Only some images of a request."""
+
+    def change(turns: Turns, documents: list[Any]) -> tuple[Turns, list[Any]]:
+        numbers = iter(range(len(documents)))
+        chosen = set(range(len(documents))[kept])
+        turns = [
+            {**turn, "content": [p for p in turn["content"] if p["type"] == "text" or next(numbers) in chosen]}
+            for turn in turns
+        ]
+        return turns, documents[kept]
+
+    return _conversation(change)
+
+
+def _image_after_text(turns: Turns, documents: list[Any]) -> tuple[Turns, list[Any]]:
+    return [
+        {**turn, "content": sorted(turn["content"], key=lambda p: p["type"] == "image")} for turn in turns
+    ], documents
+
+
+def _zero_features() -> None:
+    """Image tokens show nothing."""
+
+    def fill(_: ViewFeatures, hidden: torch.Tensor, images: Any) -> None:
+        for image in images:
+            hidden[image.row : image.row + image.tokens] = 0
+
+    ViewFeatures.fill = fill  # type: ignore[method-assign]
+
+
+def _resized(resample: Image.Resampling) -> Callable[[], None]:
+    """Views resized with another filter."""
+
+    def resized(image: Image.Image, views: Sequence[Any], spec: Any) -> Any:
+        square = (spec.size, spec.size)
+        return np.stack([np.asarray(image.crop(view.box).resize(square, resample)) for view in views])
+
+    def apply() -> None:
+        prepare.resized_pil = resized
+
+    return apply
+
+
+def _bgr() -> None:
+    """Red and blue swapped."""
+    whole = prepare.resized_pil
+    prepare.resized_pil = lambda *given: np.ascontiguousarray(whole(*given)[..., ::-1])
+
+
+def _prompt_ids(change: Callable[[list[int]], list[int]]) -> Callable[[], None]:
+    """Other token ids of every prompt."""
+
+    def apply() -> None:
+        whole = PromptWriter.write
+
+        def write(self: PromptWriter, *given: Any, **options: Any) -> Prompt:
+            prompt = whole(self, *given, **options)
+            return replace(prompt, ids=change(prompt.ids))
+
+        PromptWriter.write = write  # type: ignore[method-assign]
+
+    return apply
+
+
+def _rounded(levels: int, group: int | None) -> Callable[[], None]:
+    """Decoder weights rounded to a grid: symmetric, one scale per row or group of columns."""
+
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        rows = weight.float().reshape(-1, group or weight.shape[1])
+        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / levels
+        return ((rows / scale).round() * scale).reshape(weight.shape).to(weight.dtype)
+
+    def apply() -> None:
+        whole = engine.load_for
+
+        def load(settings: Any) -> Any:
+            loaded = whole(settings)
+            for module in loaded.model.model.language_model.layers.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data = rounded(module.weight.data)
+            return loaded
+
+        engine.load_for = load
+
+    return apply
+
+
+def _nothing() -> None:
+    """No fault."""
+
+
+FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
+    "none": ("reference", _nothing),
+    "causal": ("causal-image-tokens", _causal),
+    "no-crops": ("no-pan-and-scan", _crops(PanAndScan(enabled=False))),
+    "crops": ("pan-and-scan", _crops(PanAndScan())),
+    "no-images": ("images-ignored", _images(slice(0))),
+    "first-image": ("first-image-only", _images(slice(1))),
+    "zero-features": ("zero-image-features", _zero_features),
+    "bicubic": ("resize-bicubic", _resized(Image.Resampling.BICUBIC)),
+    "nearest": ("resize-nearest", _resized(Image.Resampling.NEAREST)),
+    "bgr": ("bgr-channels", _bgr),
+    "text-first": ("image-after-text", _conversation(_image_after_text)),
+    "double-bos": ("double-bos", _prompt_ids(lambda ids: [ids[0], *ids])),
+    "no-bos": ("no-bos", _prompt_ids(lambda ids: ids[1:])),
+    "no-model-turn": ("no-model-turn", _prompt_ids(lambda ids: ids[: len(ids) - 1 - ids[::-1].index(5)])),
+    "int8": ("int8-weights", _rounded(127, None)),
+    "int4": ("int4-weights", _rounded(7, 32)),
+}
+"""By name: the hypothesis that describes the fault, and what applies it. Token ids are those of the mini model."""
+
+
+def _forward_to_worker(fault: str) -> None:
+    """Make the server start its engine process with the fault."""
+
+    def popen(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        changed = [sys.executable, "-m", "tests.verify.faulty_server", _WORKER, fault, words[-1]]
+        return subprocess.Popen(changed, **{**options, "cwd": ROOT})
+
+    engine_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+def main(words: list[str]) -> None:
+    """Run the server, or its engine process."""
+    if words[:1] == [_WORKER]:
+        FAULTS[words[1]][1]()
+        sys.argv[1:] = words[2:]
+        engine_worker.main()
+        return
+    if words[:1] != ["--fault"] or len(words) < 2 or words[1] not in FAULTS:
+        sys.exit(f"usage: python -m tests.verify.faulty_server --fault {'|'.join(FAULTS)} [options of panscan serve]")
+    from panscan.cli.main import main as panscan
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    FAULTS[words[1]][1]()
+    _forward_to_worker(words[1])
+    panscan(["serve", *words[2:]])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""Local distributions under hypotheses: the reference is Transformers', and each change makes a clear difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from panscan.core import PanAndScan, Request, SettingError, UnsupportedError
+from panscan.images.documents import draw_document
+from panscan.model.inputs import collate, prepare, read_images
+from panscan.model.random_weights import random_model
+from panscan.model.shapes import SHAPES, Shape
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
+from panscan.verify.hypotheses import CHANGES, HYPOTHESES, REFERENCE, combine, hypothesis
+from panscan.verify.local import LocalModel
+
+TOKENS = 3
+FLOOR = 1e-5  # nat: a clear difference even where rounding makes none
+CLEAR = 5  # times the rounding error of bfloat16
+
+
+@pytest.fixture(scope="module")
+def local(mini: GenerateRunner) -> Iterator[LocalModel]:
+    with LocalModel(mini.loaded, mini.settings) as model:
+        yield model
+
+
+@cache
+def page(width: int, height: int, index: int = 3) -> Image.Image:
+    """A document in print that is hard to read, so that many answers are possible and small changes show."""
+    return draw_document(5, index, columns=60).image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+SQUARE = Request("What is the total?", [page(448, 448)])
+CROPPED = Request("What is the total?", [page(560, 256, 1)])
+PLAIN = replace(CROPPED, pan_and_scan=PanAndScan(enabled=False))
+TWO = Request("Compare the two images.", [page(192, 192), page(192, 192, 7)])
+TEXT = Request("What is the name?")
+_ANSWERS: dict[int, list[int]] = {}
+"""The reference's answers to this module's requests, by identity."""
+
+
+def divergence(local: LocalModel, request: Request, name: str) -> tuple[float, float]:
+    """The mean KL divergence of a hypothesis from the reference, in nat, and that of rounding to bfloat16."""
+    if id(request) not in _ANSWERS:
+        _ANSWERS[id(request)] = local.greedy(request, TOKENS)
+    tokens = _ANSWERS[id(request)]
+    reference = local.log_probabilities(request, tokens, REFERENCE)
+    assert reference.argmax(-1).tolist() == tokens
+    changed = local.log_probabilities(request, tokens, hypothesis(name))
+    return _kl(reference, changed), _kl(reference, local.noise(request, tokens))
+
+
+def _kl(p: NDArray[np.float32], q: NDArray[np.float32]) -> float:
+    return float((np.exp(p, dtype=np.float64) * (p - q)).sum(-1).mean())
+
+
+def test_the_reference_is_the_distribution_of_generate(local: LocalModel, mini: GenerateRunner) -> None:
+    request = replace(TWO, prompt="What is the date?")
+    tokens = local.greedy(request, TOKENS)
+    ours = local.log_probabilities(request, tokens, REFERENCE)
+    loaded = mini.loaded
+    inputs = collate(
+        [prepare(read_images(request), loaded.reader, loaded.device, torch.float32, on_device=False)], loaded, None
+    )
+    theirs = loaded.model.generate(**inputs, max_new_tokens=TOKENS, output_logits=True, return_dict_in_generate=True)
+    assert theirs.sequences[0, inputs["input_ids"].shape[1] :].tolist() == tokens
+    expected = torch.cat(theirs.logits).float().log_softmax(-1).numpy()
+    assert ours.dtype == np.float32 and ours.shape == (len(tokens), local.vocabulary)
+    np.testing.assert_allclose(ours, expected, atol=1e-3)
+
+
+CASES = {
+    "causal-image-tokens": SQUARE, "joined-image-blocks": TWO, "no-pan-and-scan": CROPPED, "pan-and-scan": PLAIN,
+    "images-ignored": SQUARE, "zero-image-features": SQUARE, "first-image-only": TWO,
+    "last-image-only": TWO, "resize-letterbox": PLAIN, "resize-no-antialias": SQUARE, "resize-bicubic": SQUARE,
+    "resize-lanczos": SQUARE, "resize-nearest": SQUARE, "clip-normalisation": SQUARE, "bgr-channels": SQUARE,
+    "int4-weights": SQUARE, "fp8-weights": SQUARE, "split-line-breaks": SQUARE, "no-image-line-breaks": SQUARE,
+    "double-bos": TEXT, "no-bos": TEXT, "image-after-text": SQUARE, "no-template": TEXT, "chatml-template": TEXT,
+    "no-model-turn": TEXT, "system-prompt": TEXT, "causal-image-tokens+no-pan-and-scan": CROPPED,
+    "no-pan-and-scan+int4-weights": CROPPED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hypothesis_differs_from_the_reference_by_more_than_rounding(local: LocalModel, name: str) -> None:
+    assert name in {each.name for each in local.hypotheses(CASES[name])}
+    changed, noise = divergence(local, CASES[name], name)
+    assert changed > max(CLEAR * noise, FLOOR)
+
+
+@pytest.mark.parametrize("name", ["int8-weights", "resize-torchvision"])
+def test_a_small_change_still_changes_the_distributions(local: LocalModel, name: str) -> None:
+    assert 0 < divergence(local, SQUARE, name)[0] < 0.01
+
+
+def test_every_change_has_a_case() -> None:
+    elsewhere = {"no-sliding-window", "no-rope-factor", "exact-embedding-scale", "int8-weights", "resize-torchvision"}
+    assert set(CHANGES) == elsewhere | {name for name in CASES if "+" not in name}
+
+
+def test_only_changes_that_concern_a_request_are_listed(local: LocalModel) -> None:
+    aspects = {CHANGES[change].aspect for each in local.hypotheses(TEXT) for change in each.changes}
+    assert aspects == {"bos", "template", "generation", "system", "weights"}
+    listed = {each.name for each in local.hypotheses(SQUARE)}
+    assert not {"no-pan-and-scan", "pan-and-scan", "first-image-only", "joined-image-blocks"} & listed
+    assert "no-pan-and-scan+joined-image-blocks" not in {each.name for each in local.hypotheses(CROPPED)}
+
+
+def test_a_change_that_does_not_concern_a_request_has_no_effect(local: LocalModel) -> None:
+    tokens = local.greedy(TEXT, TOKENS)
+    reference = local.log_probabilities(TEXT, tokens, REFERENCE)
+    for name in ("causal-image-tokens+no-pan-and-scan", "first-image-only", "resize-letterbox", "no-sliding-window"):
+        assert np.array_equal(local.log_probabilities(TEXT, tokens, hypothesis(name)), reference)
+
+
+def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) -> None:
+    model = mini.loaded.model
+    kept = {name: (value, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    attention = model.config._attn_implementation
+    with LocalModel(mini.loaded, mini.settings) as local:
+        for name in ("int4-weights", "int8-weights", "fp8-weights", "exact-embedding-scale"):
+            local.log_probabilities(TEXT, [275], hypothesis(name))
+        local.noise(TEXT, [275])
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        assert value is kept[name][0] and torch.equal(value, kept[name][1])
+    assert model.config._attn_implementation == attention
+
+
+def test_the_truth_does_not_depend_on_the_precision_of_the_loaded_weights(local: LocalModel) -> None:
+    """The mini model's weights are stored in bfloat16, and its embedding scale is a power of two."""
+    with LocalModel.open(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
+        found = [each.log_probabilities(SQUARE, [275, 305], REFERENCE) for each in (local, loaded_in_bf16)]
+        noise = [each.noise(SQUARE, [275, 305]) for each in (local, loaded_in_bf16)]
+    assert np.array_equal(*found)
+    assert np.array_equal(*noise) and not np.array_equal(found[0], noise[0])
+
+
+def test_prompt_tokens_follow_the_hypothesis(local: LocalModel) -> None:
+    plain = local.prompt_tokens(CROPPED, REFERENCE)
+    assert local.prompt_tokens(CROPPED, hypothesis("double-bos")) == plain + 1
+    assert local.prompt_tokens(CROPPED, hypothesis("no-pan-and-scan")) == local.prompt_tokens(PLAIN, REFERENCE)
+    assert local.prompt_tokens(SQUARE, hypothesis("split-line-breaks")) == local.prompt_tokens(SQUARE, REFERENCE) + 1
+
+
+def test_marks_of_images_in_a_users_text_are_text_under_every_hypothesis(local: LocalModel) -> None:
+    marked = replace(TEXT, prompt="What does <start_of_image> or <image_soft_token> mean?")
+    for each in local.hypotheses(marked):
+        assert local.prompt_tokens(marked, each) > 0
+
+
+def test_the_window_matters_only_to_longer_prompts(tiny: GenerateRunner) -> None:
+    window = tiny.loaded.model.config.get_text_config().sliding_window
+    long = Request("word " * window)  # more than one token each
+    with LocalModel(tiny.loaded, tiny.settings) as local:
+        assert "no-sliding-window" not in {each.name for each in local.hypotheses(TEXT)}
+        assert "no-sliding-window" in {each.name for each in local.hypotheses(long)}
+        assert divergence(local, long, "no-sliding-window")[0] > FLOOR
+
+
+def test_a_text_only_checkpoint_with_scaled_positions_and_a_rounded_embedding_scale(tmp_path: Path) -> None:
+    """As the published ones, whose global layers divide positions by 8."""
+    text = replace(SHAPES["tiny"].text, layers=6, rope_factor=8.0, hidden=240)
+    model, tokenizer = random_model(Shape("small", text, None, 0), dtype=torch.bfloat16, device="cpu")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with LocalModel.open(Settings(model=str(tmp_path), device="cpu", dtype="bf16")) as local:
+        tokens = local.greedy(TEXT, 2)
+        reference = local.log_probabilities(TEXT, tokens, REFERENCE)
+        for name in ("no-rope-factor", "exact-embedding-scale"):
+            assert name in {each.name for each in local.hypotheses(TEXT)}
+            assert not np.array_equal(local.log_probabilities(TEXT, tokens, hypothesis(name)), reference)
+
+
+def test_token_texts_lead_back_to_their_ids(local: LocalModel) -> None:
+    for token in (2, 6, 10, 12, 275, 305):
+        assert token in local.token_ids(local.token_text(token))
+    assert local.token_text(6) == b"<end_of_turn>"
+    assert local.token_ids("\n") == local.token_ids(b"\n") == [10, 24]  # the line break, and its byte
+    assert local.token_ids("▁") == local.token_ids(" ")
+    assert local.token_ids("token_id:305") == [305] and local.token_ids("token_id:99999") == []
+    assert len(local.token_ids("\ufffd")) == 128  # the bytes that begin no character
+    assert local.token_ids("no such token") == []
+    assert local.token_text(local.vocabulary - 1) == b""
+
+
+def test_names_of_hypotheses() -> None:
+    assert hypothesis("reference") == REFERENCE and combine(REFERENCE, REFERENCE) == REFERENCE
+    assert all(hypothesis(each.name) == each for each in HYPOTHESES)
+    assert len({each.name for each in HYPOTHESES}) == len(HYPOTHESES)
+    both = combine(hypothesis("no-bos"), hypothesis("int4-weights"))
+    assert both.changes == ("no-bos", "int4-weights") and both.approximate and not both.equivalent
+    with pytest.raises(SettingError, match="unknown change 'no-bso'"):
+        hypothesis("no-bso")
+    with pytest.raises(SettingError, match="change the same aspect"):
+        combine(hypothesis("no-bos"), hypothesis("double-bos"))
+
+
+def test_quantised_weights_are_refused(mini: GenerateRunner) -> None:
+    settings = Settings(model="mini", device="cpu", quantization="torchao-int8")
+    with pytest.raises(UnsupportedError, match="quantised"):
+        LocalModel.open(settings)

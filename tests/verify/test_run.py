@@ -1,0 +1,186 @@
+"""Verification of real servers and of endpoints with few abilities."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from tests.conftest import printed
+from tests.verify.faulty_server import ROOT, command
+
+from panscan.core import EndpointError, PanAndScan, Request
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
+from panscan.verify.endpoint import encoded_image
+from panscan.verify.hypotheses import hypothesis
+from panscan.verify.local import LocalModel
+from panscan.verify.options import VerifyOptions
+from panscan.verify.run import Verification, as_json, verify_endpoint
+
+LOAD_SECONDS = 120.0
+STEPS = 6
+Replies = dict[str, dict[str, Any]]
+DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
+PROBES = [Request(each.asks[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
+CHART = PROBES[:1]
+
+
+def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Verification:
+    settings = Settings(model="mini", device="cpu", dtype="fp32")
+    return verify_endpoint(VerifyOptions(url, settings, max_tokens=STEPS, **options), probes)
+
+
+@contextmanager
+def serving(fault: str) -> Iterator[Callable[[], str]]:
+    """Start a faulty server; the value waits until it is ready and returns its URL."""
+    process = subprocess.Popen(command(fault), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    found: list[str] = []
+    known = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None  # a pipe
+        for line in process.stderr:
+            if match := re.match(r"Serving \S+ on (\S+)", line):
+                found.append(match[1])
+                known.set()
+        known.set()
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def url() -> str:
+        assert known.wait(LOAD_SECONDS)
+        return found[0]
+
+    try:
+        yield url
+    finally:
+        process.terminate()
+        process.wait(LOAD_SECONDS)
+
+
+def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed() -> None:
+    with serving("none") as right, serving("causal") as causal:
+        found = verified(right(), CHART)
+        assert found.word == "exact", found.message
+        assert found.requests <= 32
+        assert any(line.startswith("these questions do not rule out") for line in found.not_visible)
+        found = verified(causal(), CHART)
+    assert found.word == "different"
+    assert found.message.startswith("different: image tokens are causal. The attention backend")
+    assert found.explanation.strength == "matches"
+    written = json.loads(json.dumps(as_json(found)))
+    assert written["diagnosis"]["hypothesis"] == "causal-image-tokens"
+    assert [row["hypothesis"] for row in written["evidence"]][:2] == ["reference", "causal-image-tokens"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """An endpoint that has no log-probabilities, refuses unknown fields and answers as it is told."""
+
+    replies: Replies
+    broken: str
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": "served", "owned_by": "test"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        for field in ("mm_processor_kwargs", "logprobs"):
+            if field in body:
+                return self._send(400, {"error": {"message": f"{field}: extra fields not permitted"}})
+        content = body["messages"][-1]["content"]
+        if self.broken == "refuses images" and not isinstance(content, str):
+            return self._send(400, {"error": {"message": "this model does not accept images"}})
+        if self.broken == "not a completion":
+            return self._send(200, {"answer": "42"})
+        prompt = content if isinstance(content, str) else content[-1]["text"]
+        return self._send(200, self.replies[prompt])
+
+    def _send(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering(replies: Replies, broken: str = "") -> Iterator[str]:
+    handler = type("_Handler", (Handler,), {"replies": replies, "broken": broken})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
+    """The reference's own answers, with crops or without."""
+    found: dict[bool, Replies] = {}
+    with LocalModel(mini.loaded, mini.settings) as local:
+        for crops in (True, False):
+            found[crops] = {}
+            for probe in PROBES:
+                request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=crops))
+                tokens = local.greedy(request, STEPS)
+                text = b"".join(local.token_text(token) for token in tokens if token not in local.eos_ids).decode()
+                count = local.prompt_tokens(request, hypothesis("reference"))
+                choice = {
+                    "message": {"content": text},
+                    "finish_reason": "stop" if tokens[-1] in local.eos_ids else "length",
+                }
+                found[crops][str(probe.prompt)] = {"choices": [choice], "usage": {"prompt_tokens": count}}
+    return lambda crops: found[crops]
+
+
+def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Callable[[bool], Replies]) -> None:
+    with answering(replies(True)) as url:
+        found = verified(url)
+    assert (found.word, found.served_model) == ("close", "served")
+    assert "more would need log-probabilities" in found.message
+    assert any(
+        line.startswith("distributions: the endpoint reports no log-probabilities") for line in found.not_visible
+    )
+    assert any(line.startswith("pan and scan on request") for line in found.not_visible)
+    with answering(replies(False)) as url:
+        found = verified(url)
+    assert found.word == "different"
+    assert "no pan and scan" in found.message
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [("refuses images", "this model does not accept images"), ("not a completion", "no chat completion")],
+)
+def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: str) -> None:
+    with answering({}, broken) as url:
+        found = verified(url)
+    assert found.word == "unknown"
+    assert found.message.startswith("could not tell")
+    assert why in found.message
+
+
+def test_a_limit_on_requests_is_kept(replies: Callable[[bool], Replies]) -> None:
+    with answering(replies(True)) as url:
+        found = verified(url, CHART, max_requests=3)
+    assert found.requests == 3
+    assert any("the limit of 3 requests" in line for line in found.not_visible)
+
+
+def test_an_endpoint_that_is_down_is_an_error() -> None:
+    with answering({}) as url:
+        pass
+    with pytest.raises(EndpointError, match="refused"):
+        verified(url)
