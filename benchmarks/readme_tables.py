@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/measured.md and docs/robustness.md from committed records; `--check` compares.
+"""Writes the tables of README.md and of pages in docs/ from committed records; `--check` compares.
 
     python benchmarks/readme_tables.py [--check]
 
@@ -22,6 +22,7 @@ from panscan.records.summary import replica_shares
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
+from benchmarks.load_tables import load_crosscheck, load_kills, load_replicas
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
@@ -34,7 +35,7 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "robustness.md")),
+    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "robustness.md")),
     CARD,
 )
 
@@ -320,6 +321,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "routing": serving_routing,
     "serve-faults": serving_faults,
     "serve-fuzz": serving_fuzz,
+    "load-crosscheck": load_crosscheck,
+    "load-replicas": load_replicas,
+    "load-kills": load_kills,
     "verify-faults": verify_faults,
     "verify-vllm": verify_vllm,
     "robustness": robustness_parts,

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from panscan.cli import load
 from panscan.cli.main import VERBS
+from panscan.load.scenario import load_scenario
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,3 +38,16 @@ def test_every_module_has_its_line_in_its_rooms_section() -> None:
 def test_every_command_of_the_readme_is_a_verb() -> None:
     used = re.findall(r"^    panscan (\S+)", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
     assert set(used) == set(VERBS)
+
+
+def test_the_scenario_of_the_load_guide_is_accepted(tmp_path: Path) -> None:
+    [text] = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "load.md").read_text("utf-8"), flags=re.M | re.S)
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, "utf-8")
+    assert load_scenario(str(path)).request_rate == (1.0, 2.0, 4.0)
+
+
+def test_the_flags_of_the_load_guide_exist() -> None:
+    own = (ROOT / "docs" / "load.md").read_text("utf-8").partition("## Coming from")[0]
+    known = {name for option in load.command.params for name in option.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", own)) <= known

@@ -1,10 +1,7 @@
-"""A server process, and an HTTP client that sends the engine's requests, with images as base64."""
+"""A server process, and the engine's requests as chat completions, with images as base64."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import json
 import re
 import subprocess
 import sys
@@ -21,13 +18,23 @@ import numpy as np
 
 from benchmarks.workloads.common import say
 from panscan.core import InputError, Request
+from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
+from panscan.load.generator import LevelResult, run_level
 from panscan.settings import Settings, axes
 
-__all__ = ["Health", "as_files", "bodies", "post_all", "running_server", "stream_alone", "wait_for_replicas"]
+__all__ = [
+    "Health",
+    "as_files",
+    "chat_requests",
+    "requests_per_s",
+    "running_server",
+    "send_all",
+    "wait_for_replicas",
+]
 
 _START_SECONDS = 300.0
 _ANSWER_SECONDS = 600.0
-_JSON = {"content-type": "application/json"}
+MODEL = "measured"  # the name of any model in the API
 
 
 def as_files(requests: Sequence[Request]) -> list[Request]:
@@ -35,80 +42,40 @@ def as_files(requests: Sequence[Request]) -> list[Request]:
     return [replace(request, images=[_png(image) for image in request.images]) for request in requests]
 
 
-def bodies(requests: Sequence[Request], **fields: Any) -> list[bytes]:
-    """Return the bodies of chat completions for requests from :func:`as_files`; equal files are encoded once."""
-    encoded: dict[bytes, str] = {}
+def chat_requests(requests: Sequence[Request]) -> list[ChatRequest]:
+    """Return chat completions for requests from :func:`as_files`; equal files are encoded once."""
+    encoded: dict[bytes, bytes] = {}
     found = []
     for request in requests:
         parts: list[dict[str, Any]] = []
         for file in request.images:
-            if file not in encoded:
-                encoded[file] = "data:image/png;base64," + base64.b64encode(file).decode()
-            parts.append({"type": "image_url", "image_url": {"url": encoded[file]}})
+            url = encoded.setdefault(file, data_url("image/png", file))
+            parts.append({"type": "image_url", "image_url": {"url": url}})
         parts.append({"type": "text", "text": request.prompt})
-        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": request.sampling.max_new_tokens}
-        found.append(json.dumps({**body, "ignore_eos": request.sampling.ignore_eos, **fields}).encode())
+        tokens = request.sampling.max_new_tokens
+        messages = [{"role": "user", "content": parts}]
+        body = chat_body(MODEL, messages, tokens, temperature=None, ignore_eos=request.sampling.ignore_eos)
+        found.append(ChatRequest(request.id, body, tokens))
     return found
 
 
-def post_all(url: str, contents: Sequence[bytes], *, max_concurrency: int) -> dict[str, Any]:
-    """Send chat completions, at most ``max_concurrency`` at once, and return throughput and latencies.
+def send_all(url: str, requests: Sequence[Request], *, max_concurrency: int) -> LevelResult:
+    """Stream chat completions, at most ``max_concurrency`` at once, and return their outcomes.
 
     Raises:
         InputError: a request was not answered.
     """
-    return asyncio.run(_post_all(url, contents, max_concurrency))
+    endpoint = Endpoint(url, MODEL, timeout=_ANSWER_SECONDS)
+    result = run_level(endpoint, chat_requests(requests), None, max_concurrency=max_concurrency)
+    for exchange in result.exchanges:
+        if exchange.error is not None:
+            raise InputError(f"request {exchange.id}: {exchange.error}")
+    return result
 
 
-async def _post_all(url: str, contents: Sequence[bytes], max_concurrency: int) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    places = asyncio.Semaphore(max_concurrency)
-    latencies: list[float] = []
-    answers: list[dict[str, Any]] = []
-
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=_ANSWER_SECONDS) as client:
-
-        async def send(body: bytes) -> None:
-            async with places:
-                start = time.perf_counter()
-                reply = await client.post("/v1/chat/completions", content=body, headers=_JSON)
-                latencies.append(time.perf_counter() - start)
-            if reply.status_code != 200:
-                raise InputError(f"the server answered {reply.status_code}: {reply.text[:300]}")
-            answers.append(reply.json())
-
-        start = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for body in contents:
-                group.create_task(send(body))
-        seconds = time.perf_counter() - start
-    usage = [answer["usage"] for answer in answers]
-    prompt_tokens = sum(each["prompt_tokens"] for each in usage)
-    cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in usage)
-    return {
-        "requests": len(answers), "seconds": seconds, "requests_per_s": len(answers) / seconds,
-        "output_tokens": sum(each["completion_tokens"] for each in usage),
-        "cached_share": cached / prompt_tokens,
-        "e2e_s": {"p50": float(np.percentile(latencies, 50)), "p99": float(np.percentile(latencies, 99))},
-        "texts": [answer["choices"][0]["message"]["content"] for answer in answers],
-    }  # fmt: skip
-
-
-def stream_alone(url: str, contents: Sequence[bytes]) -> list[float]:
-    """Stream completions one after another and return the seconds from sending each to its first token."""
-    found = []
-    with httpx.Client(base_url=url, timeout=_ANSWER_SECONDS) as client:
-        for body in contents:
-            start = time.perf_counter()
-            first = None
-            with client.stream("POST", "/v1/chat/completions", content=body, headers=_JSON) as reply:
-                for line in reply.iter_lines():
-                    if first is None and _has_text(line):
-                        first = time.perf_counter() - start
-            if first is None:
-                raise InputError("a stream had no token")
-            found.append(first)
-    return found
+def requests_per_s(result: LevelResult) -> float:
+    """Return the throughput of a level."""
+    return len(result.exchanges) / (result.ended - result.started)
 
 
 class Health:
@@ -149,7 +116,8 @@ def running_server(settings: Settings, *options: str) -> Iterator[str]:
     Raises:
         InputError: the server does not start.
     """
-    words = [sys.executable, "-m", "panscan", "serve", "--port", "0", *_flags(settings), *options]
+    words = [sys.executable, "-m", "panscan", "serve", "--port", "0", "--served-model-name", MODEL]
+    words += [*_flags(settings), *options]
     say(" ".join(words[1:]))
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None  # it is a pipe
@@ -175,14 +143,6 @@ def running_server(settings: Settings, *options: str) -> Iterator[str]:
             process.wait(120)
         process.kill()
         process.wait()
-
-
-def _has_text(line: str) -> bool:
-    """Return whether a line of a stream is a chunk with text."""
-    if not line.startswith("data: {"):
-        return False
-    choices = json.loads(line.removeprefix("data: ")).get("choices")
-    return bool(choices and choices[0]["delta"].get("content"))
 
 
 def wait_for_replicas(url: str, count: int) -> None:

@@ -150,23 +150,22 @@ def open_runners(work: Work) -> dict[str, Runner]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request is drawn from: seeds of page and question, pixels of the page, output tokens if not all alike."""
+    """What a request is drawn from: seeds of page and question; output tokens if not those of the settings."""
 
     page: int
     question: int
-    size: tuple[int, int] = PAGE
     tokens: int | None = None
 
 
 def ask(work: Work, loaded: Loaded, asked: Sequence[Asked], text_tokens: int = TEXT_TOKENS) -> list[Request]:
     """Requests of one page and one question each, in order; equal pages are drawn once."""
-    pages = {key: page(*key) for key in dict.fromkeys((each.page, each.size) for each in asked)}
-    crops = {size: plan_views(*size, work.settings.pan_and_scan).crops for _, size in pages}
+    pages = {seed: page(seed) for seed in dict.fromkeys(each.page for each in asked)}
+    crops = plan_views(*PAGE, work.settings.pan_and_scan).crops
     sampling = work.settings.sampling
     return [
         Request(
-            prompt=question(loaded.reader.prompts, each.question, crops=crops[each.size], text_tokens=text_tokens),
-            images=[pages[each.page, each.size]],
+            prompt=question(loaded.reader.prompts, each.question, crops=crops, text_tokens=text_tokens),
+            images=[pages[each.page]],
             pan_and_scan=work.settings.pan_and_scan,
             sampling=replace(sampling, max_new_tokens=each.tokens or sampling.max_new_tokens),
             id=f"{number:05d}",

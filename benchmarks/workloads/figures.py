@@ -14,7 +14,6 @@ __all__ = [
     "Interval",
     "decode_window",
     "e2e_ms",
-    "goodput",
     "idle_share",
     "latencies",
     "spread",
@@ -90,17 +89,6 @@ def latencies(results: Sequence[Result]) -> dict[str, dict[str, float]]:
         for name, values in found.items()
         if values
     }
-
-
-def goodput(
-    results: Sequence[Result], seconds: float, *, limit_ttft_ms: float, limit_tpot_ms: float
-) -> dict[str, float]:
-    """Requests per second that kept both limits, and their share of all. A request of one token has no TPOT."""
-    good = sum(
-        first <= limit_ttft_ms and (result.output_tokens < 2 or _tpot(result) <= limit_tpot_ms)
-        for first, result in ((ttft_ms(result), result) for result in results)
-    )
-    return {"requests_per_s": good / seconds, "share": good / len(results)}
 
 
 def ttft_ms(result: Result) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.workloads.client import as_files, bodies, post_all, running_server, wait_for_replicas
+from benchmarks.workloads.client import as_files, requests_per_s, running_server, send_all, wait_for_replicas
 from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, open_runners, parse, save, say
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import with_tokens
@@ -36,8 +36,8 @@ def throughput(settings: Settings, turns: Sequence[Sequence[Request]], replicas:
         wait_for_replicas(url, replicas)
         for number, requests in enumerate(turns):
             say(f"{replicas} replica(s): turn {number} of {len(turns) - 1}")
-            found.append(post_all(url, bodies(requests), max_concurrency=len(requests)))
-    return {"requests_per_s": spread([turn["requests_per_s"] for turn in found[1:]])}
+            found.append(requests_per_s(send_all(url, requests, max_concurrency=len(requests))))
+    return {"requests_per_s": spread(found[1:])}
 
 
 def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, routing: str | None) -> dict[str, Any]:
@@ -46,8 +46,10 @@ def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, 
     with running_server(settings, *options) as url:
         if routing is not None:
             wait_for_replicas(url, _REPLICAS)
-        done = post_all(url, bodies(rounds), max_concurrency=concurrency)
-    return {"cached_share": done["cached_share"], "requests_per_s": done["requests_per_s"]}
+        done = send_all(url, rounds, max_concurrency=concurrency)
+    cached = sum(each.cached_tokens or 0 for each in done.exchanges)
+    prompt_tokens = sum(each.prompt_tokens or 0 for each in done.exchanges)
+    return {"cached_share": cached / prompt_tokens, "requests_per_s": requests_per_s(done)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.workloads.client import Health, as_files, bodies, post_all, running_server, stream_alone
+from benchmarks.workloads.client import Health, as_files, chat_requests, requests_per_s, running_server, send_all
 from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, open_runners, parse, save, say
 from benchmarks.workloads.figures import spread, ttft_ms
 from benchmarks.workloads.turns import turn_of, with_tokens
@@ -42,18 +42,19 @@ def over_http(work: Work, turns: Sequence[Sequence[Request]], max_concurrency: i
 
     The runner of :func:`direct` empties its caches before each turn; here each turn has different pages.
     """
-    contents = [bodies(requests) for requests in turns]
-    short = bodies([with_tokens(request, 2) for request in turns[-1][:_ALONE]], stream=True)
-    found: list[dict[str, Any]] = []
+    short = [with_tokens(request, 2) for request in turns[-1][:_ALONE]]
+    found: list[float] = []
     with running_server(work.settings) as url:
-        texts = post_all(url, contents[0][:4], max_concurrency=1)["texts"]
-        ttft = [1e3 * seconds for seconds in stream_alone(url, short)][1:]
+        texts = [each.text for each in send_all(url, turns[0][:4], max_concurrency=1).exchanges]
+        alone = send_all(url, short, max_concurrency=1).exchanges
+        ttft = [1e3 * (each.tokens[0] - each.accepted) for each in alone][1:]
         with Health(url) as health:
-            for number, each in enumerate(contents):
+            for number, requests in enumerate(turns):
                 say(f"server: turn {number} of {work.repeats}")
-                found.append(post_all(url, each, max_concurrency=max_concurrency))
-    rates = spread([turn["requests_per_s"] for turn in found[1:]])
-    megabytes = sum(map(len, contents[0])) / len(contents[0]) / 1e6
+                found.append(requests_per_s(send_all(url, requests, max_concurrency=max_concurrency)))
+    rates = spread(found[1:])
+    bodies = [each.body for each in chat_requests(turns[0])]
+    megabytes = sum(len(segment) for body in bodies for segment in body) / len(bodies) / 1e6
     return {
         "requests_per_s": rates, "ttft_ms": spread(ttft), "health": health.summary(), "texts": texts,
         "body_mb": megabytes,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib import import_module
-from math import inf
 from pathlib import Path
 
 import pytest
 from benchmarks.workloads.common import parse
-from benchmarks.workloads.figures import decode_window, goodput, idle_share, latencies, stage_means, step_ms
+from benchmarks.workloads.figures import decode_window, idle_share, latencies, stage_means, step_ms
 from benchmarks.workloads.floors import Floors, ratios
 from benchmarks.workloads.pages import page, question
 from benchmarks.workloads.w2 import orders
-from benchmarks.workloads.w3 import arrivals, pile
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.analysis.test_floors import SMALL, requests_of, run_with
@@ -28,7 +26,6 @@ from panscan.model.tokenizer import build_tokenizer
 PARTS = {
     "w1": {"throughput", "alone", "decode", "vision", "decisions", "ratios"},
     "w2": {"image_major", "round_robin", "all_cached", "follow_up"},
-    "w3": {"at_once", "at_50%", "at_80%", "at_95%"},
 }
 
 
@@ -135,14 +132,12 @@ def test_nothing_is_idle_of_nothing() -> None:
     assert idle_share([]) is None and idle_share([(1.0, 1.0)]) is None
 
 
-def test_latencies_and_goodput_by_hand() -> None:
+def test_latencies_by_hand() -> None:
     results = [result(0.0, [0.1, 0.2, 0.3]), result(1.0, [1.4]), result(2.0, [5.0, 5.01])]
     found = latencies(results)
     assert found["ttft_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2600, "p99": 400 + 0.98 * 2600})
     assert found["e2e_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2610, "p99": 400 + 0.98 * 2610})
     assert found["tpot_ms"] == pytest.approx({"p50": 55, "p95": 10 + 0.95 * 90, "p99": 10 + 0.99 * 90})
-    kept = goodput(results, 2.0, limit_ttft_ms=2000, limit_tpot_ms=50)  # the first is slow to go on, the last to begin
-    assert kept == {"requests_per_s": 0.5, "share": pytest.approx(1 / 3)}
 
 
 def test_a_result_without_a_stage_spent_no_time_in_it() -> None:
@@ -185,13 +180,3 @@ def test_both_orders_ask_the_same() -> None:
     assert [each.page for each in found["image_major"]] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
     assert [each.page for each in found["round_robin"]] == [0, 1, 2] * 4
     assert len({each.question for each in found["image_major"]}) == 12
-
-
-def test_the_pile_is_mixed_and_arrives_at_its_rate() -> None:
-    drawn = pile(2000, 256)
-    tall = sum(each.size == (1240, 1754) for each in drawn) / 2000
-    assert tall == pytest.approx(0.3, abs=0.05)
-    lengths = [each.tokens or inf for each in drawn]
-    assert min(lengths) == 16 and max(lengths) == 256
-    at = arrivals(4.0, 2000)
-    assert at == sorted(at) and at[-1] == pytest.approx(500, rel=0.1)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
+from panscan.cli import samples
 from panscan.cli.main import run
+from panscan.core import SettingError
+from panscan.images.request_sets import FORMATS, write_request_set
 
 
 @pytest.fixture
@@ -66,3 +74,64 @@ def test_a_narrow_encoding_of_stdout_is_no_error(folder: Path) -> None:
     )
     assert done.stdout.startswith(rb"1 documents in caf\xe9")
     assert (folder / "café" / "questions.jsonl").exists()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_request_sets_have_the_fields_that_each_tool_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same documents, prompts and lengths in every format; each image its own, and before the text."""
+    parts: dict[str, list[Any]] = {}
+    lengths: dict[str, list[int]] = {}
+    for name in FORMATS:
+        assert run(["samples", "sets", "--format", name, "--count", "9"]) == 0
+        made, following = capsys.readouterr().out.splitlines()
+        assert made.startswith(f"9 requests in sets/{name}.jsonl: ")
+        assert following.startswith("next: ")
+        assert f"sets/{name}.jsonl" in following
+        rows = lines(folder / "sets" / f"{name}.jsonl")
+        if name == "vllm":
+            assert all(list(row) == ["content"] for row in rows)
+            parts[name] = [row["content"] for row in rows]
+        else:
+            length = {"aiperf": "output_length", "guidellm": "output_tokens_count"}[name]
+            assert all(list(row) == ["messages", length] for row in rows)
+            assert all([message["role"] for message in row["messages"]] == ["user"] for row in rows)
+            parts[name] = [row["messages"][0]["content"] for row in rows]
+            lengths[name] = [row[length] for row in rows]
+    assert parts["aiperf"] == parts["guidellm"] == parts["vllm"]
+    assert lengths["aiperf"] == lengths["guidellm"]
+    assert all([part["type"] for part in content] == ["image_url", "text"] for content in parts["vllm"])
+    urls = [content[0]["image_url"]["url"] for content in parts["vllm"]]
+    assert len(set(urls)) == 9
+    ratios = set()
+    for url in urls:
+        head, _, data = url.partition(",")
+        with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
+            assert head == f"data:image/{str(image.format).lower()};base64"
+            ratios.add(round(image.height / image.width, 1))
+    assert min(ratios) < 0.6
+    assert max(ratios) > 2.0
+
+
+def test_a_request_set_is_reproducible_and_replaced_only_when_asked(folder: Path) -> None:
+    arguments = ["samples", "sets", "--format", "guidellm", "--count", "2"]
+    assert run(arguments) == 0
+    before = contents(folder / "sets")
+    assert run(arguments) == 0
+    assert contents(folder / "sets") == before
+    assert run([*arguments, "--seed", "1"]) == 2
+    assert contents(folder / "sets") == before
+    assert run([*arguments, "--seed", "1", "--overwrite"]) == 0
+    assert set(contents(folder / "sets")) == {"guidellm.jsonl"}
+    assert contents(folder / "sets") != before
+
+
+def test_an_unknown_format_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["samples", "sets", "--format", "genai"]) == 2
+    assert "--format" in capsys.readouterr().err
+    with pytest.raises(SettingError, match="did you mean 'vllm'"):
+        write_request_set(folder / "sets", "vlm")
+    assert not (folder / "sets").exists()
+    assert set(samples.FORMATS) == set(FORMATS)

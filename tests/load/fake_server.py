@@ -67,6 +67,7 @@ class Endpoint:
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
         self.answering = 0
+        self.counts = {"connections": 0, "requests": 0, "most_at_once": 0}
         self.waiting: deque[Callable[[], None]] = deque()
 
     def enter(self, start: Callable[[], None]) -> None:
@@ -75,6 +76,7 @@ class Endpoint:
             self.waiting.append(start)
         else:
             self.answering += 1
+            self.counts["most_at_once"] = max(self.counts["most_at_once"], self.answering)
             start()
 
     def leave(self) -> None:
@@ -98,6 +100,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.endpoint.counts["connections"] += 1
 
     def data_received(self, data: bytes) -> None:
         self.received = time.perf_counter()
@@ -115,12 +118,15 @@ class Connection(asyncio.Protocol):
         self.body.clear()
         if path == "/health":
             self.reply(200, b"")
+        elif path == "/counts":
+            self.reply_json(200, self.endpoint.counts)
         elif path == "/v1/models":
             self.reply_json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
         elif path == "/tokenize":
             prompt, _ = count_tokens(json.loads(body), self.endpoint.behaviour)
             self.reply_json(200, {"count": prompt, "tokens": list(range(prompt))})
         elif path == "/v1/chat/completions":
+            self.endpoint.counts["requests"] += 1
             Completion(self, json.loads(body)).begin()
         else:
             self.reply_json(404, {"detail": "Not Found"})
@@ -174,7 +180,7 @@ class Completion:
         elif fault == "endless-line":
             connection.transport.write(STREAM_HEAD)
             self.write_chunk(b"data: ")
-            for _ in range(66):
+            for _ in range(6):
                 self.write_chunk(b"x" * 2**20)
         elif fault != "silent":
             return False

@@ -194,6 +194,31 @@ def test_concurrent_whole_and_streamed_answers_match_the_engine(server: Server, 
         assert chunks[-1]["panscan"]["crops"] == answer["panscan"]["crops"] == result.crops
 
 
+def test_continuous_usage_counts_the_tokens_so_far(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "n": 2,
+    }
+    response = post(server, "/v1/chat/completions", {**body, "stream_options": options})
+    *events, last, _, _ = response.text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    total = json.loads(last.removeprefix("data: "))["usage"]
+    for choice in range(2):
+        counts = [each["usage"] for each in chunks if each["choices"][0]["index"] == choice and "usage" in each]
+        completion = [each["completion_tokens"] for each in counts]
+        assert completion == sorted(set(completion))
+        assert completion[-1] == TOKENS == total["completion_tokens"] // 2
+        assert {each["prompt_tokens"] for each in counts} == {total["prompt_tokens"]}
+    options["include_usage"] = False
+    refused = post(server, "/v1/chat/completions", {**body, "stream_options": options})
+    assert refused.status_code == 400
+    assert "continuous_usage_stats requires include_usage" in refused.text
+
+
 def test_log_probabilities_match_the_engine(client: openai.OpenAI, engine: Engine) -> None:
     request = Request("Hi", sampling=Sampling(TOKENS, logprobs=3))
     [result] = engine.generate([request])

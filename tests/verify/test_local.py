@@ -43,7 +43,6 @@ def page(width: int, height: int, index: int = 3) -> Image.Image:
 SQUARE = Request("What is the total?", [page(448, 448)])
 CROPPED = Request("What is the total?", [page(560, 256, 1)])
 PLAIN = replace(CROPPED, pan_and_scan=PanAndScan(enabled=False))
-OTHERWISE = replace(CROPPED, pan_and_scan=PanAndScan(min_ratio_to_activate=3.0))
 TWO = Request("Compare the two images.", [page(192, 192), page(192, 192, 7)])
 TEXT = Request("What is the name?")
 _ANSWERS: dict[int, list[int]] = {}
@@ -82,7 +81,7 @@ def test_the_reference_is_the_distribution_of_generate(local: LocalModel, mini: 
 
 CASES = {
     "causal-image-tokens": SQUARE, "joined-image-blocks": TWO, "no-pan-and-scan": CROPPED, "pan-and-scan": PLAIN,
-    "default-pan-and-scan": OTHERWISE, "images-ignored": SQUARE, "zero-image-features": SQUARE, "first-image-only": TWO,
+    "images-ignored": SQUARE, "zero-image-features": SQUARE, "first-image-only": TWO,
     "last-image-only": TWO, "resize-letterbox": PLAIN, "resize-no-antialias": SQUARE, "resize-bicubic": SQUARE,
     "resize-lanczos": SQUARE, "resize-nearest": SQUARE, "clip-normalisation": SQUARE, "bgr-channels": SQUARE,
     "int4-weights": SQUARE, "fp8-weights": SQUARE, "split-line-breaks": SQUARE, "no-image-line-breaks": SQUARE,
@@ -137,11 +136,26 @@ def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) 
     assert model.config._attn_implementation == attention
 
 
+def test_the_truth_does_not_depend_on_the_precision_of_the_loaded_weights(local: LocalModel) -> None:
+    """The mini model's weights are stored in bfloat16, and its embedding scale is a power of two."""
+    with LocalModel.open(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
+        found = [each.log_probabilities(SQUARE, [275, 305], REFERENCE) for each in (local, loaded_in_bf16)]
+        noise = [each.noise(SQUARE, [275, 305]) for each in (local, loaded_in_bf16)]
+    assert np.array_equal(*found)
+    assert np.array_equal(*noise) and not np.array_equal(found[0], noise[0])
+
+
 def test_prompt_tokens_follow_the_hypothesis(local: LocalModel) -> None:
     plain = local.prompt_tokens(CROPPED, REFERENCE)
     assert local.prompt_tokens(CROPPED, hypothesis("double-bos")) == plain + 1
     assert local.prompt_tokens(CROPPED, hypothesis("no-pan-and-scan")) == local.prompt_tokens(PLAIN, REFERENCE)
     assert local.prompt_tokens(SQUARE, hypothesis("split-line-breaks")) == local.prompt_tokens(SQUARE, REFERENCE) + 1
+
+
+def test_marks_of_images_in_a_users_text_are_text_under_every_hypothesis(local: LocalModel) -> None:
+    marked = replace(TEXT, prompt="What does <start_of_image> or <image_soft_token> mean?")
+    for each in local.hypotheses(marked):
+        assert local.prompt_tokens(marked, each) > 0
 
 
 def test_the_window_matters_only_to_longer_prompts(tiny: GenerateRunner) -> None:
@@ -172,6 +186,9 @@ def test_token_texts_lead_back_to_their_ids(local: LocalModel) -> None:
         assert token in local.token_ids(local.token_text(token))
     assert local.token_text(6) == b"<end_of_turn>"
     assert local.token_ids("\n") == local.token_ids(b"\n") == [10, 24]  # the line break, and its byte
+    assert local.token_ids("▁") == local.token_ids(" ")
+    assert local.token_ids("token_id:305") == [305] and local.token_ids("token_id:99999") == []
+    assert len(local.token_ids("\ufffd")) == 128  # the bytes that begin no character
     assert local.token_ids("no such token") == []
     assert local.token_text(local.vocabulary - 1) == b""
 

@@ -20,8 +20,12 @@ from panscan.analysis.differences import (
     repeats_needed,
     score_names,
 )
+from panscan.analysis.levels import VERIFY_HINT, level_names
+from panscan.analysis.load_pairing import LOAD_WORKLOAD
 from panscan.analysis.pairing import CellPair, Comparison, compare_runs
 from panscan.analysis.significance import ALPHA
+from panscan.core import SettingError
+from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
 from panscan.records.schema import METRICS as METRIC_NAMES
 from panscan.records.store import Run
@@ -78,6 +82,9 @@ class Report:
             "machine": not comparison.differences.keys().isdisjoint(_MACHINE),
             "workload": None not in comparison.differences.get("workload_sha256", (None,)),
         }
+        if is_load_run(comparison.a):
+            applies["model"] = "model" in comparison.differences
+            applies["workload"] |= not comparison.differences.keys().isdisjoint(LOAD_WORKLOAD)
         kinds = [name for name, holds in applies.items() if holds]
         if not kinds:
             return None
@@ -95,6 +102,8 @@ class Report:
         if comparison.differences:
             found.append("Also different, A / " + name + ": " + _both(comparison.differences))
         found += [_renamed(line, name) for line in comparison.alone]
+        if is_load_run(comparison.a):
+            return found
         same = telling([pair.settings for pair in comparison.pairs])
         same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
         return [*found, *([f"In both: {label(same)}"] if same else [])]
@@ -103,6 +112,8 @@ class Report:
         """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
         comparison = self.comparisons[at]
         pair = comparison.pairs[place]
+        if is_load_run(comparison.a):
+            return f"level {level_names(comparison.a)[pair.cells[0]]}"
         settings = told(pair.settings, aliases_of(comparison.a, pair.cells[0]))
         return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
 
@@ -113,7 +124,9 @@ class Report:
         return f"{count(len(requests.pairs), 'paired request')} in {len(requests.work)} batch{plural}"
 
     def verdict(self, at: int, place: int) -> tuple[str, bool]:
-        """Both verdicts, and whether they differ."""
+        """Both verdicts, and whether they differ; load runs have none, which is an empty text."""
+        if is_load_run(self.runs[0]):
+            return "", False
         a, b = (verdict.word for verdict in self.comparisons[at].pairs[place].verdicts)
         return (a, False) if a == b else (f"{a} -> {b}", True)
 
@@ -137,8 +150,14 @@ class Report:
         ]
         if not all(each.certified for each in shown_):
             lines.append("~ has too few samples for 99% confidence.")
+        if is_load_run(self.runs[0]):
+            lines.append(
+                f"A batch is a block of consecutive requests, at most {BLOCKS} per level: requests that are in flight"
+                " together are not independent."
+            )
+            lines.append(VERIFY_HINT)
         if "too few batches" in words:
-            lines.append(f"Too few batches to tell: measure both with --repeats {self.repeats}.")
+            lines.append(f"Too few batches to tell: measure both with {_remedy(self.runs[0], self.repeats)}.")
         return lines
 
     def outcomes(self) -> list[tuple[str, str]]:
@@ -162,10 +181,14 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
         fail_on: conditions as the user typed them.
 
     Raises:
-        RecordsError: a run without a measured cell, nothing pairs, or stamps contradict counts.
+        RecordsError: a run without a measured cell, nothing pairs, stamps contradict counts, or load runs among
+            others.
         SettingError: a condition that cannot be.
     """
+    fail_on = tuple(fail_on)
     comparisons = tuple(compare_runs(runs[0], other) for other in runs[1:])
+    if is_load_run(runs[0]) and "verdict" in map(str.strip, fail_on):
+        raise SettingError(f"--fail-on verdict: load runs have no verdicts. {VERIFY_HINT}")
     scores = _scores(pair for comparison in comparisons for pair in comparison.pairs)
     conditions = tuple(dict.fromkeys(parse_condition(text, scores) for text in fail_on))
     named = [each.metric for each in conditions if each.metric in METRICS]
@@ -175,7 +198,12 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
     needed = [*_repeats(comparisons, found), *(each.repeats for each in findings if each.repeats is not None)]
     repeats = max(needed, default=None)
     return Report(
-        tuple(runs), comparisons, found, conditions, tuple(_remedied(each, repeats) for each in findings), repeats
+        tuple(runs),
+        comparisons,
+        found,
+        conditions,
+        tuple(_remedied(each, _remedy(runs[0], repeats), repeats) for each in findings),
+        repeats,
     )
 
 
@@ -207,7 +235,7 @@ def _block(report: Report, at: int) -> dict[str, Any]:
                 "settings": pair.settings,
                 "requests": len(pair.requests.pairs),
                 "batches": len(pair.requests.work),
-                "verdicts": [verdict.word for verdict in pair.verdicts],
+                "verdicts": None if is_load_run(comparison.a) else [verdict.word for verdict in pair.verdicts],
                 "metrics": [asdict(each) for each in metrics.values()],
                 "peaks": pair.peaks,
             }
@@ -238,11 +266,18 @@ def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping
     ]
 
 
-def _remedied(finding: Finding, repeats: int | None) -> Finding:
-    """A finding of too few batches with the one number of repeats that the whole report names."""
+def _remedied(finding: Finding, remedy: str, repeats: int | None) -> Finding:
+    """A finding of too few batches with the one remedy that the whole report names."""
     if finding.repeats is None:
         return finding
-    return replace(finding, reason=f"{finding.reason}: measure both with --repeats {repeats}", repeats=repeats)
+    return replace(finding, reason=f"{finding.reason}: measure both with {remedy}", repeats=repeats)
+
+
+def _remedy(run: Run, repeats: int | None) -> str:
+    """Return the option that makes enough batches; of a load run, so many times its requests."""
+    if repeats is not None and is_load_run(run):
+        return f"--num-prompts {repeats * load_settings(run).num_prompts}"
+    return f"--repeats {repeats}"
 
 
 def _row(difference: Difference) -> Row:

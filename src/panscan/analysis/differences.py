@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from panscan.analysis.pairing import CellPair, Comparison, PairedRequests
+from panscan.analysis.load_pairing import ATTAINMENT
+from panscan.analysis.pairing import CellPair, Comparison, PairedRequests, noun_of
 from panscan.analysis.significance import (
     Paired,
     Rates,
@@ -193,14 +194,16 @@ def _scores_of(record: Record) -> Mapping[str, float]:
 
 
 def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:
-    """Repeats of one question are one cluster: greedy answers are the same each time and no news."""
+    """Repeats of one question are one cluster: greedy answers are the same each time and no news. Whether a request
+    meets its limits depends on those around it, so its cluster is that of its times."""
     clusters: dict[tuple[Any, ...], int] = {}
     found = []
     for pair in requests.pairs:
         a, b = _scores_of(pair.a).get(name), _scores_of(pair.b).get(name)
         if a is not None and b is not None:
             question = *pair.a["image_sha256"], pair.a["prompt_sha256"]
-            found.append((clusters.setdefault(question, len(clusters)), float(a), float(b)))
+            cluster = pair.cluster if name == ATTAINMENT else clusters.setdefault(question, len(clusters))
+            found.append((cluster, float(a), float(b)))
     return found
 
 
@@ -341,7 +344,7 @@ def _untested(
             elif condition.metric not in values[at][place]:
                 found.append(Finding(condition.text, at, place, False, "not measured on both sides"))
         if comparison.unpaired:
-            reason = f"cells of A that were not compared: {comparison.unpaired}"
+            reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
             found.append(Finding(condition.text, at, None, False, reason))
     return found
 

@@ -9,14 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing, meant, shown
+from panscan.analysis.load_pairing import comparable, load_differences
 from panscan.core import RecordsError
 from panscan.records.environment import bundled_weights
+from panscan.records.load_runs import is_load_run
 from panscan.records.metrics import Batch, batches_of
 from panscan.records.store import Record, Run, outcome_of
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import axes
 
-__all__ = ["CellPair", "ClusterWork", "Comparison", "PairedRequests", "RequestPair", "compare_runs", "pair_requests"]
+__all__ = [
+    "CellPair",
+    "ClusterWork",
+    "Comparison",
+    "PairedRequests",
+    "RequestPair",
+    "compare_runs",
+    "noun_of",
+    "pair_requests",
+]
 
 _Key = tuple[int, int, str, tuple[str, ...], str]
 """Repeat, replica, request id, hashes of its images, hash of its prompt."""
@@ -191,23 +202,25 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     """Pair the measured cells of two runs by their settings, and their requests by repeat, id, images and prompt.
 
     Settings that a run's version did not know have their defaults. Settings in which the runs differ as a whole are
-    left out of the pairing.
+    left out of the pairing. The levels of load runs pair by all of their settings.
 
     Raises:
-        RecordsError: a run without a measured cell, or nothing pairs.
+        RecordsError: a run without a measured cell, nothing pairs, or only one of both is a load run.
     """
+    a, b = comparable(a, b)
     cells_a, cells_b = _measured(a), _measured(b)
     names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
     values = {name: (_values(cells_a, name), _values(cells_b, name)) for name in names}
-    apart = _apart(values)
+    apart = {} if is_load_run(a) else _apart(values)
+    noun = noun_of(a)
     on = [name for name in names if name not in apart]
     found = _partners(_keys(a, cells_a, on), _keys(b, cells_b, on))
     if not found:
-        raise RecordsError(f"{_names(a, b)}: no cell pairs: {_why_not(on, values)}")
+        raise RecordsError(f"{_names(a, b)}: no {noun} pairs: {_why_not(on, values)}")
     pairs = [_pair(a, cell, b, partner, cells_a[cell]) for cell, partner in found.items()]
     compared = tuple(pair for pair in pairs if pair.requests.pairs)
     if not compared:
-        raise RecordsError(f"{_names(a, b)}: cells pair, but no request does: other ids, images, prompts or repeats")
+        raise RecordsError(f"{_names(a, b)}: {noun}s pair, but no request does: other ids, images, prompts or repeats")
     varies = {name for cells in (cells_a, cells_b) for name in distinguishing(list(cells.values()))}
     varying = tuple(name for name in names if name in varies)
     return Comparison(
@@ -219,17 +232,16 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         (
             *_cells_alone("AB", cells_a, b, found, on, varying),
             *_cells_alone("BA", cells_b, a, set(found.values()), on, varying),
-            *_requests_alone(pairs),
+            *_requests_alone(pairs, noun),
         ),
         len(cells_a) - len(compared),
-        _environment(a, b) | _weights(a, b) | _workload(a, b),
+        _environment(a, b) | _weights(a, b) | _workload(a, b) | load_differences(a, b),
     )
 
 
 def _keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[Any]]:
     """What each cell pairs by: its settings, then those of its aliases."""
-    defaults = {name: axis.default for name, axis in axes().items()}
-    others = {cell: [meant({**defaults, **alias}) for alias in aliases_of(run, cell)] for cell in cells}
+    others = {cell: [_filled_in(run, alias) for alias in aliases_of(run, cell)] for cell in cells}
     return {cell: [_key(each, on) for each in (settings, *others[cell])] for cell, settings in cells.items()}
 
 
@@ -253,17 +265,27 @@ def _names(a: Run, b: Run) -> str:
 
 
 def _measured(run: Run) -> dict[str, Mapping[str, Any]]:
-    defaults = {name: axis.default for name, axis in axes().items()}
     answered = {key[0] for key, records in run.requests.items() if any(record["error"] is None for record in records)}
-    found = {cell: meant(defaults | settings) for cell, settings in run.cells.items() if cell in answered}
+    found = {cell: settings for cell, settings in _filled(run).items() if cell in answered}
     if not found:
-        raise RecordsError(f"{run.path}: no cell was measured, so there is nothing to compare")
+        raise RecordsError(f"{run.path}: no {noun_of(run)} was measured, so there is nothing to compare")
     return found
 
 
 def _filled(run: Run) -> dict[str, Mapping[str, Any]]:
-    defaults = {name: axis.default for name, axis in axes().items()}
-    return {cell: meant(defaults | settings) for cell, settings in run.cells.items()}
+    return {cell: _filled_in(run, settings) for cell, settings in run.cells.items()}
+
+
+def _filled_in(run: Run, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings with the defaults of those that the run's version did not know. Load levels have no other settings."""
+    if is_load_run(run):
+        return settings
+    return meant({**{name: axis.default for name, axis in axes().items()}, **settings})
+
+
+def noun_of(run: Run) -> str:
+    """Return what a run's cells are called: ``cell``, or ``level`` of a load run."""
+    return "level" if is_load_run(run) else "cell"
 
 
 def _values(cells: Cells, name: str) -> dict[str, Any]:
@@ -328,14 +350,14 @@ def _cells_alone(
         fates[": ".join(filter(None, (outcome, reason)))].append(cell_title(cell, cells[cell], varying))
     lines = []
     for fate, found in fates.items():
-        head = f"{count(len(found), 'cell')} of {names[0]} without a partner in {names[1]} ({fate}):"
+        head = f"{count(len(found), noun_of(run))} of {names[0]} without a partner in {names[1]} ({fate}):"
         more = len(found) - _MOST_NAMED
         listed = [f"- {each}" for each in found[:_MOST_NAMED]] + [f"- and {more} more"] * (more > 0)
         lines += [f"{head} {found[0]}"] if len(found) == 1 else [head, *listed]
     return lines
 
 
-def _requests_alone(pairs: Sequence[CellPair]) -> list[str]:
+def _requests_alone(pairs: Sequence[CellPair], noun: str) -> list[str]:
     lines = []
     for index, name in enumerate("AB"):
         alone = sum(pair.requests.alone[index] for pair in pairs)
@@ -343,7 +365,7 @@ def _requests_alone(pairs: Sequence[CellPair]) -> list[str]:
         lines += [f"requests of {name} without a partner: {alone}"] * bool(alone)
         lines += [f"requests of {name} that failed: {failed}"] * bool(failed)
     empty = sum(not pair.requests.pairs for pair in pairs)
-    return [*lines, *([f"cells that pair, but have no request in common: {empty}"] * bool(empty))]
+    return [*lines, *([f"{noun}s that pair, but have no request in common: {empty}"] * bool(empty))]
 
 
 def _environment(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:

@@ -11,6 +11,7 @@ import yaml
 
 from panscan.analysis.candidates import Candidate, Selection, candidates_of, cell_name, costs_of, reason_of
 from panscan.analysis.cells import alias_lines, label, number_text, preset_of
+from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.significance import harmless, quality_difference
 from panscan.core import RecordsError, SettingError
 from panscan.records.quality import metric_title
@@ -71,8 +72,9 @@ def recommend(
 
     Raises:
         SettingError: a limit out of its range, an unknown cell in ``allow``, ``min_quality`` without answers.
-        RecordsError: no cell qualifies; the message has the nearest miss.
+        RecordsError: no cell qualifies (the message has the nearest miss), or it is a load run.
     """
+    refuse_load_run(run, "recommendation")
     _check(run, max_p95_ms, min_quality, allow)
     measured, rejected = candidates_of(run)
     if not measured:

@@ -29,7 +29,7 @@ __all__ = ["AnswerFile", "Mode", "refuse_sources"]
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
-_SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn")
+_SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json")
 
 
 class AnswerFile:

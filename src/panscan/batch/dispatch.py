@@ -11,12 +11,13 @@ from panscan.batch.items import BatchItem
 from panscan.batch.job import Job
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import Task
-from panscan.core import EngineError, Request, Result, SettingError, Stamps, now
+from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
 from panscan.settings import Settings
 
 __all__ = ["Output", "SupportsStreamResults", "answer", "answers_ahead", "up_to_first_question"]
 
 _SAME_ERRORS = 3  # of the first requests, until their setting and not they are at fault
+_STORAGE_ERRORS = 8  # in succession, until the object store and not a document is at fault
 
 
 class SupportsStreamResults(Protocol):
@@ -55,9 +56,9 @@ def up_to_first_question(tasks: Iterator[Task]) -> list[Task]:
     return ahead
 
 
-def answers_ahead(settings: Settings) -> int:
-    """Answers that may wait for a slower one before them, when they are written in order."""
-    return 4 * max(settings.max_num_seqs, 16)
+def answers_ahead(settings: Settings, replicas: int = 1) -> int:
+    """Return how many answers may wait for a slower one before them, when they are written in order."""
+    return 4 * max(settings.max_num_seqs, 16) * replicas
 
 
 def answer(
@@ -85,11 +86,14 @@ def answer(
     Raises:
         EngineError: the engine broke or was closed. What it had not answered is not written, so that it can be asked.
         SettingError: the first requests all failed with it, and nothing else is known of the settings.
+        StorageError: several requests in succession failed with it. None of them is written, so that all can be asked
+            again; a few such failures among answers are the documents' own and are written.
     """
     lines = _OrderedWriter(output, window)
     asking = _Asking(job, iter(tasks), lines, on_answer, proven=proven)
     if engine is None:
         deque(asking.requests(), maxlen=0)
+        asking.settle()
         return
     # A stream ends early when the window is full: what it has begun is then finished, and the next one goes on.
     most, before = job.settings.max_concurrency, -1
@@ -115,19 +119,28 @@ class _Asking:
         self._job, self._queue, self._lines, self._on_answer = job, queue, lines, on_answer
         self._flying: dict[int, tuple[int, Task]] = {}  # by the request's index in its stream
         self._unsure: list[tuple[int, Task, Result]] = []
+        self._unstored: list[tuple[int, Task, Result]] = []  # failed with a StorageError, one after the other
         self._proven = proven
 
     def requests(self) -> Iterator[Request]:
         """The requests of the next stream; what cannot be asked, or has been, is written on the way."""
         index = count()
         while self._lines.has_room and (task := next(self._queue, None)) is not None:
-            if task.needs_engine:
-                self._flying[next(index)] = self._lines.begin(task), task
-                yield self._job.request(task.item)
-            elif task.held:
-                self._lines.add_held(self._lines.begin(task), task)
-            else:
-                self._done(self._lines.begin(task), task, _not_asked(task.item))
+            number = self._lines.begin(task)
+            if task.held:
+                self._lines.add_held(number, task)
+                continue
+            problem: PanscanError | None = task.item.problem
+            if problem is None:
+                try:
+                    request = self._job.request(task.item)
+                except InputError as error:  # a table's row without an image, or a store that failed
+                    problem = error
+            if problem is not None:
+                self._concluded(number, task, Result.unanswered(task.item.id, now(), problem))
+                continue
+            self._flying[next(index)] = number, task
+            yield request
 
     def finished(self, index: int, result: Result) -> None:
         """The request that the stream drew at ``index`` has its result."""
@@ -136,8 +149,8 @@ class _Asking:
             raise result.error
         if result.finish_reason == "cancelled":
             raise EngineError("the engine was closed while it answered")
-        if self._proven:
-            self._done(number, task, result)
+        if self._proven or isinstance(result.error, StorageError):
+            self._concluded(number, task, result)
             return
         self._unsure.append((number, task, result))
         error = self._common_error()
@@ -154,6 +167,22 @@ class _Asking:
             raise error
         if self._unsure:
             self._believe()
+        self._write_unstored()
+
+    def _concluded(self, number: int, task: Task, result: Result) -> None:
+        """Write a result, unless it may be one of many that an unreachable object store fails."""
+        if isinstance(result.error, StorageError):
+            self._unstored.append((number, task, result))
+            if len(self._unstored) == _STORAGE_ERRORS:
+                raise StorageError(f"{len(self._unstored)} documents in succession failed, the last: {result.error}")
+            return
+        self._write_unstored()
+        self._done(number, task, result)
+
+    def _write_unstored(self) -> None:
+        for number, task, result in self._unstored:
+            self._done(number, task, result)
+        self._unstored.clear()
 
     def _common_error(self) -> SettingError | None:
         errors = {str(result.error): result.error for _, _, result in self._unsure}
@@ -162,6 +191,7 @@ class _Asking:
 
     def _believe(self) -> None:
         self._proven = True
+        self._write_unstored()
         for number, task, result in self._unsure:
             self._done(number, task, result)
         self._unsure.clear()
@@ -231,13 +261,11 @@ def _record(item: BatchItem, result: Result) -> Record:
         "finish_reason": result.finish_reason,
         "views": result.views,
         "crops": result.crops,
+        "image_tokens": result.image_tokens,
         "prompt_tokens": result.prompt_tokens,
         "output_tokens": result.output_tokens,
         "error": str(result.error) if failed else None,
         "cached_tokens": result.cached_tokens,
         **{name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()},
+        "retries": result.retries,
     }
-
-
-def _not_asked(item: BatchItem) -> Result:
-    return Result(item.id, "", [], "error", 0, 0, 0, 0, Stamps(now()), error=item.problem)

@@ -10,6 +10,7 @@ from typing import Any
 from panscan import __version__
 from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
+from panscan.batch.tables import RowImages
 from panscan.core import Request
 from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
@@ -27,7 +28,8 @@ _ANSWERS_STAY = frozenset({*ENGINE_AXES, "device", "device_map", "max_memory", "
 class Job:
     """What every request of a job has in common. ``prompt`` is None where each item brings its question.
 
-    ``json_schema`` constrains every answer (see :class:`panscan.core.Sampling`).
+    ``json_schema`` constrains every answer (see :class:`panscan.core.Sampling`); ``image_column`` is the column of
+    Parquet files that the user named.
 
     Raises:
         SettingError: it contradicts itself, so that no request can be made.
@@ -40,15 +42,21 @@ class Job:
     whole_files: bool = False
     max_pages: int = MAX_PAGES
     json_schema: str | None = None
+    image_column: str | None = None
 
     def __post_init__(self) -> None:
         self.request(BatchItem("", (), (), question=self.prompt or ""))
 
     def request(self, item: BatchItem) -> Request:
-        """An item as a request."""
+        """Return an item as a request. A table's images are read now.
+
+        Raises:
+            InputError: they cannot be read.
+        """
+        images = item.images.read() if isinstance(item.images, RowImages) else item.images
         return Request(
             prompt=self.prompt if item.question is None else item.question,
-            images=item.images,
+            images=images,
             system=self.system,
             raw=self.raw_prompt,
             pan_and_scan=self.settings.pan_and_scan,
@@ -84,7 +92,7 @@ def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | Non
     """Why a file that began with one header cannot be resumed with another; None if the answers are the same."""
     if begun.get("schema") != SCHEMA:
         return f"was made by another version of panscan (schema {begun.get('schema')!r}, not {SCHEMA})"
-    for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema"):
+    for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column"):
         if begun.get(name) != header[name]:
             return f"was made with another --{name.replace('_', '-')}"
     for name, value in header["settings"].items():

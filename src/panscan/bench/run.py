@@ -23,6 +23,7 @@ from panscan.bench.workload import Item, Source, build_workload
 from panscan.core import InputError, RecordsError, SettingError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment
+from panscan.records.load_runs import is_load_run
 from panscan.records.store import SCHEMA, RecordWriter, Run, read_run
 from panscan.records.summary import write_summary
 from panscan.settings import recorded_settings
@@ -175,8 +176,10 @@ def plan_to_resume(
     """Return the plan that continues a run on this machine.
 
     Raises:
-        RecordsError: the run began on another machine or with other libraries; or see :func:`plan_of`.
+        RecordsError: it is a load run, or began on another machine or with other libraries; or see :func:`plan_of`.
     """
+    if is_load_run(run):
+        raise RecordsError(f"--resume {run.path.parent}: a run of panscan load cannot be resumed; start a new one")
     check_same_machine(run)
     return plan_of(run, on_problem=on_problem, later=later)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import click
@@ -30,12 +29,22 @@ from panscan.cli.options import (
     read_prompt,
     say_mini,
     show_warnings,
+    storage_option,
     typed_again,
     url_options,
     utf8,
 )
 from panscan.cli.progress import batch_progress
-from panscan.core import ImageError, ModelError, PanscanError, SettingError, UnsupportedError, escape_controls
+from panscan.core import (
+    ImageError,
+    ModelError,
+    PanscanError,
+    RecordsError,
+    SettingError,
+    UnsupportedError,
+    escape_controls,
+    now,
+)
 from panscan.core.ranges import Range
 from panscan.settings import Settings, axes, foreign_settings
 
@@ -43,6 +52,8 @@ __all__ = ["command"]
 
 _NOT_HERE = ("runner", *foreign_settings("engine"))
 _LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
+_PRICE = InRange(Range(above=0, most=1_000_000))
+_REPLICAS = InRange(Range(whole=True, least=1, most=1024))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\b
@@ -51,21 +62,25 @@ Examples
   panscan batch "contracts/**/*.pdf" -p "Who signs?" --whole-files -o signers.jsonl
   panscan batch questions.jsonl -o answers.jsonl --model google/gemma-3-4b-it
   panscan batch scans/ -p "What is the total?" -o answers.jsonl --resume
+  panscan batch s3://bucket/scans -p "What is the total?" -o s3://bucket/totals.parquet --cost-per-hour 2.5
+  panscan batch pages.parquet --prompt-column question -o answers.parquet
 
 One JSON object a line, in the order of the documents; what a later --resume adds comes behind, and what it asks again
 takes the place of what had failed. Beside it, answers.jsonl.run.json says how it was made (prompt, settings, versions):
 --resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
 ...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
 done, answers.jsonl.held keeps answers that wait for a slower one before them. Half a line that a crash left at the end
-moves to answers.jsonl.torn.
+moves to answers.jsonl.torn. Pages, tokens, retries and times of all starts are in answers.jsonl.ledger.json.
+
+Answers for a Parquet file or an object store are written to JSON Lines on this machine first; see docs/batch.md.
 """
 
 
 @click.command("batch", epilog=EPILOG, short_help="Ask about many documents; goes on where it was stopped.")
-@click.argument("sources", nargs=-1, required=True, metavar="DIR|GLOB|FILE|URL|QUESTIONS.jsonl...")
+@click.argument("sources", nargs=-1, required=True, metavar="DIR|GLOB|FILE|URL|QUESTIONS.jsonl|PAGES.parquet...")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default=Path("answers.jsonl"), show_default=True,
-    help="File for the answers (JSON Lines).",
+    "-o", "--output", default="answers.jsonl", show_default=True, metavar="FILE|URL",
+    help="File or object for the answers (.parquet, else JSONL).",
 )  # fmt: skip
 @click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
 @click.option("--system", help="A system message for every request.")
@@ -83,7 +98,14 @@ moves to answers.jsonl.torn.
 @click.option("--resume", is_flag=True, help="Go on with this output: what it answers is not asked again.")
 @click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
 @click.option("--force", is_flag=True, help="Throw an existing output away.")
+@click.option("--image-column", metavar="NAME", help="Image column of Parquet input.  [default: image]")
+@click.option("--id-column", metavar="NAME", help="Id column of Parquet input.  [default: id]")
+@click.option("--prompt-column", metavar="NAME", help="Prompt column of Parquet input.  [default: question]")
+@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Price of the machines, for the price per page.")
+@storage_option
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
+@click.option("--replicas", type=_REPLICAS, help="Run this many replicas of the engine on Ray.")
+@click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
 @json_schema_option
 @external_images_option
 @url_options
@@ -97,10 +119,11 @@ def command(**options: Any) -> int:
     {image, question} and perhaps id; its images are relative to its file. A document that fails has its reason in its
     line, and the others go on. Whatever ends the job, even kill -9, --resume asks only what was not answered.
     """
-    from panscan.batch.answers import AnswerFile, refuse_sources
+    from panscan.batch.answers import AnswerFile
+    from panscan.batch.destination import destination, fetch_previous
     from panscan.batch.dispatch import up_to_first_question
-    from panscan.batch.items import find_work
     from panscan.batch.job import changed_versions, difference
+    from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import Answered
     from panscan.model.runtime import quiet_libraries
 
@@ -108,55 +131,156 @@ def command(**options: Any) -> int:
     quiet_libraries()
     mode = _mode(options)
     console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
-
-    def on_problem(problem: ImageError) -> None:
-        console.print(f"left out: {problem}", style="yellow", soft_wrap=True)
-
     with console.status("finding documents"):
-        work = find_work(
-            options["sources"],
-            whole_files=options["whole_files"],
-            limit=options["limit"],
-            max_pages=options["max_pages"],
-            on_problem=on_problem,
-            external_images=options["allow_external_images"],
-        )
-        refuse_sources(options["output"], work.files)
+        work = _work(options)
+        target = destination(options["output"])
+        target.refuse_sources(work.files)
     job = _job(options, dataset=work.has_questions)
     header = job.header()
-    with AnswerFile(options["output"], header, mode, difference) as file:
+    with console.status("looking for earlier answers"):
+        fetch_previous(target, mode)
+    if target.url is not None:
+        console.print(f"answers are kept in {target.path} and uploaded to {target.name}", soft_wrap=True)
+    with AnswerFile(target.path, header, mode, difference) as file:
         for change in changed_versions(file.begun_with, header):
             console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
         with console.status("looking for what is left"):
             answered = Answered(file, retry_failed=options["retry_failed"])
             tasks = answered.left(work)
             ahead = up_to_first_question(tasks)
-        with _resumable(file, job.prompt if options["prompt"] in (None, "-") else None):
-            _answer(job, ahead, tasks, file, answered, work, in_order=options["order"] == "input")
-            file.finish()
-        return _summary(file, options["output"], idle=all(task.held for task in ahead))
+        idle = all(task.held for task in ahead)
+        ledger = LedgerWriter(file.path, resumed=file.begun, cost_per_hour=options["cost_per_hour"])
+        with (
+            _resumable(file, job.prompt if options["prompt"] in (None, "-") else None),
+            _kept(file, target, ledger, mode, idle=idle) as keep,
+        ):
+            _answer(job, ahead, tasks, file, answered, work, options, keep)
+        if not idle:
+            _say_speed(ledger.ledger)
+        return _summary(file, options["output"], idle=idle)
 
 
-def _answer(job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, *, in_order: bool) -> None:
+class _Keeper:
+    """The ledger of a job, and its uploads if the answers go to an object store."""
+
+    def __init__(self, ledger: Any, uploader: Any) -> None:
+        self.ledger, self._uploader = ledger, uploader
+
+    def counted(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the tasks, and count those that are asked again."""
+        for task in tasks:
+            if task.replaces is not None:
+                self.ledger.retried()
+            yield task
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Count an answer, and upload it if an upload is due."""
+        self.ledger.add(record)
+        if self._uploader is not None:
+            self._uploader.answered()
+
+
+@contextmanager
+def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_Keeper]:
+    """Yield what counts and uploads answers; complete the output when the job ends."""
+    from panscan.batch.destination import Uploader
+
+    uploader = None if target.url is None else Uploader(target, replace=mode == "force")
+    try:
+        yield _Keeper(ledger, uploader)
+        file.finish()
+    except (KeyboardInterrupt, PanscanError):
+        if file.begun and not idle:
+            with suppress(RecordsError):  # the first error counts
+                ledger.end(file.records(), "stopped")
+        raise
+    if not idle:
+        ledger.end(file.records(), "finished")
+    target.finish()
+    if uploader is not None:
+        with errors().status("uploading"):
+            uploader.finish()
+
+
+def _work(options: dict[str, Any]) -> Any:
+    from panscan.batch.items import find_work
+
+    def on_problem(problem: ImageError) -> None:
+        errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+
+    return find_work(
+        options["sources"],
+        whole_files=options["whole_files"],
+        limit=options["limit"],
+        max_pages=options["max_pages"],
+        on_problem=on_problem,
+        external_images=options["allow_external_images"],
+        columns=_columns(options),
+        has_prompt=options["prompt"] is not None,
+    )
+
+
+def _columns(options: dict[str, Any]) -> Any:
+    from panscan.batch.tables import TableColumns
+
+    names = {name: options[f"{name}_column"] for name in ("image", "id", "prompt")}
+    return TableColumns(**names) if any(name is not None for name in names.values()) else None
+
+
+def _say_speed(ledger: Any) -> None:
+    if (speed := ledger.pages_per_second) is None:
+        return
+    pages = sum(start.successful_pages for start in ledger.starts)
+    text = f"{pages} pages in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
+    if (price := ledger.price_per_million_pages) is not None:
+        text += f"; price per million pages: {price:,.2f}"
+    errors().print(text, soft_wrap=True)
+
+
+def _answer(
+    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _Keeper
+) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
 
     with ExitStack() as stack:
         engine = None
         if ahead and ahead[-1].needs_engine:
-            from panscan.engine.engine import Engine
-
             with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
-                engine = stack.enter_context(Engine.from_settings(job.settings))
-        on_answer = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+                began = now()
+                stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
+                engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
+                keep.ledger.loaded(now() - began)
+        show = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+
+        def on_answer(record: dict[str, Any]) -> None:
+            show(record)
+            keep.keep(record)
+
+        in_order = options["order"] == "input"
         answer(
             engine,
             job,
-            chain(ahead, tasks),
+            keep.counted(chain(ahead, tasks)),
             file,
-            window=answers_ahead(job.settings) if in_order else None,
+            window=answers_ahead(job.settings, options["replicas"] or 1) if in_order else None,
             proven=answered.any_succeeded,
             on_answer=on_answer,
         )
+
+
+def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -> Any:
+    """Load the model, in this process or in replicas.
+
+    Raises:
+        PanscanError: the model cannot be loaded.
+    """
+    if replicas is None and ray_address is None:
+        from panscan.engine.engine import Engine
+
+        return Engine.from_settings(settings)
+    from panscan.serve.cluster_engine import ClusterEngine
+
+    return ClusterEngine(settings, replicas or 1, ray_address)
 
 
 def _job(options: dict[str, Any], *, dataset: bool) -> Any:
@@ -170,14 +294,28 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
     return Job(
-        settings=with_resolved_dtype(settings),
+        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
         prompt=prompt,
         system=utf8("--system", options["system"]),
         raw_prompt=options["raw_prompt"],
         whole_files=options["whole_files"],
         max_pages=options["max_pages"],
         json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
+        image_column=options["image_column"],
     )
+
+
+def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
+    """Return whether this machine can resolve the precision, which is part of what a job may not change.
+
+    Raises:
+        SettingError: the precision is ``auto``, and depends on the machines of a cluster.
+    """
+    if ray_address is None or settings.device == "cpu":
+        return True
+    if settings.dtype == "auto":
+        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
+    return False
 
 
 def _mode(options: dict[str, Any]) -> Any:
@@ -214,7 +352,7 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
         raise
 
 
-def _summary(file: Any, path: Path, *, idle: bool) -> int:
+def _summary(file: Any, path: str, *, idle: bool) -> int:
     from panscan.batch.pending import tally
 
     found = tally(file.records(), _REASONS)

@@ -19,7 +19,8 @@ Examples
   panscan compare main/ branch/ --format md >> "$GITHUB_STEP_SUMMARY"
 
 A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict" (became worse). METRIC is
-request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match, anls, ...).
+request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match, anls, ...;
+of load runs attainment, the share of answered requests within the goodput's limits).
 Exit code 5: a condition holds beyond the noise. See docs/compare.md.
 """
 
@@ -41,9 +42,10 @@ _MOST = 26  # one letter each
 )
 @common_options
 def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form: str) -> int:
-    """Compare each run with the first, A: the baseline. Runs are directories that panscan bench made.
+    """Compare each run with the first, A: the baseline. Runs are directories of panscan bench, or of panscan load.
 
-    Cells pair by their settings, requests by their id, images and prompt. A difference counts only beyond the noise.
+    Cells or load levels pair by their settings, requests by their id, images and prompt. A difference counts only
+    beyond the noise.
     """
     from panscan.analysis.comparison import as_json, build_report
     from panscan.records.store import read_run

@@ -27,6 +27,7 @@ VERBS = {
     "compare": "Compare runs, cell by cell and request by request.",
     "crops": "Draw the views that pan and scan takes of an image.",
     "demo": "What pan and scan brings and costs, on made-up documents.",
+    "load": "Measure an OpenAI-compatible endpoint under traffic.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
@@ -40,7 +41,7 @@ Exit codes
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used; after batch: some documents failed
-  4  this machine cannot do it; after bench: some cells were skipped or failed
+  4  this machine cannot do it; after bench and load: some cells were skipped or failed
   5  after compare: a --fail-on condition holds; after verify: the endpoint is different
   6  after verify: no verdict
 130  interrupted; finished work is kept

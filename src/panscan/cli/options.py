@@ -42,6 +42,7 @@ __all__ = [
     "say_log",
     "say_mini",
     "show_warnings",
+    "storage_option",
     "typed_again",
     "url_options",
     "utf8",
@@ -128,6 +129,23 @@ def url_options(command: Command) -> Command:
         callback=allow,
         help="Also fetch URLs that lead to local or private addresses.",
     )(command)
+
+
+def storage_option(command: Command) -> Command:
+    """``--storage-timeout``, on every verb that reads object stores. The environment carries it to other processes."""
+
+    def keep(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+        if value is not None:
+            from panscan.images.storage import STORAGE_TIMEOUT, STORAGE_TIMEOUT_RANGE
+
+            STORAGE_TIMEOUT_RANGE.check("--storage-timeout", value)
+            os.environ[STORAGE_TIMEOUT] = repr(value)
+        return value
+
+    return click.option(
+        "--storage-timeout", type=float, callback=keep, metavar="SECONDS",
+        help="Deadline for each stored object, with retries.  [default: 60]",
+    )(command)  # fmt: skip
 
 
 def max_pages_option(command: Command) -> Command:

@@ -42,9 +42,12 @@ Examples
 def command(run: Path, form: str, output: Path | None, quality_metric: str | None) -> None:
     """Show a RUN directory: the recommendation, every cell with its verdict, curves, the Pareto front, stages.
 
+    Of a panscan load run: the highest rate that meets the goodput, every level, throughput-latency curves, errors.
+
     Everything is derived from the run's records; nothing is measured again.
     """
     from panscan import report
+    from panscan.records.load_runs import is_load_run
     from panscan.records.quality import with_metric
     from panscan.records.store import read_run
 
@@ -69,7 +72,7 @@ def command(run: Path, form: str, output: Path | None, quality_metric: str | Non
     for path in written:
         out().print(str(path), soft_wrap=True)
     if not any(cell["outcome"] == "done" for cell in records.outcomes.values()):
-        errors().print("no cell is finished yet")
+        errors().print(f"no {'level' if is_load_run(records) else 'cell'} is finished yet")
 
 
 def _folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""``panscan samples``: documents to try things on."""
+"""``panscan samples``: documents to try things on, and request sets for load generators."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ import click
 from panscan.cli.options import SEED, InRange, common_options, out
 from panscan.settings import SAMPLE_RANGES
 
-__all__ = ["command", "print_samples"]
+__all__ = ["FORMATS", "command", "print_samples"]
+
+FORMATS = ("aiperf", "guidellm", "vllm")
+"""The keys of :data:`panscan.images.request_sets.FORMATS`, without importing Pillow for ``--help``."""
 
 EPILOG = """\b
 Examples
   panscan samples samples/
   panscan bench --dataset samples/questions.jsonl --do-pan-and-scan true,false
+\b
+  panscan samples requests/ --format guidellm --count 200 --columns 110
+  guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000 \\
+    --profile kind=poisson,rate=2 --data kind=json_file,path=requests/guidellm.jsonl
+\b
+A request set is one JSON Lines file with the images as data: URLs. Each request
+has a document of its own, so that caches do not help. 60% of the prompts are
+questions (32 output tokens), 25% ask for the fields as JSON (128), 15% for a
+transcription (256). vllm bench serve reads no output tokens from its file; set
+--custom-output-len there.
 """
 
 
@@ -30,14 +43,22 @@ Examples
     show_default=True,
     help="Characters across the short side: 30 is small print for the bundled model, 110 for Google's Gemma 3.",
 )
+@click.option("--format", type=click.Choice(FORMATS), help="Write a request set for this load generator instead.")
 @click.option("--overwrite", is_flag=True, help="Replace documents of another count or seed.")
 @common_options
-def command(directory: Path, **options: Any) -> None:
+def command(directory: Path, format: str | None, **options: Any) -> None:
     """Make receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
-    from panscan.images.samples import write_samples
+    if format is None:
+        from panscan.images.samples import write_samples
 
-    questions = write_samples(directory, **options)
-    print_samples(questions, options["count"])
+        print_samples(write_samples(directory, **options), options["count"])
+    else:
+        from panscan.images.request_sets import write_request_set
+
+        written = write_request_set(directory, format, **options)
+        mix = ", ".join(f"{count} with {views} view{'s'[: views > 1]}" for views, count in written.views.items())
+        out().print(f"{options['count']} requests in {written.path}: {mix}", soft_wrap=True)
+        out().print(f"next: {written.command}", soft_wrap=True)
 
 
 def print_samples(questions: Path, count: int) -> None:

@@ -4,6 +4,7 @@ PanscanError                    exit code 1
 ├── SettingError                2   an option, key or value is wrong
 ├── InputError                  3   something the user gave could not be used
 │   ├── ImageError                  a document or picture
+│   │   └── StorageError                an object store failed or refused
 │   ├── DatasetError                questions, prompts
 │   ├── ModelError                  a checkpoint: unknown, gated, incomplete
 │   ├── RecordsError                a run directory
@@ -27,6 +28,7 @@ from panscan.core.errors import (
     QueueFullError,
     RecordsError,
     SettingError,
+    StorageError,
     UnsupportedError,
 )
 from panscan.core.process import (
@@ -64,6 +66,7 @@ __all__ = [
     "SettingError",
     "Stamps",
     "Stats",
+    "StorageError",
     "Stream",
     "TokenEvent",
     "TokenLogprobs",

@@ -13,6 +13,7 @@ __all__ = [
     "PanscanWarning",
     "RecordsError",
     "SettingError",
+    "StorageError",
     "UnsupportedError",
     "one_line",
 ]
@@ -46,6 +47,10 @@ class InputError(PanscanError):
 
 class ImageError(InputError):
     """A document or picture could not be read."""
+
+
+class StorageError(ImageError):
+    """An object store refused, failed, or did not answer before the deadline."""
 
 
 class DatasetError(InputError):

@@ -97,6 +97,7 @@ class TokenEvent:
         at: seconds of :func:`now`.
         logprobs: if the request asked for them.
         finish_reason: of the last event; None before.
+        prompt_tokens: ids of the prompt; 0 at an end without a token.
     """
 
     token_id: int | None
@@ -104,6 +105,7 @@ class TokenEvent:
     at: float
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -112,6 +114,7 @@ class Result:
 
     ``token_ids`` are all that were computed, an end mark or the tokens of a stop text among them. ``cached_tokens`` of
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
+    ``retries``: further attempts, because an engine replica was lost.
     """
 
     id: str
@@ -126,6 +129,7 @@ class Result:
     cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     error: PanscanError | None = None
+    retries: int = 0
 
     @classmethod
     def unanswered(cls, id: str, accepted: float, error: PanscanError | None = None) -> Result:

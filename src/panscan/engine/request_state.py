@@ -161,7 +161,7 @@ class RequestState:
         Raises:
             SettingError: no token can follow this one; the token has been delivered.
         """
-        assert self.text is not None  # it is prepared
+        assert self.text is not None and self.sequence is not None  # it is prepared
         if not self.stamps.tokens:
             self.drop_pixels()  # also of views that a prefix brought along
         self.stamps.tokens.append(at)
@@ -171,7 +171,7 @@ class RequestState:
         reason = self._reason(chosen.token, eos_ids, full=full)
         if reason is not None:
             piece += self.text.finish()
-        self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason))
+        self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens))
         if reason is None and self.constraint is not None:
             self.constraint.advance(chosen.token)
         return reason

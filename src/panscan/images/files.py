@@ -27,6 +27,7 @@ from panscan.images.decode import (
     upright_rgb,
 )
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
+from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
 __all__ = [
     "SUFFIXES",
@@ -88,8 +89,9 @@ def find_pages(
     """Every page that the patterns stand for, in their order, each once.
 
     A pattern is a file, a directory (searched with its subdirectories for files with one of :data:`SUFFIXES`), a glob
-    (``**`` crosses directories) or an http(s) URL, with ``#page=N`` behind it for one page. Files of a directory or
-    glob come in natural order (``p2`` before ``p10``). Hidden files are skipped and links to directories not followed.
+    (``**`` crosses directories), an http(s) URL, or an object, prefix or glob (``*`` and ``?``) of an object store,
+    with ``#page=N`` behind it for one page. Files of a directory or glob come in natural order (``p2`` before
+    ``p10``). Hidden files are skipped and links to directories not followed.
     A glob that ends in nothing but stars (``docs/*``) takes only files with known suffixes; any other glob, and a
     file named outright, is tried by content. A path that exists is always itself, whatever ``*``, ``[`` or ``#page=``
     its name holds. Headers are read to count pages; pixels are not decoded.
@@ -253,11 +255,44 @@ def split_page(given: str) -> tuple[str, int | None]:
 def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
     if _URL.match(given):
         return [given]
+    if is_stored(given):
+        return _stored(given, report)
     if _is_directory(given):
         return _in_directory(given, report)
     if os.path.lexists(given) or not glob.has_magic(given):
         return [given]
     return _matching(given, report)
+
+
+def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
+    """The objects of an object's URL, a prefix or a glob. A name with a known suffix is an object."""
+    head, _, name = url.rpartition("/")
+    magic = "*" in url or "?" in url
+    if _known(name) and not magic:
+        return [url]
+    prefix = re.split(r"[*?]", url, maxsplit=1)[0].rpartition("/")[0] if magic else url
+    wanted = None if prefix == url else re.compile(_glob_pattern(url), re.DOTALL)
+    any_name = wanted is None or not name.strip("*.")
+    found = [
+        each
+        for each in list_objects(prefix)
+        if (wanted is None or wanted.fullmatch(each)) and (_known(each) or not any_name) and not _hidden(each, prefix)
+    ]
+    if not found and wanted is None and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
+        return [url]
+    if not found:
+        report(image_error(url, "no image or PDF file below this prefix" if wanted is None else "no object matches"))
+    return sorted(found, key=_natural)
+
+
+def _hidden(url: str, prefix: str) -> bool:
+    return any(part.startswith(".") for part in url[len(prefix) :].split("/"))
+
+
+def _glob_pattern(url: str) -> str:
+    """A glob as a regular expression: ``**/`` crosses prefixes, ``*`` and ``?`` do not."""
+    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
 
 
 def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[str]:
@@ -303,7 +338,7 @@ def _identity(source: str) -> str:
     """The same for every spelling of a path. (A path with a null byte is no path, and fails when it is opened.)"""
     if _URL.match(source):
         return source.full if isinstance(source, ConcealedUrl) else source
-    return source if "\0" in source else os.path.realpath(source)
+    return source if "\0" in source or is_stored(source) else os.path.realpath(source)
 
 
 def _twin(source: str) -> ImageError:
@@ -337,6 +372,8 @@ def _numbers(count: int, max_pages: int, name: str) -> range:
 def _open(source: str) -> BufferedReader | BytesIO:
     if _URL.match(source):
         return BytesIO(fetch(source))
+    if is_stored(source):
+        return BytesIO(read_object(source))
     if not source:
         raise image_error("''", "an empty path names no image")  # and pathlib takes it for the working directory
     path = Path(source)

@@ -14,7 +14,7 @@ from panscan.core import SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.settings import SAMPLE_RANGES
 
-__all__ = ["Question", "write_samples"]
+__all__ = ["Question", "document_name", "encode_document", "write_samples"]
 
 _QUESTIONS = "questions.jsonl"
 
@@ -38,7 +38,13 @@ class Question:
     type: str
 
 
-def _encode(image: Image.Image, name: str) -> bytes:
+def document_name(kind: str, index: int) -> str:
+    """Return the file name of a document. Every fifth is a JPEG, because real piles contain both."""
+    return f"{kind}-{index:02d}.{'jpg' if index % 5 == 2 else 'png'}"
+
+
+def encode_document(image: Image.Image, name: str) -> bytes:
+    """Return the bytes of a document's file: JPEG or PNG, by the suffix of its name."""
     buffer = BytesIO()
     if name.endswith(".jpg"):
         image.save(buffer, "JPEG", quality=90)
@@ -53,9 +59,8 @@ def _files(count: int, seed: int, columns: int) -> dict[str, bytes]:
     rows = []
     for index in range(count):
         document = draw_document(seed, index, columns=columns)
-        # Every fifth is a JPEG: people's own documents are of both kinds.
-        name = f"{document.kind}-{index:02d}.{'jpg' if index % 5 == 2 else 'png'}"
-        files[name] = _encode(document.image, name)
+        name = document_name(document.kind, index)
+        files[name] = encode_document(document.image, name)
         for ask in document.asks:
             rows.append(asdict(Question(name, ask.question, ask.answers, document.kind, ask.type)))
     files[_QUESTIONS] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()

@@ -31,6 +31,7 @@ __all__ = [
 
 _COMPLETIONS = "/chat/completions"
 _MOST_ERROR = 64 * 1024  # bytes of an error response that are read
+_LONGEST_LINE = 4 * 1024 * 1024  # bytes of an event
 _LONGEST_ERROR = 200  # characters of an error message
 _OWN_HEADERS = {
     "host",
@@ -326,6 +327,9 @@ class ChatStream:
         for line in lines[:-1]:
             self._take_line(line, at)
         self._line += lines[-1]
+        if len(self._line) > _LONGEST_LINE:
+            self._fail("stream", "malformed event: too long")
+            self._streams, self.complete = False, True
 
     def _take_line(self, line: bytes, at: float) -> None:
         line = line.removesuffix(b"\r")

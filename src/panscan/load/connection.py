@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import httptools
 
@@ -113,7 +113,8 @@ class ConnectionPool:
                 connection.send(head, body, handler, deadline)
                 return
             connection.close()
-        task = loop.create_task(self._connect_and_send(head, body, handler, deadline))
+        seconds = min(_CONNECT_SECONDS, timeout)
+        task = loop.create_task(self._connect_and_send(head, body, handler, deadline, seconds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -127,19 +128,23 @@ class ConnectionPool:
         await asyncio.sleep(0)  # the transports close in the next iteration
 
     async def _connect_and_send(
-        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float
+        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float, seconds: float
     ) -> None:
-        seconds = min(_CONNECT_SECONDS, deadline - asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(seconds):
                 connection = await self._connect()
         except TimeoutError:
             handler.on_failure("connect", f"no connection within {seconds:g} s", now())
+        except UnicodeError:  # such as an empty label
+            handler.on_failure("connect", f"{self._server.host} is not a host name", now())
         except OSError as error:
             kind, message = _connect_failure(error, self._server)
             handler.on_failure(kind, message, now())
         else:
-            connection.send(head, body, handler, deadline)
+            if connection.usable:
+                connection.send(head, body, handler, deadline)
+            else:
+                handler.on_failure("connect", "the endpoint closed the new connection", now())
 
     async def _connect(self) -> _Connection:
         """Return a new connection.
@@ -207,7 +212,7 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._status = 0  # of the final response: 0 until its head is complete
         self._received = 0  # bytes of the head, then of the body
-        self._message_ended = False
+        self._message_ended = self._keep_alive = False
         self._draining = False
         self._at = 0.0
 
@@ -250,8 +255,7 @@ class _Connection(asyncio.Protocol):
     # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # of a TCP or TLS connection
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._pool.opened(self)
 
     def pause_writing(self) -> None:
@@ -273,6 +277,9 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail("protocol", "the endpoint switched to another protocol")
         except httptools.HttpParserError:
+            if self._message_ended or (self._handler is not None and self._handler.complete):
+                self._finish(reusable=False)  # what follows the answer is not its fault
+                return
             self._fail("protocol", _not_http(data) if not self._status else "the response is not valid HTTP")
         else:
             self._check()
@@ -283,7 +290,7 @@ class _Connection(asyncio.Protocol):
         if handler is None:
             return
         if self._message_ended:
-            self._finish(reusable=self._unsent is None and self._parser.should_keep_alive())
+            self._finish(reusable=self._unsent is None and self._keep_alive)
         elif self._received > (_MOST_BODY if self._status else _MOST_HEAD):
             self._fail("protocol", "the response is too long")
         elif handler.complete and not self._draining:
@@ -332,6 +339,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._message_ended = bool(self._status)
+        self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it afterwards
 
     # Ends of an exchange
 

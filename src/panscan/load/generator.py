@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,11 +33,13 @@ from panscan.load.workers import (
 
 __all__ = ["ClientLoad", "LevelResult", "run_level"]
 
-_LEAD = 0.05  # seconds from the decision to start to the start
+_LEAD = 0.02  # seconds from the decision to start to the start
+_LEAD_PROCESSES = 0.25  # with the message to the subprocesses
 _START_SECONDS = 120.0  # longest start of a subprocess, with the transfer of its requests
 _SILENCE_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
 _MOST_CPU = 0.9  # share of a core
+_SHORTEST = 0.5  # seconds of a level whose share of a core says something
 _MOST_LAG_MEDIAN = 0.005  # seconds
 _MOST_LAG_P99 = 0.05
 
@@ -136,6 +139,8 @@ def _check(
         raise SettingError("--max-concurrency is required without --request-rate: a closed loop needs a limit")
     if arrivals is not None and len(arrivals) != len(requests):
         raise SettingError(f"expected one arrival time per request, got {len(arrivals)} for {len(requests)} requests")
+    if arrivals is not None and any(later < earlier for earlier, later in pairwise(arrivals)):
+        raise SettingError("the arrival times are not ascending: sort them")
 
 
 class _Level:
@@ -160,7 +165,9 @@ class _Level:
         watching = asyncio.create_task(self._watch(workers))
         try:
             await asyncio.gather(*(worker.open() for worker in workers))
-            self._started = now() + _LEAD
+            self._started = now() + _LEAD_PROCESSES
+            if self._cancelled.is_set():  # while they started
+                return
             await asyncio.gather(*(self._run(worker, each, len(workers)) for each, worker in enumerate(workers)))
         finally:
             self._ended = now()
@@ -188,7 +195,7 @@ class _Level:
             if self._found[first + position * step] is None:
                 arrivals = worker.share.arrivals
                 due = self._started + (0.0 if arrivals is None else arrivals[position])
-                lost = Exchange(request.id, due, 0.0, due, end=at, error=worker.failure, error_kind="client")
+                lost = Exchange(request.id, due, 0.0, due, end=max(at, due), error=worker.failure, error_kind="client")
                 batch.append((position, lost))
         return batch
 
@@ -215,7 +222,7 @@ class _Level:
         late = not burst and (median > _MOST_LAG_MEDIAN or p99 > _MOST_LAG_P99)
         if failure is not None:
             reason = failure
-        elif cpu > _MOST_CPU:
+        elif cpu > _MOST_CPU and self._ended - self._started > _SHORTEST:
             reason = f"a load process used {100 * cpu:.0f}% of a core"
         elif late:
             reason = f"requests were sent late: {1e3 * median:.1f} ms at the median, {1e3 * p99:.1f} ms at p99"

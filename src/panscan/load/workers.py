@@ -211,7 +211,6 @@ def prepared_process(connections: int) -> Iterator[None]:
         if soft != resource.RLIM_INFINITY and soft < needed:
             limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
-    gc.collect()
     gc.freeze()  # else, each full collection would traverse the modules and the requests
     try:
         yield

@@ -9,9 +9,12 @@ counts by the fraction of its time that lies inside.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from math import log, log1p
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,9 @@ __all__ = [
     "Repeat",
     "ReplicaShare",
     "batches_of",
+    "least_samples",
     "metrics_of",
+    "percentile_name",
     "shares_of",
     "window_seconds",
 ]
@@ -131,9 +136,33 @@ def _timed(process: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> 
     return found
 
 
-_PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
-LEAST_SAMPLES = {50: 11, 90: 64, 95: 130, 99: 662}
-"""Fewer samples do not certify a percentile with 99% confidence (MLPerf's early-stopping rule)."""
+def percentile_name(percent: float) -> str:
+    """Return the name of a percentile in metrics: ``median``, ``p99``, ``p99.9``."""
+    return "median" if percent == 50 else f"p{percent:.10g}"
+
+
+@cache
+def least_samples(percent: float) -> int:
+    """Return the number of samples that certify a percentile with 99% confidence: MLPerf's early-stopping rule.
+
+    That many samples have at most one above the percentile with a probability of at most 1%. Percentiles below the
+    median need as many as those above it.
+    """
+    share = max(percent, 100 - percent) / 100
+
+    def certifies(count: int) -> bool:
+        return count * log(share) + log1p(count * (1 - share) / share) <= log(0.01)
+
+    most = 2
+    while not certifies(most):
+        most *= 2
+    return bisect_left(range(most), True, key=certifies)
+
+
+_SHOWN = (50, 90, 95, 99)
+_PERCENTILES: dict[str, float] = {percentile_name(percent): percent for percent in _SHOWN}
+LEAST_SAMPLES = {percent: least_samples(percent) for percent in _SHOWN}
+"""Fewer samples do not certify a percentile with 99% confidence (see :func:`least_samples`)."""
 
 LAUNCHER = ("latency_p50_ms", "latency_p95_ms", "throughput_req_s", "tokens_per_s_mean")
 _TOTALS = ("measured_repeats", "measured_batches", "completed", "failed", "duration")
@@ -194,7 +223,7 @@ class Metrics:
     uncertified: tuple[str, ...]
 
 
-def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0) -> Metrics | None:
+def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequence[float] = ()) -> Metrics | None:
     """Metrics of measured repeats; None if no request of them succeeded.
 
     Args:
@@ -202,6 +231,7 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0) -> Metrics | None:
             fields of :func:`panscan.records.requests.request_fields`, ``request`` (an id) and ``batch``. Requests that
             one call answered share a ``batch``; a source that takes them one by one numbers each its own.
         seed: of the bootstrap.
+        percentiles: further ones of each time, which the values then have, too (see :func:`percentile_name`).
 
     Raises:
         RecordsError: stamps contradict counts.
@@ -224,8 +254,10 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0) -> Metrics | None:
     values |= {name: max(_known(window.get(name) for window, _ in repeats), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
     samples = _samples(answered, single)
+    every = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
+    values |= {f"{name}_{time}_ms": None for name in every for time in _TIMES}
     for time, sample in samples.items():
-        uncertified += _distribution(values, time, [seconds for seconds, _ in sample])
+        uncertified += _distribution(values, time, [seconds for seconds, _ in sample], every)
     return Metrics(values, _intervals(batches, samples, seed), tuple(uncertified))
 
 
@@ -261,7 +293,7 @@ def _throughputs(
         "throughput_req_s": requests_per_second,
         "completed": len(done),
         "duration": duration,
-        "total_input_tokens": sum(record["prompt_tokens"] for record in done),
+        "total_input_tokens": sum(_known(record["prompt_tokens"] for record in done)),
         "total_output_tokens": sum(record["output_tokens"] for record in done),
         "request_throughput": requests_per_second,
         "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
@@ -269,9 +301,10 @@ def _throughputs(
 
 
 def _means(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, float | None]:
-    means: dict[str, float | None] = {
-        f"mean_{name}": float(np.mean([record[name] for record in done])) for name in _COUNTED
-    }
+    means: dict[str, float | None] = {}
+    for name in _COUNTED:
+        counts = _known(record[name] for record in done)
+        means[f"mean_{name}"] = float(np.mean(counts)) if counts else None
     for stage in STAGES:
         times = _known(getattr(one, stage) for one in single)
         means[f"mean_{stage}_ms"] = sum(times) / len(single) * 1e3 if times else None
@@ -288,15 +321,17 @@ def _batch_latencies(values: dict[str, float | None], batches: Sequence[Batch]) 
     return [f"latency_p{percent}_ms" for percent in (50, 95) if 0 < len(latencies) < LEAST_SAMPLES[percent]]
 
 
-def _distribution(values: dict[str, float | None], time: str, seconds: Sequence[float]) -> list[str]:
+def _distribution(
+    values: dict[str, float | None], time: str, seconds: Sequence[float], percentiles: Mapping[str, float]
+) -> list[str]:
     """Fill mean and percentiles, in milliseconds; returns the names of those of too few samples."""
     if not seconds:
         return []
     values[f"mean_{time}_ms"] = float(np.mean(seconds)) * 1e3
-    points = np.percentile(seconds, list(_PERCENTILES.values())) * 1e3
-    for name, point in zip(_PERCENTILES, points, strict=True):
+    points = np.percentile(seconds, list(percentiles.values())) * 1e3
+    for name, point in zip(percentiles, points, strict=True):
         values[f"{name}_{time}_ms"] = float(point)
-    return [f"{name}_{time}_ms" for name, q in _PERCENTILES.items() if len(seconds) < LEAST_SAMPLES[q]]
+    return [f"{name}_{time}_ms" for name, percent in percentiles.items() if len(seconds) < least_samples(percent)]
 
 
 _Sample = Sequence[tuple[float, tuple[int, int]]]

@@ -44,6 +44,9 @@ class RequestMetrics:
     ``decode`` of that to the last. A stage whose boundary was not stamped is None, and its
     time is in the next one. ``tpot`` is None below two output tokens. Without token stamps there is no ttft, e2e,
     prefill or decode.
+
+    Of a load run, times are those of content chunks, which may hold several tokens: ``ttft`` is that of the first
+    chunk, ``itl`` the gaps between chunks, and ``tpot`` the time from the first to the last chunk over the tokens.
     """
 
     output_tokens: int
@@ -60,15 +63,16 @@ class RequestMetrics:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RequestMetrics:
-        """Of a ``request`` record.
+        """Derive the times of a ``request`` record.
 
         Raises:
-            RecordsError: there are token stamps, but not one for each output token.
+            RecordsError: there are token stamps, but not one for each output token, or for each chunk.
         """
         stamps, count = record["stamps"], record["output_tokens"]
         tokens: list[float] = stamps["tokens"]
-        if tokens and len(tokens) != count:
-            raise RecordsError(f"request {record['request']!r}: {count} output tokens, {len(tokens)} token stamps")
+        stamped, noun = (record["chunks"], "chunks") if "chunks" in record else (count, "output tokens")
+        if tokens and len(tokens) != stamped:
+            raise RecordsError(f"request {record['request']!r}: {stamped} {noun}, {len(tokens)} token stamps")
         seen = Stamps(**{name: value for name, value in stamps.items() if name in _STAMPS})
         return cls(
             output_tokens=count,

@@ -18,6 +18,19 @@ in a first line, which another one replaces), ``beyond`` (a ``TokenCheck``) and 
 :class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may have ``bundled`` (by name of a bundled model,
 the start of the SHA-256 of its weights). Records without them are read; a ``mini`` without a fingerprint had random
 weights.
+
+Schema 3 added load runs, which measure an endpoint. Their ``settings`` have ``load`` (:data:`LOAD_SETTINGS`), their
+cells are load levels (``request_rate`` in requests per second, null for unlimited; ``max_concurrency``;
+``burstiness``), and their requests have
+
+- ``chunks``: content chunks received. ``stamps.tokens`` has one time per chunk, not per token. Counts that the endpoint
+  did not report (``views``, ``crops``, ``image_tokens``, ``prompt_tokens``) are null.
+- ``due`` (when the arrival process sends the request), ``queued`` (seconds it waited for ``max_concurrency``),
+  ``status`` (of HTTP) and ``error_kind``.
+
+A ``cells`` record adds levels that a search found necessary, ``probe`` says how the endpoint counts image tokens,
+``search`` the highest rate that meets the goodput. A repeat may have ``load`` (``client``: how busy the load generator
+was).
 """
 
 from __future__ import annotations
@@ -28,10 +41,23 @@ from typing import Any
 from panscan.core.ranges import shorten
 from panscan.settings import axes
 
-__all__ = ["EXACT_MATCH", "METRICS", "OUTCOMES", "SCHEMA", "SCHEMAS_READ", "VERDICTS", "Record", "problem_of"]
+__all__ = [
+    "ARRIVALS",
+    "EXACT_MATCH",
+    "LIMITED_TIMES",
+    "LOAD_SETTINGS",
+    "METRICS",
+    "OUTCOMES",
+    "SCHEMA",
+    "SCHEMAS_READ",
+    "TIMES",
+    "VERDICTS",
+    "Record",
+    "problem_of",
+]
 
-SCHEMA = 2
-SCHEMAS_READ = (1, 2)
+SCHEMA = 3
+SCHEMAS_READ = (1, 2, 3)
 OUTCOMES = ("skipped", "failed", "oom", "done")
 VERDICTS = ("exact", "close", "different", "unverified")
 
@@ -44,6 +70,13 @@ METRICS = {
     "vqa_accuracy": "VQA accuracy",
 }
 """The names of all metrics, and what people call them."""
+
+TIMES = ("ttft", "tpot", "itl", "e2el")
+"""The times that percentiles are shown of."""
+LIMITED_TIMES = ("ttft", "tpot", "e2el")
+"""The times of one request that goodput can limit."""
+ARRIVALS = ("poisson", "gamma", "constant", "ramp", "trace", "burst", "closed")
+"""How the requests of a load level arrive; ``burst``: all at once, ``closed``: each when another one ends."""
 
 Record = dict[str, Any]
 
@@ -121,6 +154,48 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "equal_tokens": (bool, type(None)),
         "seconds": _NUMBER,
     },
+    "cells": {"cells": list},  # as in the run line
+    "probe": {
+        "model": _TEXT_OR_NONE,
+        "text_prompt_tokens": _COUNT_OR_NONE,
+        "image_prompt_tokens": _COUNT_OR_NONE,
+        "expected_image_tokens": _COUNT_OR_NONE,
+        "warnings": list,
+    },
+    "search": {
+        "rate": _NUMBER_OR_NONE,  # requests per second; None: no rate meets the goodput
+        "attainment": _NUMBER_OR_NONE,
+        "note": str,
+        "levels": list,
+    },
+}
+
+LOAD_SETTINGS: dict[str, Any] = {
+    "endpoint": str,
+    "server": _TEXT_OR_NONE,
+    "model": str,
+    "goodput": {"*": _NUMBER},  # milliseconds by name of LIMITED_TIMES
+    "attainment": _NUMBER,  # share of requests that must meet them
+    "arrival": str,
+    "scenario": _TEXT_OR_NONE,
+    "image_reuse": _NUMBER_OR_NONE,
+    "num_prompts": int,
+    "num_warmups": int,
+    "seed": int,
+    "metric_percentiles": [_NUMBER],
+    "percentile_metrics": [str],
+    "ignore_eos": bool,
+}
+"""The fields of ``settings.load`` of a load run."""
+_UNKNOWN_COUNTS = ("views", "crops", "image_tokens", "prompt_tokens")
+_LEVEL_SETTINGS = {"request_rate": _NUMBER_OR_NONE, "max_concurrency": _COUNT_OR_NONE, "burstiness": _NUMBER_OR_NONE}
+_CLIENT: dict[str, Any] = {
+    "processes": int,
+    "lag_median_ms": _NUMBER_OR_NONE,
+    "lag_p99_ms": _NUMBER_OR_NONE,
+    "cpu_share": _NUMBER_OR_NONE,
+    "limited": bool,
+    "reason": str,
 }
 
 _DIVERGENCE: dict[str, Any] = {"positions": int, "kl": _NUMBER, "kl_max": _NUMBER, "noise": _NUMBER}
@@ -148,9 +223,15 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
         "scores": {"*": _NUMBER},
         "empty": bool,
         "replica": int,
+        "chunks": int,
+        "due": _NUMBER_OR_NONE,
+        "queued": _NUMBER_OR_NONE,
+        "status": _COUNT_OR_NONE,
+        "error_kind": _TEXT_OR_NONE,
     },
     "load": {"cells": [str]},
-    "repeat": {"tokens": _TOKENS_OR_NONE},
+    "repeat": {"tokens": _TOKENS_OR_NONE, "load": {"client": _CLIENT}},
+    "probe": {"warnings": [str]},
     "truth": {"inputs": (_INPUTS, type(None))},
     "verdict": {
         **dict.fromkeys(("answer", "image"), (_DIVERGENCE, type(None))),
@@ -159,7 +240,12 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
         "beyond": _TOKENS_OR_NONE,
         "invariance": ([_AXIS], type(None)),
     },
-    "run's settings": {"quality_metric": _TEXT_OR_NONE, "dataset": _DICT_OR_NONE, "verify": bool},
+    "run's settings": {
+        "quality_metric": _TEXT_OR_NONE,
+        "dataset": _DICT_OR_NONE,
+        "verify": bool,
+        "load": LOAD_SETTINGS,
+    },
 }
 """Fields that may be missing, and what is inside of lists and objects."""
 _SETTING = (str, int, float, bool, type(None))
@@ -177,12 +263,14 @@ def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None
     if cells is not None and kind == "run":
         return "a second run line"
     for name, types in _FIELDS[kind].items():
+        if name in _UNKNOWN_COUNTS and "chunks" in record and record.get(name, ...) is None:
+            continue
         if name not in record or not _fits(record[name], types):
             return f"a {kind} record needs {name!r}, got {shorten(record.get(name))}"
     if problem := _optional_problem(kind, record):
         return problem
-    if kind == "run":
-        return _run_problem(record)
+    if kind in ("run", "cells"):
+        return _cells_problem(record["cells"]) or (_settings_problem(record["settings"]) if kind == "run" else None)
     if cells is not None and "cell" in _FIELDS[kind] and record["cell"] not in cells:
         return f"the run has no cell {record['cell']!r}"
     for known, name, values in (("cell", "outcome", OUTCOMES), ("verdict", "verdict", VERDICTS)):
@@ -219,15 +307,35 @@ def _optional_problem(kind: str, record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _run_problem(record: Mapping[str, Any]) -> str | None:
-    for cell in record["cells"]:
+def _cells_problem(cells: list[Any]) -> str | None:
+    for cell in cells:
         settings = cell.get("settings") if isinstance(cell, dict) else None
         if not isinstance(settings, dict) or not isinstance(cell.get("cell"), str):
             return f"each cell of a run needs an id and settings, got {shorten(cell)}"
-        for name in axes().keys() & settings.keys():  # those of other versions may be anything
-            if not _fits(settings[name], _SETTING):
+        shapes = {**dict.fromkeys(axes(), _SETTING), **_LEVEL_SETTINGS}
+        for name in shapes.keys() & settings.keys():  # those of other versions may be anything
+            if not _fits(settings[name], shapes[name]):
                 return f"cell {cell['cell']} has an unexpected {name!r}: {shorten(settings[name])}"
-    return _optional_problem("run's settings", record["settings"])
+    return None
+
+
+def _settings_problem(settings: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the settings of a run, those of a load run included."""
+    if problem := _optional_problem("run's settings", settings):
+        return problem
+    load = settings.get("load")
+    if load is None:
+        return None
+    percentiles = [value for value in load["metric_percentiles"] if not 0 < value < 100]
+    for name, wrong in (
+        ("arrival", {load["arrival"]} - set(ARRIVALS)),
+        ("goodput", load["goodput"].keys() - set(LIMITED_TIMES)),
+        ("percentile_metrics", set(load["percentile_metrics"]) - set(TIMES)),
+        ("metric_percentiles", set(percentiles)),
+    ):
+        if wrong:
+            return f"a load run has an unexpected {name!r}: {shorten(min(wrong))}"
+    return None
 
 
 def _replicas_problem(replicas: Any) -> str | None:

@@ -3,7 +3,8 @@
 A run directory holds ``records.jsonl``. Its first line is the run (settings, environment, cells); then come ``cell``
 lines (what became of a cell), ``request`` lines (raw time stamps and counts) and ``repeat`` lines. A repeat line says
 that every request of that repeat has been written; requests without it were in flight when the run was stopped.
-``load``, ``truth`` and ``verdict`` lines say what was loaded, and how its answers compare with the reference.
+``load``, ``truth`` and ``verdict`` lines say what was loaded, and how its answers compare with the reference. Load runs
+have ``probe`` and ``search`` lines, and ``cells`` lines that add levels.
 :mod:`panscan.records.schema` has the fields.
 """
 
@@ -47,7 +48,7 @@ class Run:
     Args:
         path: the file that was read.
         header: the run line.
-        cells: settings of each cell by its id, in the order of the run line.
+        cells: settings of each cell by its id, in the order of the run line and of ``cells`` lines.
         presets: the preset of each cell that began with one.
         aliases: by cell, others (``cell``, ``settings``, ``preset``) that do the same work, so that one was measured.
         outcomes: the last ``cell`` line of each cell that has one.
@@ -56,6 +57,8 @@ class Run:
         loads: the last ``load`` line of each cell that has one.
         truths: the ``truth`` lines by the truth's id.
         verdicts: the last ``verdict`` line of each cell that has one.
+        probe: the last ``probe`` line of a load run.
+        search: the last ``search`` line of a load run.
         notes: one line for each thing that reading left out.
     """
 
@@ -70,6 +73,8 @@ class Run:
     loads: dict[str, Record] = field(default_factory=dict)
     truths: dict[str, Record] = field(default_factory=dict)
     verdicts: dict[str, Record] = field(default_factory=dict)
+    probe: Record | None = None
+    search: Record | None = None
     notes: list[str] = field(default_factory=list)
 
     def finished(self) -> set[tuple[str, int | None]]:
@@ -214,6 +219,8 @@ def read_run(path: Path) -> Run:
     for number, line in enumerate(lines[1:], 2):
         record = _parse(line)
         problem = "not a JSON object of 64-bit numbers" if record is None else problem_of(record, run.cells)
+        if record is not None and record.get("type") == "cells" and problem is None:
+            problem = _add_cells(run.cells, record["cells"])
         if record is None or problem is not None:
             raise RecordsError(f"{path}, line {number}: {problem}")
         _take(run, in_flight, record)
@@ -293,19 +300,26 @@ def _header(path: Path, record: Record | None) -> Run:
     if not isinstance(schema, int) or schema not in SCHEMAS_READ:
         newer = isinstance(schema, int) and schema > SCHEMA
         fix = "upgrade panscan" if newer else "measure again, or use the panscan that wrote it"
-        known = " and ".join(map(str, SCHEMAS_READ))
+        known = ", ".join(map(str, SCHEMAS_READ))
         raise RecordsError(f"{path} has schema {shorten(schema)}, this panscan reads schemas {known}: {fix}")
     problem = problem_of(record)
     if problem is not None:
         raise RecordsError(f"{path}, line 1: {problem}")
     cells: dict[str, Record] = {}
-    for cell in record["cells"]:
-        if cell["cell"] in cells:
-            raise RecordsError(f"{path}, line 1: there are two cells {cell['cell']!r}")
-        cells[cell["cell"]] = cell["settings"]
+    if problem := _add_cells(cells, record["cells"]):
+        raise RecordsError(f"{path}, line 1: {problem}")
     presets = {str(cell["cell"]): str(cell["preset"]) for cell in record["cells"] if cell.get("preset")}
     aliases = {str(cell["cell"]): _aliases(path, cell["aliases"]) for cell in record["cells"] if cell.get("aliases")}
     return Run(path, record, cells, presets, aliases)
+
+
+def _add_cells(cells: dict[str, Record], more: Sequence[Record]) -> str | None:
+    """Add cells to those of a run. Return what is wrong if one of them is there already."""
+    for cell in more:
+        if cell["cell"] in cells:
+            return f"there are two cells {cell['cell']!r}"
+        cells[cell["cell"]] = cell["settings"]
+    return None
 
 
 def _aliases(path: Path, found: Any) -> list[Record]:
@@ -330,5 +344,9 @@ def _take(run: Run, in_flight: _InFlight, record: Record) -> None:
         run.loads |= dict.fromkeys(record["cells"], record)
     elif kind == "truth":
         run.truths[record["truth"]] = record
-    else:
+    elif kind == "probe":
+        run.probe = record
+    elif kind == "search":
+        run.search = record
+    elif kind != "cells":
         (run.outcomes if kind == "cell" else run.verdicts)[record["cell"]] = record

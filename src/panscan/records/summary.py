@@ -1,22 +1,57 @@
-"""What each cell measured: its metrics, and ``summary.csv``, one tidy row per cell for spreadsheets and data frames."""
+"""What each cell measured: its metrics, and ``summary.csv``, one tidy row per cell for spreadsheets and data frames.
+
+The cells of a load run are its levels.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from panscan.core import RecordsError
-from panscan.records.metrics import COLUMNS, INTERVALS, Metrics, Repeat, ReplicaShare, metrics_of, shares_of
+from panscan.records.load_runs import (
+    client_figures,
+    in_blocks,
+    is_load_run,
+    keeps_up,
+    level_goodput,
+    level_repeats,
+    load_settings,
+    offered_rate,
+    queued_ms,
+)
+from panscan.records.metrics import (
+    COLUMNS,
+    INTERVALS,
+    LAUNCHER,
+    Metrics,
+    ReplicaShare,
+    metrics_of,
+    percentile_name,
+    shares_of,
+)
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
-from panscan.records.schema import EXACT_MATCH
+from panscan.records.requests import STAGES
+from panscan.records.schema import EXACT_MATCH, TIMES
 from panscan.records.store import Run, outcome_of, write_atomically
 from panscan.records.verdict import verdict_of
 
 __all__ = ["cell_metrics", "replica_shares", "summary_columns", "write_summary"]
+
+_LOAD = (
+    "offered_rate",
+    "sent",
+    "goodput",
+    *(f"attainment{bound}" for bound in ("", "_low", "_high")),
+    "keeps_up",
+    "mean_queued_ms",
+    *(f"client_{name}" for name in ("processes", "lag_median_ms", "lag_p99_ms", "cpu_share", "limited")),
+)
 
 
 def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
@@ -27,24 +62,40 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
     """
     if cell_id not in run.cells:
         raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
-    return metrics_of(_repeats(run, cell_id), seed=seed)
+    repeats = level_repeats(run, cell_id)
+    if not is_load_run(run):
+        return metrics_of(repeats, seed=seed)
+    percentiles = load_settings(run).metric_percentiles
+    return metrics_of([in_blocks(repeat) for repeat in repeats], seed=seed, percentiles=percentiles)
 
 
 def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
     """Each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
-    return shares_of(_repeats(run, cell_id))
+    return shares_of(level_repeats(run, cell_id))
 
 
 def summary_columns(run: Run) -> list[str]:
     """The columns of the summary, in order: see :func:`write_summary`."""
     settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell))
-    measured = []
-    for name in COLUMNS:
-        measured += [name, f"{name}_low", f"{name}_high"] if name in INTERVALS else [name]
+    if is_load_run(run):
+        return ["level", *settings, "outcome", "reason", *_LOAD, *_with_bounds(_level_columns(run)), "uncertified"]
+    measured = _with_bounds(COLUMNS)
     scores = [f"{name}{bound}" for name in _metrics(run) for bound in ("", "_low", "_high")]
     counts = ["quality_metric", "empty_answers"] if metrics_in(run) else []
     answers = ["verdict", "verdict_ratio", *scores, *counts]
     return ["cell", *settings, "outcome", "reason", *answers, *measured, "uncertified", "aliases"]
+
+
+def _with_bounds(names: Sequence[str]) -> list[str]:
+    return [f"{name}{bound}" for name in names for bound in (("", "_low", "_high") if name in INTERVALS else ("",))]
+
+
+def _level_columns(run: Run) -> list[str]:
+    """Return the metrics of a load level: no stages, no memory and no batches, but the percentiles asked for."""
+    dropped = {*LAUNCHER, "measured_batches", *(f"mean_{stage}_ms" for stage in STAGES)}
+    shown = [name for name in COLUMNS if name not in dropped and not name.startswith("peak_")]
+    asked = [f"{percentile_name(each)}_{time}_ms" for time in TIMES for each in load_settings(run).metric_percentiles]
+    return list(dict.fromkeys([*shown, *asked]))
 
 
 def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -65,6 +116,12 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     - ``uncertified``: names of the percentiles of too few samples, separated by spaces;
     - ``aliases``: settings of the cells that lead to the same work, where they differ from this row's (list as JSON).
 
+    The summary of a load run has one row per level instead: ``level``, its settings, ``outcome``, ``reason``,
+    ``offered_rate``, ``sent``, ``goodput`` (requests per second that meet the limits), ``attainment`` (their share of
+    all requests sent, with its 95% interval), ``keeps_up``, ``mean_queued_ms``, ``client_*`` (how busy the load
+    generator was), the metrics that an endpoint has, and ``uncertified``. Without limits, ``goodput`` counts all
+    answered requests.
+
     ``more`` are further columns by cell id, which stand behind these.
 
     A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
@@ -79,11 +136,37 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     writer.writeheader()
     for cell, settings in run.cells.items():
         outcome, reason = outcome_of(run, cell)
-        row = {name: _text(value) for name, value in settings.items()}
-        row |= {"cell": cell, "outcome": outcome, "reason": reason, "aliases": _aliases(run, cell)}
+        row = {name: _text(value) for name, value in settings.items()} | {"outcome": outcome, "reason": reason}
         row |= {name: _text(value) for name, value in more.get(cell, {}).items()}
-        writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
+        if is_load_run(run):
+            measured = {name: text for name, text in _measured(cell_metrics(run, cell)).items() if name in columns}
+            uncertified = measured.get("uncertified", "").split()
+            measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
+            writer.writerow({"level": cell} | row | _level(run, cell) | measured)
+        else:
+            row |= {"cell": cell, "aliases": _aliases(run, cell)}
+            writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def _level(run: Run, cell: str) -> dict[str, str]:
+    """Return what only a load level has: its row for the columns of :data:`_LOAD`."""
+    goodput, client = level_goodput(run, cell), client_figures(run, cell)
+    if not goodput.sent:
+        return {}
+    values = {
+        "offered_rate": offered_rate(run, cell),
+        "sent": goodput.sent,
+        "goodput": goodput.throughput,
+        "attainment": goodput.attainment,
+        "attainment_low": goodput.interval[0],
+        "attainment_high": goodput.interval[1],
+        "keeps_up": keeps_up(run, cell),
+        "mean_queued_ms": queued_ms(run, cell),
+    }
+    if client is not None:
+        values |= {f"client_{name}": value for name, value in asdict(client).items() if name != "reason"}
+    return {name: _text(value) for name, value in values.items()}
 
 
 def _aliases(run: Run, cell: str) -> str:
@@ -121,7 +204,3 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return json.dumps(value)
-
-
-def _repeats(run: Run, cell_id: str) -> list[Repeat]:
-    return [(run.repeats[key], run.requests[key]) for key in sorted(run.repeats) if key[0] == cell_id]

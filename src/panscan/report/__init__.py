@@ -1,4 +1,4 @@
-"""A run as one HTML page, as markdown or as pictures; made from its records alone."""
+"""A run as one HTML page, as markdown or as pictures; made from its records alone. Load runs have pages of levels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from panscan.core import RecordsError
+from panscan.records.load_runs import is_load_run
 from panscan.records.store import Run, write_atomically
 
 __all__ = [
@@ -28,10 +29,17 @@ def write_report(run: Run, path: Path) -> None:
     Raises:
         RecordsError: the file could not be written, or a cell's stamps contradict its counts.
     """
-    from panscan.report.html import render_html
-    from panscan.report.report_data import report_data_of
+    if is_load_run(run):
+        from panscan.report.load_data import load_report_of
+        from panscan.report.load_html import render_load_html
 
-    write_atomically(path, render_html(report_data_of(run)).encode())
+        page = render_load_html(load_report_of(run))
+    else:
+        from panscan.report.html import render_html
+        from panscan.report.report_data import report_data_of
+
+        page = render_html(report_data_of(run))
+    write_atomically(path, page.encode())
 
 
 def write_gallery(run: Run, path: Path) -> None:
@@ -40,10 +48,12 @@ def write_gallery(run: Run, path: Path) -> None:
     Pictures are read again, from where the run found them.
 
     Raises:
-        RecordsError: the file could not be written, or the run holds no answers.
+        RecordsError: the file could not be written, or the run holds no answers or is a load run.
     """
+    from panscan.analysis.levels import refuse_load_run
     from panscan.report.gallery import render_gallery
 
+    refuse_load_run(run, "gallery of answers")
     write_atomically(path, render_gallery(run).encode())
 
 
@@ -53,6 +63,11 @@ def to_markdown(run: Run) -> str:
     Raises:
         RecordsError: a cell's stamps contradict its counts.
     """
+    if is_load_run(run):
+        from panscan.report.load_data import load_report_of
+        from panscan.report.load_markdown import render_load_markdown
+
+        return render_load_markdown(load_report_of(run))
     from panscan.report.markdown import render_markdown
     from panscan.report.report_data import report_data_of
 
@@ -81,7 +96,8 @@ def write_pictures(run: Run, directory: Path) -> list[Path]:
         write_atomically(path, data)
         written.append(path)
     if not written:
-        raise RecordsError(f"{run.path}: fewer than two cells were measured, so there is no curve to draw")
+        least = "no level was" if is_load_run(run) else "fewer than two cells were"
+        raise RecordsError(f"{run.path}: {least} measured, so there is no curve to draw")
     return written
 
 
@@ -89,6 +105,15 @@ def _pictures(run: Run) -> Iterator[tuple[str, bytes]]:
     from panscan.report.draw import png
     from panscan.report.report_data import report_data_of
 
+    if is_load_run(run):
+        from panscan.report.load_data import load_report_of
+
+        report = load_report_of(run)
+        for curve in report.latency:
+            yield curve.name, png(curve, report.legend)
+        for curve in report.throughput:
+            yield curve.name, png(curve)
+        return
     facts = report_data_of(run)
     for comparison in (*facts.comparisons, facts.latency):
         for panel in comparison.panels:

@@ -44,8 +44,9 @@ def _cell(report: Report, at: int, place: int, rows: list[Row], widths: list[int
     from rich.table import Table
 
     verdict, differ = report.verdict(at, place)
-    line = safe_text(console, f"{report.title(at, place)}: {report.extent(at, place)}, verdict ")
-    line.append(verdict, style="bold red" if differ else None)
+    line = safe_text(console, f"{report.title(at, place)}: {report.extent(at, place)}")
+    if verdict:
+        line.append(", verdict ").append(verdict, style="bold red" if differ else None)
     console.print()
     console.print(line)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -70,7 +71,7 @@ def markdown_text(report: Report) -> str:
         lines = [_line(headings), _line(["---", "---", "---", "--:", "--:", "--:", "--:", "---"])]
         for place in range(len(comparison.pairs)):
             verdict, differ = report.verdict(at, place)
-            verdict = f"**{_plain(verdict)}**" if differ else verdict
+            verdict = f"**{_plain(verdict)}**" if differ else verdict or "-"
             first = [_plain(f"{report.title(at, place)}; {report.extent(at, place)}"), verdict]
             for index, (*values, word) in enumerate(report.rows(at, place)):
                 strong = f"**{word}**" if word in _STYLES else word

@@ -14,6 +14,7 @@ from panscan.analysis.cells import number_text
 from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
 from panscan.report.charts import Front, FrontPoint, Panel, Point
 from panscan.report.formatting import cut, percent, times
+from panscan.report.load_charts import Curve, CurvePoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,8 @@ __all__ = [
     "DARK",
     "LIGHT",
     "SERIES",
+    "Drawing",
+    "curve_figure",
     "front_figure",
     "key",
     "panel_figure",
@@ -148,9 +151,10 @@ _MOST_TICKS = 9
 _MOST_NAMED = 9  # points of the front's chart; of more, only those on it and the recommended one are
 
 Colours = Mapping[str, str]
+Drawing = Panel | Front | Curve
 
 
-def svg(drawing: Panel | Front, *, title: str, described: str) -> str:
+def svg(drawing: Drawing, *, title: str, described: str) -> str:
     """A chart as an inline ``<svg>`` with a title and a description; its points have tooltips."""
     colours = stand_ins()
     with _style(colours, title):
@@ -175,12 +179,13 @@ def key(mark: int | str, use: str) -> str:
         return inline(_svg_file(figure))
 
 
-def png(drawing: Panel | Front, legend: Sequence[str] = ()) -> bytes:
+def png(drawing: Drawing, legend: Sequence[str] = ()) -> bytes:
     """A chart with its title and legend on a white page, two pixels to the unit."""
     with _style(LIGHT, ""):
         figure = _figure(drawing, LIGHT)
-        if isinstance(drawing, Panel):
-            figure.axes[0].set_title(f"{drawing.title}, {drawing.unit}", loc="left")
+        if isinstance(drawing, Panel | Curve):
+            title = drawing.caption if isinstance(drawing, Curve) else f"{drawing.title}, {drawing.unit}"
+            figure.axes[0].set_title(title, loc="left")
             _png_legend(figure, [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)])
         else:
             figure.axes[0].set_title("Filled and bold: the Pareto front; numbers are cells", loc="left")
@@ -201,7 +206,9 @@ def _png_legend(figure: Figure, entries: Sequence[tuple[dict[str, Any], str]]) -
         figure.set_figheight(figure.get_figheight() + (len(entries) + 1) * 1.5 * _FONT / 72)
 
 
-def _figure(drawing: Panel | Front, colours: Colours) -> Figure:
+def _figure(drawing: Drawing, colours: Colours) -> Figure:
+    if isinstance(drawing, Curve):
+        return curve_figure(drawing, colours)
     return panel_figure(drawing, colours) if isinstance(drawing, Panel) else front_figure(drawing, colours)
 
 
@@ -313,6 +320,74 @@ def _draw_series(axes: Axes, panel: Panel, index: int, points: Sequence[Point], 
         )
 
 
+def curve_figure(curve: Curve, colours: Colours) -> Figure:
+    """A chart of :class:`panscan.report.load_charts.Curve`. Both axes begin at zero, unless one is logarithmic."""
+    figure, axes = _axes(_HEIGHT)
+    for index, series in enumerate(curve.series):
+        axes.plot(
+            [each.x for each in series.points], [each.y.value or 0.0 for each in series.points], **_look(index, colours)
+        )
+        for number, point in enumerate(series.points):
+            _draw_curve_point(axes, point, index, f"{curve.name}-{index}-{number}", colours)
+    highest = max(point.x for series in curve.series for point in series.points)
+    axes.set_xlim(0, 1.12 * highest or 1.0)
+    axes.set_xlabel(curve.axis)
+    axes.grid(visible=True)
+    _curve_heights(axes, curve, colours)
+    if curve.diagonal:
+        axes.plot([0, 2 * highest], [0, 2 * highest], color=colours["muted"], linestyle="--", linewidth=1, zorder=1)
+    _name_levels(axes, curve)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    return figure
+
+
+def _draw_curve_point(axes: Axes, point: CurvePoint, index: int, gid: str, colours: Colours) -> None:
+    """Hollow: the load generator was the limit."""
+    look = _marker(index, colours)
+    if point.y.low is not None and point.y.high is not None:
+        axes.plot([point.x] * 2, [point.y.low, point.y.high], color=look["color"], linewidth=1.2)
+    filled = colours["page"] if point.hollow else look["color"]
+    axes.plot(point.x, point.y.value or 0.0, markerfacecolor=filled, gid=gid, zorder=3, clip_on=False, **look)
+
+
+def _curve_heights(axes: Axes, curve: Curve, colours: Colours) -> None:
+    """Set the vertical axis, and draw the limit."""
+    values, top = curve.values, curve.top or 1.0
+    if curve.line is not None:
+        axes.axhline(curve.line, color=colours["bad"], linestyle="--", linewidth=1)
+        values, top = [*values, curve.line], max(top, curve.line)
+    if curve.logarithmic:
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 1.6, top * 2)
+        axes.yaxis.set_minor_formatter(lambda *_: "")
+    else:
+        axes.set_ylim(0, 1.15 * top)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
+def _name_levels(axes: Axes, curve: Curve) -> None:
+    """Write the name of each level above its highest point, unless another name is there."""
+    tops: dict[str, tuple[float, float]] = {}
+    for point in (point for series in curve.series for point in series.points):
+        top = point.y.value or 0.0 if point.y.high is None else point.y.high
+        tops[point.level] = point.x, max(top, tops.get(point.level, (point.x, top))[1])
+    taken: list[tuple[float, float]] = []
+    for name, place in tops.items():
+        x, y = axes.transData.transform(place)
+        room = 6.2 * len(_level_mark(name))
+        if any(abs(x - other_x) < room and abs(y - other_y) < 14 for other_x, other_y in taken):
+            continue
+        taken.append((x, y))
+        axes.annotate(
+            _level_mark(name), place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=_FONT - 2
+        )
+
+
+def _level_mark(name: str) -> str:
+    """The short name of a level beside its point: units and words are in the axis or the table."""
+    return name.replace(" req/s", "/s").replace("concurrency ", "c=").replace("unlimited rate", "all at once")
+
+
 def front_figure(front: Front, colours: Colours) -> Figure:
     """Speed against quality, or against the ratio to the noise on a logarithmic axis with the verdict's limits."""
     figure, axes = _axes(1.25 * _HEIGHT)
@@ -375,8 +450,17 @@ def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
         )  # fmt: skip
 
 
-def tips(drawing: Panel | Front) -> dict[str, str]:
+def tips(drawing: Drawing) -> dict[str, str]:
     """What a reader sees on pointing at a point, by its id in the drawing."""
+    if isinstance(drawing, Curve):
+        return {
+            f"{drawing.name}-{index}-{number}": ", ".join(
+                filter(None, (point.level, f"{number_text(point.x)} {drawing.axis}", series.label))
+            )
+            + f": {point.y.whole} {drawing.unit}"
+            for index, series in enumerate(drawing.series)
+            for number, point in enumerate(series.points)
+        }
     if isinstance(drawing, Front):
         shape = percent if drawing.measure == "quality" else times
         return {

@@ -30,7 +30,7 @@ __all__ = [
     "verdict_figures",
 ]
 
-_ASCII = str.maketrans({"±": "+-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
+_ASCII = str.maketrans({"±": "+-", "≤": "<=", "–": "-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,43 +8,37 @@ from panscan.analysis.cells import Unmeasured, count, number_text
 from panscan.analysis.task_cost import TITLE
 from panscan.report.answers import Answers, Groups, quality_text
 from panscan.report.formatting import verdict_figures
+from panscan.report.markdown_text import code_block, plain_text, table_lines
 from panscan.report.report_data import ReportCell, ReportData
 
 __all__ = ["render_markdown"]
 
-_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word means itself
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
-_SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
 
 
 def render_markdown(facts: ReportData) -> str:
     """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
-    parts = [f"### {_plain(', '.join(facts.models))} on {_plain(facts.machine)}", _headline(facts), facts.note]
-    parts += [f"> {_plain(warning)}" for warning in facts.warnings]
-    parts += [_plain(facts.constant), _plain(facts.dataset)]
+    parts = [f"### {plain_text(', '.join(facts.models))} on {plain_text(facts.machine)}", _headline(facts), facts.note]
+    parts += [f"> {plain_text(warning)}" for warning in facts.warnings]
+    parts += [plain_text(facts.constant), plain_text(facts.dataset)]
     if facts.cells:
-        parts += [_table(facts), *map(_plain, (*facts.aliases, *facts.costs, *facts.speedups)), _legend(facts)]
+        parts += [_table(facts), *map(plain_text, (*facts.aliases, *facts.costs, *facts.speedups)), _legend(facts)]
     if facts.answers is not None:
         parts += _answers(facts.answers)
     if facts.unmeasured:
         parts.append("Not measured:\n\n" + "\n".join(f"- {_group(group)}" for group in facts.unmeasured))
-    parts += [_origin(facts), _code(facts.command)]
+    parts += [_origin(facts), code_block(facts.command)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _plain(text: str) -> str:
-    """Text that means itself: no markup, no mention, no reference."""
-    return _SUMMONING.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
 
 
 def _headline(facts: ReportData) -> str:
     advice = facts.advice
     if advice is None:
-        return f"**No recommendation:** {_plain(facts.no_advice)}"
-    lines = [f"**Recommended: cell {_plain(advice.cell.name)}.** {_plain(advice.reason)}"]
+        return f"**No recommendation:** {plain_text(facts.no_advice)}"
+    lines = [f"**Recommended: cell {plain_text(advice.cell.name)}.** {plain_text(advice.reason)}"]
     if advice.runner_up is not None:
-        lines.append(f"Runner-up: cell {_plain(advice.runner_up.name)}.")
-    return "\n\n".join([*lines, "\n".join(f"- {_plain(cost)}" for cost in advice.costs)]).rstrip()
+        lines.append(f"Runner-up: cell {plain_text(advice.runner_up.name)}.")
+    return "\n\n".join([*lines, "\n".join(f"- {plain_text(cost)}" for cost in advice.costs)]).rstrip()
 
 
 def _table(facts: ReportData) -> str:
@@ -52,26 +46,26 @@ def _table(facts: ReportData) -> str:
     headings = [
         "cell",
         *(["preset"] if presets else []),
-        *map(_plain, facts.swept),
+        *map(plain_text, facts.swept),
         *("req/s (95%)", "verdict"),
         *([TITLE] if facts.costs else []),
         *("TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
         *([f"{facts.quality_title}, 95%"] if quality else []),
     ]
     rows = [_row(cell, presets=presets, quality=quality, costs=bool(facts.costs)) for cell in facts.cells]
-    return _lines(headings, rows)
+    return table_lines(headings, rows)
 
 
 def _row(cell: ReportCell, *, presets: bool, quality: bool, costs: bool) -> list[str]:
     figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
     return [
         f"{cell.number} `{_UNFIT.sub('_', cell.cell)}`",
-        *([_plain(cell.preset) or "-"] if presets else []),
-        *map(_plain, cell.settings),
-        _plain(cell.throughput.whole),
-        _plain(f"{cell.verdict.word} ({' '.join(figures.split())})" if figures else cell.verdict.word),
-        *([_plain(cell.cost.text) if cell.cost else "-"] if costs else []),
-        *(_plain(each.text) for each in (cell.ttft, cell.tpot, cell.p95, cell.views, cell.image_tokens)),
+        *([plain_text(cell.preset) or "-"] if presets else []),
+        *map(plain_text, cell.settings),
+        plain_text(cell.throughput.whole),
+        plain_text(f"{cell.verdict.word} ({' '.join(figures.split())})" if figures else cell.verdict.word),
+        *([plain_text(cell.cost.text) if cell.cost else "-"] if costs else []),
+        *(plain_text(each.text) for each in (cell.ttft, cell.tpot, cell.p95, cell.views, cell.image_tokens)),
         cell.memory_gib.text,
         *([quality_text(cell.quality)] if quality else []),
     ]
@@ -85,11 +79,11 @@ def _answers(found: Answers) -> list[str]:
             str(cell.number),
             *map(quality_text, cell.scores),
             "-" if cell.empty is None else str(cell.empty),
-            *([_plain(cell.against) or "-"] if against else []),
+            *([plain_text(cell.against) or "-"] if against else []),
         ]
         for cell in found.cells
     ]
-    table = _lines(["cell", *(f"{each}, 95%" for each in found.metrics), "empty answers", *against], rows)
+    table = table_lines(["cell", *(f"{each}, 95%" for each in found.metrics), "empty answers", *against], rows)
     return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
 
 
@@ -97,11 +91,7 @@ def _breakdown(metric: str, groups: Groups) -> str:
     rows = [[str(number), *map(quality_text, qualities)] for number, qualities in groups.rows]
     left_out = f" ({count(groups.left_out, 'smaller group')} left out)" if groups.left_out else ""
     title = f"{metric} by {groups.name}, number of questions in brackets{left_out}:"
-    return f"{_plain(title)}\n\n{_lines(['cell', *map(_plain, groups.headings)], rows)}"
-
-
-def _lines(headings: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *rows))
+    return f"{plain_text(title)}\n\n{table_lines(['cell', *map(plain_text, groups.headings)], rows)}"
 
 
 def _legend(facts: ReportData) -> str:
@@ -112,7 +102,7 @@ def _legend(facts: ReportData) -> str:
 
 def _group(group: Unmeasured) -> str:
     text = f"{count(len(group.cells), 'cell')} {group.outcome}" + (f": {group.reason}" if group.reason else "")
-    return _plain(text + (f" ({group.shared})" if group.shared else ""))
+    return plain_text(text + (f" ({group.shared})" if group.shared else ""))
 
 
 def _origin(facts: ReportData) -> str:
@@ -121,11 +111,4 @@ def _origin(facts: ReportData) -> str:
         for truth in facts.truths
     ]
     versions = "; ".join(f"{name}: {text}" for name, text in facts.environment)
-    return _plain(" ".join([*parts, f"{facts.created}; {versions}" if versions else facts.created]))
-
-
-def _code(text: str) -> str:
-    """A block of code, in a fence that is longer than any in it."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}sh\n{text}\n{fence}"
+    return plain_text(" ".join([*parts, f"{facts.created}; {versions}" if versions else facts.created]))

@@ -27,12 +27,15 @@ from panscan.analysis.cells import (
 from panscan.analysis.significance import losses
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.quality.datasets import facts_of_header
+from panscan.records.load_runs import is_load_run
 from panscan.records.metrics import Metrics
 from panscan.records.quality import empty_answers, metric_title, quality_of
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
 from panscan.records.verdict import verdict_lines
 from panscan.report.formatting import print_line, safe_text
+from panscan.report.load_data import load_report_of
+from panscan.report.load_terminal import print_load_curves, print_load_summary
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,11 +49,14 @@ _MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 
 
 def print_summary(run: Run, console: Console) -> None:
-    """Print the measured cells as a table, then the others with their reasons.
+    """Print the measured cells as a table, then the others with their reasons; of a load run, its levels and result.
 
     Settings that differ between the shown cells are columns, the others one line above. Raises RecordsError as
     :func:`panscan.records.summary.cell_metrics` does.
     """
+    if is_load_run(run):
+        print_load_summary(load_report_of(run), console)
+        return
     rows = measured_rows(run)
     shown = [row.told for row in rows] or list(run.cells.values())
     varying = distinguishing(shown)
@@ -235,8 +241,13 @@ _MARKERS = "ox+*"
 def print_curves(run: Run, console: Console) -> None:
     """Print throughput and p95 latency over each numeric setting that was swept; without one, a bar for each cell.
 
+    Of a load run, print the throughput-latency curves.
+
     The other swept settings make a curve for each of their combinations, at most the four fastest.
     """
+    if is_load_run(run):
+        print_load_curves(load_report_of(run), console)
+        return
     rows = [row for row in measured_rows(run) if row.metrics.values["request_throughput"] is not None]
     if not rows:
         return

@@ -182,6 +182,7 @@ class _Api:
             reply = Reply(
                 "chat" if chat else "text", self._options.model_name, self._names,
                 logprobs=body.logprobs is not None and body.logprobs is not False,
+                continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
             )  # fmt: skip
             response = await self._desk.answer(
                 request, ticket, prepared, reply, stream=body.stream,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -19,10 +18,11 @@ from typing import Any
 
 import yaml
 
-from panscan.core import EngineError, ModelError, SettingError, UnsupportedError
+from panscan.core import EngineError, ModelError, SettingError
 from panscan.serve.deployments import APP, Scale, application
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
-from panscan.settings import Settings, nearest, settings_from
+from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
+from panscan.settings import nearest, settings_from
 
 __all__ = ["API_KEYS_VARIABLE", "build", "print_config", "run_cluster"]
 
@@ -34,13 +34,6 @@ API_KEYS_VARIABLE = "PANSCAN_API_KEYS"
 _POLL_SECONDS = 0.25
 _WATCH_SECONDS = 5.0
 _DRAIN_MARGIN_SECONDS = 5.0  # the ingress enforces the drain timeout; this margin covers its reply
-_OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk
-_LOCAL_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
-    "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds Ray's ports to the loopback interface, on every platform
-    "RAY_SERVE_LOG_TO_STDERR": "0",  # Ray's own messages stay in its log directory
-}
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -55,7 +48,7 @@ def build(args: Mapping[str, Any]) -> Any:
     from panscan.serve.app import create_app
 
     options, scale = _options_of(args)
-    return application(create_app, options, scale, gpus=_gpus_per_replica(options.settings))
+    return application(create_app, options, scale, gpus=gpus_per_replica(options.settings))
 
 
 def print_config(
@@ -116,11 +109,12 @@ def run_cluster(
     local = ray_address is None
     if local:
         options = replace(options, port=_usable_port(options))
+        os.environ.pop(API_KEYS_VARIABLE, None)  # Ray's processes need only the digests that the options have
     elif options.port == 0:
         raise SettingError("--port 0: a Ray cluster needs the same port on every node; use a fixed port")
-    with _connected(scale, ray_address), _signals() as stop:
-        gpus = _gpus_per_replica(options.settings)
-        _check_gpus(scale, gpus, local=local)
+    with ray_session(ray_address, replicas=scale.bound, show_logs=True), _signals() as stop:
+        gpus = gpus_per_replica(options.settings)
+        check_gpus(scale.bound, gpus, local=local)
         ingress = _deploy(options, scale, gpus, local=local)
         try:
             if _wait_until_ready(url := _url(options), stop):
@@ -153,32 +147,6 @@ def _signals() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _connected(scale: Scale, ray_address: str | None) -> Iterator[None]:
-    """Join a Ray cluster, or start one on this machine and shut it down afterwards."""
-    if ray_address is None:
-        os.environ.pop(API_KEYS_VARIABLE, None)  # Ray's processes need only the digests that the options have
-        os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
-    try:
-        import ray
-        from ray import serve  # noqa: F401 - ray can be installed without it
-    except ImportError as error:
-        raise UnsupportedError(f"--replicas needs Ray Serve: pip install 'panscan[cluster]' ({error})") from error
-    if ray_address is None:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=max(os.cpu_count() or 1, scale.bound + 2),  # logical CPUs, used for placement only
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
-    else:
-        ray.init(address=ray_address)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> Any:
@@ -295,38 +263,6 @@ def _usable_port(options: ServeOptions) -> int:
         except OSError as error:
             raise SettingError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from error
         return int(probe.getsockname()[1])
-
-
-def _gpus_per_replica(settings: Settings) -> int:
-    """Return the number of GPUs per replica. With ``--device auto``, Ray must be connected.
-
-    Raises:
-        SettingError: ``--device`` names one GPU, although Ray assigns GPUs.
-    """
-    if settings.device.startswith("cuda:"):
-        raise SettingError(f"--device {settings.device}: Ray assigns GPUs to replicas; use --device cuda")
-    if settings.device in ("cpu", "mps"):
-        return 0
-    import ray
-
-    on_gpu = settings.device == "cuda" or ray.cluster_resources().get("GPU", 0) > 0
-    return settings.tensor_parallel_size if on_gpu else 0
-
-
-def _check_gpus(scale: Scale, gpus: int, *, local: bool) -> None:
-    """Check that this machine has enough GPUs; other clusters may still grow.
-
-    Raises:
-        SettingError: the machine has too few GPUs.
-    """
-    import ray
-
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if local and scale.bound * gpus > found:
-        raise SettingError(
-            f"--replicas: {scale.bound} replicas need {scale.bound * gpus} GPUs, but this machine has {found};"
-            " use fewer, or join a cluster with --ray-address"
-        )
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from panscan.core import PanscanError, SettingError
 from panscan.core.ranges import Range
 from panscan.serve.backend import ServeBackend
 from panscan.serve.options import ServeOptions
-from panscan.serve.replica import EngineReplica
+from panscan.serve.replica import DeployedReplica
 
 __all__ = ["APP", "Ingress", "Scale", "application"]
 
@@ -117,7 +117,7 @@ def application(create_app: CreateApp, options: ServeOptions, scale: Scale, *, g
     """
     from ray import serve
 
-    engines = serve.deployment(EngineReplica, name="EngineReplica").options(**_engine_options(options, scale, gpus))
+    engines = serve.deployment(DeployedReplica, name="EngineReplica").options(**_engine_options(options, scale, gpus))
     ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
         # One ingress, so that its queue bound and its router cover all requests.
         num_replicas=1,

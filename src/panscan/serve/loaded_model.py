@@ -229,7 +229,8 @@ class _Queued:
                 last = index == len(result.token_ids) - 1
                 at = stamps.tokens[index] if index < len(stamps.tokens) else now()
                 reason = result.finish_reason if last else None
-                self._on_event(TokenEvent(token, result.text if last else "", at, finish_reason=reason))
+                text, prompt_tokens = result.text if last else "", result.prompt_tokens
+                self._on_event(TokenEvent(token, text, at, finish_reason=reason, prompt_tokens=prompt_tokens))
         self._on_end(result)
 
     def end_early(self, error: PanscanError | None = None) -> None:

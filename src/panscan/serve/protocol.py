@@ -197,6 +197,13 @@ class _StreamOptions(_Body):
     NEUTRAL: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> _StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError("usage", "continuous_usage_stats requires include_usage: true")
+        return self
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]

@@ -15,7 +15,7 @@ from panscan.serve.loaded_model import open_model
 from panscan.serve.watchdog import Watchdog
 from panscan.settings import Settings
 
-__all__ = ["EngineReplica"]
+__all__ = ["DeployedReplica", "EngineReplica"]
 
 log = logging.getLogger("panscan.serve")
 
@@ -26,7 +26,7 @@ _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may 
 
 
 class EngineReplica:
-    """A loaded model as a Ray Serve deployment. All methods run in the actor's event loop.
+    """A loaded model in an actor. All methods run in the actor's event loop.
 
     Methods that compute take the keyword argument ``work``, which the router reads. If the engine fails, the replica
     exits; if the process hangs, a watchdog kills it. Ray then replaces the replica at once, and its requests are
@@ -35,15 +35,17 @@ class EngineReplica:
     Args:
         settings: settings of the model and its runner.
         replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
+        id: name of this replica.
+        threads: number of CPU threads; None: an equal share of this machine's cores. Ignored on a GPU.
     """
 
-    def __init__(self, settings: Settings, replicas: int) -> None:
+    def __init__(self, settings: Settings, replicas: int, *, id: str, threads: int | None = None) -> None:
         on_gpu = resolve_device(settings.device).type == "cuda"
         if not on_gpu:
-            set_thread_count(max(1, (os.cpu_count() or 1) // replicas))
+            set_thread_count(threads or max(1, (os.cpu_count() or 1) // replicas))
         self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
         self._model = open_model(settings)
-        self._id = _replica_id()
+        self._id = id
         self._probe: asyncio.Future[Stats] | None = None
         self._probed = 0.0
         self._watchdog = Watchdog(_SILENT_SECONDS)
@@ -118,12 +120,11 @@ class EngineReplica:
         elif time.monotonic() - self._probed > self._hang_seconds:
             raise EngineError(f"the engine has not finished a step for {self._hang_seconds:g} s")
 
-    async def __del__(self) -> None:
-        """Free the model. Ray calls this once the replica has drained."""
-        if hasattr(self, "_beating"):  # the model was loaded
-            self._beating.cancel()
-            self._watchdog.close()
-            await asyncio.to_thread(self._model.close)
+    async def close(self) -> None:
+        """Free the model."""
+        self._beating.cancel()
+        self._watchdog.close()
+        await asyncio.to_thread(self._model.close)
 
     async def _beat(self) -> None:
         """Send heartbeats to the watchdog while the event loop runs."""
@@ -156,10 +157,18 @@ class EngineReplica:
         return result
 
 
-def _replica_id() -> str:
-    from ray import serve
+class DeployedReplica(EngineReplica):
+    """An :class:`EngineReplica` as a Ray Serve deployment, with the id that Ray Serve has given it."""
 
-    return str(serve.get_replica_context().replica_id.unique_id)
+    def __init__(self, settings: Settings, replicas: int) -> None:
+        from ray import serve
+
+        super().__init__(settings, replicas, id=str(serve.get_replica_context().replica_id.unique_id))
+
+    async def __del__(self) -> None:
+        """Free the model. Ray calls this once the replica has drained."""
+        if hasattr(self, "_beating"):  # the model was loaded
+            await self.close()
 
 
 def _resolve(future: asyncio.Future[Result], result: Result) -> None:

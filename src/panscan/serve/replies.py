@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -110,11 +111,16 @@ class Reply:
         model: the model's name in the API.
         names: token texts, for log-probabilities.
         logprobs: whether the request asks for log-probabilities.
+        continuous_usage: whether each chunk of a stream has the token counts of its choice so far, as in vLLM.
     """
 
-    def __init__(self, kind: Kind, model: str, names: TokenNames, *, logprobs: bool) -> None:
+    def __init__(
+        self, kind: Kind, model: str, names: TokenNames, *, logprobs: bool, continuous_usage: bool = False
+    ) -> None:
         self._kind, self._names, self.logprobs = kind, names, logprobs
+        self._continuous_usage = continuous_usage
         self._offsets: dict[int, int] = {}  # characters of each streamed choice so far
+        self._counts: Counter[int] = Counter()  # tokens of each streamed choice so far
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
@@ -156,6 +162,7 @@ class Reply:
         Raises:
             EngineError: see :meth:`learn`.
         """
+        self._counts[index] += event.token_id is not None
         reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
         if not event.text and reason is None and (event.logprobs is None or not self.logprobs):
             return None
@@ -169,7 +176,12 @@ class Reply:
             offset = self._offsets.get(index, 0)
             choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], offset)
             self._offsets[index] = offset + len(self._names.text(event.token_id))
-        return self._chunk([choice])
+        chunk = self._chunk([choice])
+        if self._continuous_usage:
+            prompt, completion = event.prompt_tokens, self._counts[index]
+            counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            chunk["usage"] = counts
+        return chunk
 
     def last(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
         """Return the chunk with the usage."""

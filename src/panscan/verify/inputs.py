@@ -104,9 +104,15 @@ def _templated(
     request: Request, turns: Sequence[dict[str, Any]], changes: Collection[str], reader: Reader
 ) -> Request:  # fmt: skip
     """The request, raw if the server does not use the checkpoint's template."""
+    marks = (reader.prompts.boi, getattr(reader.tokenizer, "image_token", None))
 
     def content(turn: dict[str, Any]) -> str:
-        return "".join(reader.prompts.boi if part["type"] == "image" else part["text"] for part in turn["content"])
+        return "".join(marks[0] if part["type"] == "image" else plain(part["text"]) for part in turn["content"])
+
+    def plain(text: str) -> str:  # a raw prompt would take an image for each mark
+        for mark in filter(None, marks):
+            text = text.replace(mark, "")
+        return text
 
     if "chatml-template" in changes:
         text = "".join(f"<|im_start|>{turn['role']}\n{content(turn)}<|im_end|>\n" for turn in turns)
@@ -119,11 +125,7 @@ def _templated(
 def _pan_and_scan(settings: PanAndScan, changes: Collection[str]) -> PanAndScan:
     if "no-pan-and-scan" in changes:
         return replace(settings, enabled=False)
-    if "pan-and-scan" in changes and not settings.enabled:
-        return replace(settings, enabled=True)
-    if "default-pan-and-scan" in changes and settings.enabled:
-        return PanAndScan()
-    return settings
+    return PanAndScan() if "pan-and-scan" in changes else settings
 
 
 def _changed_ids(ids: list[int], changes: Collection[str], reader: Reader) -> list[int]:

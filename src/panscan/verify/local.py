@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,20 +28,29 @@ from panscan.settings import Settings
 from panscan.verify.computation import changed_model, final_states, rope_factor, view_features
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
 from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt
-from panscan.verify.token_texts import TokenTexts
+from panscan.verify.token_index import TokenIndex
 
 __all__ = ["LocalModel"]
 
-_REQUESTS, _VIEWS, _STATES = 32, 96, 512  # entries kept: decoded images, features of views, hidden states
+_REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
 _Value = TypeVar("_Value")
 
 
-class LocalModel:
-    """A checkpoint on this machine, asked one request at a time. Use it as a context manager.
+@dataclass(slots=True)
+class _KnownRequest:
+    """A request, which must live as long as its id is a key; its decoded images; the hypotheses that change it."""
 
-    Every hypothesis can be asked about every request: changes that do not concern a request have no effect on it.
-    The truth is float32 with eager attention, upcast part by part, so a model of any size needs room for one float32
-    layer beside itself. Two hypotheses that come to the same computation are computed once.
+    request: Request
+    read: Read
+    hypotheses: list[Hypothesis] | None = None
+
+
+class LocalModel:
+    """A checkpoint loaded on this machine, which computes one request at a time. Use it as a context manager.
+
+    All hypotheses apply to all requests: changes that do not concern a request have no effect on it. Computations use
+    float32 and eager attention. Weights are upcast part by part, so a model of any size needs room for one float32
+    layer beside itself. Hypotheses that give a request the same computation share one cached result.
 
     Args:
         loaded: unquantised weights.
@@ -51,8 +62,8 @@ class LocalModel:
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         self._loaded, self._settings = loaded, settings
-        self._texts = TokenTexts(loaded.reader.tokenizer, self.vocabulary)
-        self._reads: OrderedDict[Hashable, tuple[Request, Read]] = OrderedDict()
+        self._texts = TokenIndex(loaded.reader.tokenizer, self.vocabulary)
+        self._requests: OrderedDict[Hashable, _KnownRequest] = OrderedDict()
         self._features: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._states: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._stack = ExitStack()
@@ -77,7 +88,7 @@ class LocalModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        for kept in (self._reads, self._features, self._states):
+        for kept in (self._requests, self._features, self._states):
             kept.clear()
         release_memory()
 
@@ -92,18 +103,22 @@ class LocalModel:
         return self._loaded.eos_ids
 
     @property
-    def reads_images(self) -> bool:
-        """Whether the checkpoint reads images."""
-        return self._loaded.reader.reads_images
+    def view_size(self) -> int | None:
+        """Pixels of a view's side; None: the checkpoint reads no images."""
+        spec = self._loaded.reader.pixels
+        return None if spec is None else spec.size
 
     def hypotheses(self, request: Request) -> list[Hypothesis]:
         """Return the hypotheses that change this request, most frequent first, without the reference.
 
         Of a combination, every change has an effect beside the others.
         """
-        alone = {change for change in CHANGES if self._has_effect(request, change, ())}
-        listed = [each for each in HYPOTHESES if alone.issuperset(each.changes)]
-        return [each for each in listed if all(self._has_effect(request, c, each.changes) for c in each.changes)]
+        known = self._known(request)
+        if known.hypotheses is None:
+            known.hypotheses = [
+                each for each in HYPOTHESES if all(self._has_effect(request, c, each.changes) for c in each.changes)
+            ]
+        return list(known.hypotheses)
 
     def log_probabilities(self, request: Request, tokens: Sequence[int], hypothesis: Hypothesis) -> NDArray[np.float32]:
         """Return natural log-probabilities ``[tokens, vocabulary]`` before each token of a given answer.
@@ -128,7 +143,9 @@ class LocalModel:
         model = self._loaded.model
         with converted_model(model, torch.float32), one_view_at_a_time(model):
             settings = eager_settings(self._settings, "cpu", steps)
-            [seen] = observe(self._loaded, settings, [self._read(request).request], steps=steps, dtype=torch.float32)
+            [seen] = observe(
+                self._loaded, settings, [self._known(request).read.request], steps=steps, dtype=torch.float32
+            )
         return seen.tokens
 
     def prompt_tokens(self, request: Request, hypothesis: Hypothesis) -> int:
@@ -141,7 +158,7 @@ class LocalModel:
         return ids
 
     def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id whose text is ``text``, ascending; empty if there is none."""
+        """Return every token id that an endpoint writes as ``text``, ascending; empty if there is none."""
         return self._texts.ids(text)
 
     def token_text(self, token: int) -> bytes:
@@ -184,9 +201,7 @@ class LocalModel:
             return view_features(self._loaded.model, view[None].to(self._loaded.device, dtype))[0].cpu()
 
         views = [(_digest(view), view) for view in pixels]
-        found = [
-            _kept(self._features, (digest, dtype), _VIEWS, lambda view=view: encode(view)) for digest, view in views
-        ]
+        found = [_kept(self._features, (digest, dtype), _VIEWS, partial(encode, view)) for digest, view in views]
         return torch.stack(found)
 
     def _computes(self, prompt: ChangedPrompt, change: str) -> bool:
@@ -199,7 +214,7 @@ class LocalModel:
             case "features":
                 return images > 0
             case "window":
-                return len(prompt.ids) > text.sliding_window
+                return len(prompt.ids) > int(text.sliding_window)
             case "rope":
                 return rope_factor(self._loaded.model) != 1
             case "scale":
@@ -217,19 +232,18 @@ class LocalModel:
         if CHANGES[change].aspect in ("channels", "normalisation"):
             return bool(plain.images)
         if CHANGES[change].aspect == "resize":
-            spec = self._loaded.reader.pixels
-            square = None if spec is None else (spec.size, spec.size)
+            square = self.view_size, self.view_size
             return any(view.size != square for plan in plain.plans for view in plan.views)
         return self._computes(plain, change)
 
-    def _read(self, request: Request) -> Read:
-        def read() -> tuple[Request, Read]:  # holding the request keeps its id its own
-            return request, read_images(request)
+    def _known(self, request: Request) -> _KnownRequest:
+        def read() -> _KnownRequest:
+            return _KnownRequest(request, read_images(request))
 
-        return _kept(self._reads, id(request), _REQUESTS, read)[1]
+        return _kept(self._requests, id(request), _REQUESTS, read)
 
     def _prompt(self, request: Request, changes: Collection[str]) -> ChangedPrompt:
-        return changed_prompt(self._read(request), changes, self._loaded.reader)
+        return changed_prompt(self._known(request).read, changes, self._loaded.reader)
 
     def _pixels(self, prompt: ChangedPrompt, changes: Collection[str]) -> torch.Tensor | None:
         spec = self._loaded.reader.pixels
@@ -240,8 +254,8 @@ def _digest(pixels: torch.Tensor) -> bytes:
     return sha256(pixels.numpy().tobytes()).digest()
 
 
-def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, compute: Any) -> _Value:
-    """The value of a key, computed once; the cache drops the value that was not asked for the longest."""
+def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, compute: Callable[[], _Value]) -> _Value:
+    """The value of a key, computed once; the cache drops the least recently used value."""
     if key not in cache:
         cache[key] = compute()
         if len(cache) > most:

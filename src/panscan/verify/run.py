@@ -84,7 +84,7 @@ def verify_endpoint(
     session.identify()
     on_progress(f"loading {options.settings.model_name}")
     with LocalModel.open(options.settings) as local:
-        questions = probes or sample_probes(options.settings.pan_and_scan, images=local.reads_images)
+        questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         asked, notes = _ask_all(session, questions, on_progress)
         found, failed = _probes_of(asked, local, notes)
         return _concluded(options, session, local, found, notes, failed, on_progress)
@@ -108,6 +108,8 @@ def _ask_all(
         can = session.capabilities
         if (request.images and not can.images) or (len(request.images) > 1 and not can.several_images):
             continue
+        if not can.mm_processor_kwargs and request.pan_and_scan != questions[0].pan_and_scan:
+            continue  # the endpoint refuses settings per request
         if session.left <= 0 or failures == _MOST_FAILURES:
             missed = len(questions) - number + 1
             why = "failures in a row" if session.left > 0 else f"the limit of {session.max_requests} requests"

@@ -222,7 +222,8 @@ def _ruled_out(evaluator: Evaluator, tried: Hypothesis) -> bool:
     positions = sum(len(probe.mapped) for probe in evaluator.probes)
     limit = EXACT_RATIO * max(noise.kl or 0.0, FLOOR) * positions
     total = 0.0
-    for probe in evaluator.probes[:_SENSITIVE]:
+    changed = [probe for probe in evaluator.probes if tried in evaluator.local.hypotheses(probe.request)]
+    for probe in changed[:_SENSITIVE]:
         found = evaluator.evidence(tried, probe)
         total += sum(found.kl)
         pairs = zip(found.margin, found.regret, strict=True)

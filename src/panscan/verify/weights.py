@@ -16,7 +16,7 @@ _FP8 = torch.float8_e4m3fn
 def _int8(weight: torch.Tensor) -> torch.Tensor:
     """Symmetric int8 with one scale per output channel, as torchao's weight-only quantisation rounds."""
     scale = (weight.abs().amax(-1, keepdim=True) / 127.5).clamp_min(torch.finfo(torch.float32).tiny)
-    return (weight / scale).round_().clamp_(-128, 127).mul_(scale)
+    return (weight * scale.reciprocal()).round_().clamp_(-128, 127).mul_(scale)
 
 
 def _int4(weight: torch.Tensor) -> torch.Tensor:

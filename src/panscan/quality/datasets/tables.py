@@ -16,12 +16,21 @@ from typing import Any
 from panscan.core import DatasetError, UnsupportedError, create_file
 from panscan.quality.datasets.rows import ANSWER_KEYS, Boundary, Embedded, LoadedDataset, is_file
 
-__all__ = ["metric_of_columns", "read", "write_pictures"]
+__all__ = [
+    "IDS",
+    "IMAGES",
+    "QUESTIONS",
+    "image_bytes",
+    "metric_of_columns",
+    "read",
+    "require_pyarrow",
+    "write_pictures",
+]
 
-_IMAGES = ("image", "images")
-_QUESTIONS = ("question", "query")
+IMAGES = ("image", "images")
+QUESTIONS = ("question", "query")
 _ANSWERS = ("answers", "answer", "label")
-_IDS = ("questionId", "question_id", "id")
+IDS = ("questionId", "question_id", "id")
 _TYPES = ("question_types", "question_type", "human_or_machine", "answer_type", "type")
 _METRICS = (
     ({"human_or_machine"}, "relaxed_accuracy"),  # ChartQA
@@ -59,7 +68,7 @@ def read(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
         names = _columns(path, called)
         image, question, answers, row_id, type_ = (
             next((name for name in known if name in names), None)
-            for known in (_IMAGES, _QUESTIONS, _ANSWERS, _IDS, _TYPES)
+            for known in (IMAGES, QUESTIONS, _ANSWERS, IDS, _TYPES)
         )
         if image is None or question is None:
             raise DatasetError(
@@ -104,13 +113,13 @@ def write_pictures(
     found: dict[Embedded, list[str]] = {}
     for file, numbers in by_file.items():
         path, last = Path(file), max(numbers)
-        image = next(name for name in _IMAGES if name in _columns(path, called))
+        image = next(name for name in IMAGES if name in _columns(path, called))
         for number, row in enumerate(_rows(path, [image], called)):
             if number in numbers:
                 value = row[image]
                 places: list[str] = []
                 for picture in value if isinstance(value, list) else [value]:
-                    if (data := _bytes_of(picture)) is not None:
+                    if (data := image_bytes(picture)) is not None:
                         places.append(_kept(data, folder, called))
                     elif (beside := _beside(picture, path.parent)) is not None:
                         boundary.check(beside, f"{called}: {path.name}, row {number + 1}")
@@ -121,8 +130,8 @@ def write_pictures(
     return found
 
 
-def _bytes_of(picture: Any) -> bytes | None:
-    """The bytes of a picture as ``datasets`` stores it: bytes, or ``{"bytes", "path"}``."""
+def image_bytes(picture: Any) -> bytes | None:
+    """Return the bytes of a picture as ``datasets`` stores it (bytes, or ``{"bytes", "path"}``), None without any."""
     data = picture.get("bytes") if isinstance(picture, Mapping) else picture
     return data if isinstance(data, bytes) and data else None
 
@@ -198,7 +207,7 @@ def _columns(path: Path, called: str) -> list[str]:
 
 
 def _schema(path: Path, called: str) -> Any:
-    pa = _pyarrow(called)
+    pa = require_pyarrow(called)
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
@@ -211,7 +220,7 @@ def _schema(path: Path, called: str) -> Any:
 
 
 def _rows(path: Path, names: Sequence[str], called: str) -> Iterator[dict[str, Any]]:
-    pa = _pyarrow(called)
+    pa = require_pyarrow(called)
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
@@ -246,7 +255,15 @@ def _unreadable(path: Path, called: str, error: Exception) -> DatasetError:
     return DatasetError(f"{called}: {path.name}: not a table that can be read: {' '.join(str(error).split())[:200]}")
 
 
-def _pyarrow(called: str) -> Any:
+def require_pyarrow(called: str) -> Any:
+    """Return the module pyarrow.
+
+    Args:
+        called: the file or option that needs it, for the message.
+
+    Raises:
+        UnsupportedError: pyarrow is missing.
+    """
     try:
         import pyarrow
     except ImportError:

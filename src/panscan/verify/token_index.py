@@ -7,14 +7,18 @@ from collections import defaultdict
 from functools import cached_property
 from typing import Any
 
-__all__ = ["TokenTexts"]
+__all__ = ["TokenIndex"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BY_ID = re.compile(rb"token_id:([0-9]{1,9})")  # vLLM with --return-tokens-as-token-ids
 _SPACE = "▁"
 
 
-class TokenTexts:
+class TokenIndex:
     """The texts of a tokenizer's tokens, in both directions.
+
+    Endpoints write a token as decoded text, as the tokenizer's piece (``▁total``, ``<0x0A>``) or as ``token_id:123``; a
+    byte that is no character, as the replacement character; a special token, by its name.
 
     Args:
         tokenizer: a Gemma tokenizer of Transformers.
@@ -29,20 +33,29 @@ class TokenTexts:
         return self._texts[token] if 0 <= token < len(self._texts) else b""
 
     def ids(self, text: str | bytes) -> list[int]:
-        """Return every token id with this text, ascending: a character may be a token and also a byte."""
-        return self._ids.get(text.encode("utf-8", "replace") if isinstance(text, str) else text, [])
+        """Return every token id that an endpoint writes like this, ascending: a character may be a token and a byte."""
+        written = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        by_id = _BY_ID.fullmatch(written)
+        if by_id is not None and int(by_id[1]) < self._vocabulary:
+            return [int(by_id[1])]
+        return self._ids.get(written, [])
+
+    @cached_property
+    def _pieces(self) -> list[str]:
+        count = min(self._vocabulary, len(self._tokenizer))
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
 
     @cached_property
     def _texts(self) -> list[bytes]:
-        count = min(self._vocabulary, len(self._tokenizer))
-        return [_bytes_of(piece or "") for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
+        return [_bytes_of(piece) for piece in self._pieces]
 
     @cached_property
     def _ids(self) -> dict[bytes, list[int]]:
         found: defaultdict[bytes, list[int]] = defaultdict(list)
-        for token, text in enumerate(self._texts):
-            if text:
-                found[text].append(token)
+        for token, (piece, text) in enumerate(zip(self._pieces, self._texts, strict=True)):
+            decoded = text.decode("utf-8", "replace").encode()
+            for written in {text, piece.encode(), decoded} - {b""}:
+                found[written].append(token)
         return dict(found)
 
 

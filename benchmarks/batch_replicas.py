@@ -1,0 +1,124 @@
+"""A pile of documents on one and on two replicas: python benchmarks/batch_replicas.py [ROUNDS]
+
+Pages per second of `panscan batch` on the mini model on a CPU, one thread per replica, on a machine with two cores: the
+engine in the command's own process, one replica, and two replicas, one after another in each round. Loading the model
+and a warm-up are not timed. Each run is a process of its own, which also reports the CPU time of the driver and of
+Ray's processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from panscan.images.samples import write_samples
+from panscan.records.environment import environment
+
+RECORD = Path(__file__).parent / "records" / "batch-replicas.json"
+ROUNDS, PAGES, WARM_UP = 3, 64, 8
+SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "max_new_tokens": 16, "max_num_seqs": 4}
+LAYOUTS = ("engine", "1", "2")
+LOAD_SECONDS = 120.0
+
+
+def cpu_seconds() -> tuple[float, float, float]:
+    """Return the CPU time so far of this process, of the replicas, and of the other children."""
+    own, replicas, others = sum(psutil.Process().cpu_times()[:2]), 0.0, 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            spent = sum(child.cpu_times()[:2])
+            if "BatchReplica" in " ".join(child.cmdline()):
+                replicas += spent
+            else:
+                others += spent
+    return own, replicas, others
+
+
+def opened(layout: str) -> Any:
+    """Return an engine whose replicas have all loaded the model."""
+    from panscan.settings import settings_from
+
+    settings = settings_from({**SETTINGS, "runner": "engine"})
+    if layout == "engine":
+        from panscan.engine.engine import Engine
+
+        return Engine.from_settings(settings)
+    from panscan.serve.cluster_engine import ClusterEngine
+
+    engine = ClusterEngine(settings, int(layout))
+    engine.wait_for_all(LOAD_SECONDS)
+    return engine
+
+
+def measure(layout: str, folder: Path) -> dict[str, float]:
+    """Answer the pile into a file and return seconds and CPU seconds."""
+    from panscan.batch.answers import AnswerFile
+    from panscan.batch.dispatch import answer, answers_ahead
+    from panscan.batch.items import find_work
+    from panscan.batch.job import Job, difference
+    from panscan.batch.pending import Task
+    from panscan.settings import settings_from
+
+    job = Job(settings=settings_from({**SETTINGS, "runner": "engine"}), prompt="What is the total?")
+
+    def ask(engine: Any, source: Path, limit: int, output: Path) -> None:
+        work = find_work([str(source)], whole_files=False, limit=limit, on_problem=print)
+        with AnswerFile(output, job.header(), "force", difference) as file:
+            window = answers_ahead(job.settings, 2)
+            answer(engine, job, map(Task, work), file, window=window, proven=False, on_answer=lambda _: None)
+            file.finish()
+
+    with opened(layout) as engine, tempfile.TemporaryDirectory() as place:
+        ask(engine, folder / "warm-up", WARM_UP, Path(place) / "warm-up.jsonl")
+        before, start = cpu_seconds(), time.perf_counter()
+        ask(engine, folder / "pile", PAGES, Path(place) / "pile.jsonl")
+        seconds, after = time.perf_counter() - start, cpu_seconds()
+        lines = [json.loads(line) for line in (Path(place) / "pile.jsonl").read_text().splitlines()]
+    assert len(lines) == PAGES and all(line["error"] is None for line in lines)
+    names = ("driver_cpu_s", "replicas_cpu_s", "ray_cpu_s")
+    spent = {name: late - early for name, early, late in zip(names, before, after, strict=True)}
+    return {"seconds": seconds, **spent, "views": sum(line["views"] for line in lines)}
+
+
+def main(rounds: int) -> None:
+    runs: dict[str, list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}
+    with tempfile.TemporaryDirectory() as folder:
+        write_samples(Path(folder) / "pile", count=PAGES)
+        write_samples(Path(folder) / "warm-up", count=WARM_UP, seed=1)
+        for _ in range(rounds):
+            for layout in LAYOUTS:
+                command = [sys.executable, __file__, layout, folder]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=one_thread())
+                runs[layout].append(json.loads(done.stdout.splitlines()[-1]))
+                print(layout, runs[layout][-1], flush=True)
+    ratios = {
+        base: [one["seconds"] / two["seconds"] for one, two in zip(runs[base], runs["2"], strict=True)]
+        for base in ("engine", "1")
+    }
+    record = {"pages": PAGES, "runs": runs, "ratios": ratios, "environment": environment(), **SETTINGS}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    for base, found in ratios.items():
+        name = "the engine in one process" if base == "engine" else "one replica"
+        print(f"two replicas: {statistics.median(found):.2f}x the throughput of {name} (median of {rounds} rounds)")
+
+
+def one_thread() -> dict[str, str]:
+    """Return an environment in which each engine computes with one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in LAYOUTS and len(sys.argv) == 3:
+        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)

@@ -1,0 +1,108 @@
+"""Tables about the load generator, from its records: the cross-check with guidellm, and replicas under load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+
+__all__ = ["load_crosscheck", "load_kills", "load_replicas"]
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def _record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def _where(record: dict[str, Any], name: str, options: str = "") -> str:
+    facts = record["environment"]
+    return (
+        f"{facts['cpu']}, {facts['cpu_count']} cores for the server and the client. Record:"
+        f" `benchmarks/records/{name.replace('_', '-')}.json`. Command: `python -m benchmarks.{name}{options}`"
+    )
+
+
+def load_crosscheck() -> str:
+    """Return the table of the same loads as measured by ``panscan load`` and by guidellm."""
+    record = _record("load-crosscheck")
+    rows = []
+    for found in record["loads"].values():
+        load, medians, ratios = found["load"], found["medians"], found["ratios"]
+        ours, theirs = medians["panscan"], medians["guidellm"]
+        shape = f"{load['rate']:g} req/s" if load["rate"] else f"{load['concurrency']} in flight"
+        fake = f"fake, TTFT {load['ttft_ms']:g} ms, TPOT {load['itl_ms']:g} ms"
+        rows.append(
+            [
+                fake if load["server"] == "fake" else "panscan serve, mini", shape, str(load["requests"]),
+                f"{ours['requests_per_s']:.2f}", f"{theirs['requests_per_s']:.2f}",
+                f"{100 * (ratios['requests_per_s'] - 1):+.1f}%",
+                f"{ours['ttft_ms']:.1f}", f"{theirs['ttft_ms']:.1f}", f"{100 * (ratios['ttft_ms'] - 1):+.1f}%",
+                f"{ours['tpot_ms']:.2f}", f"{theirs['tpot_ms']:.2f}",
+            ]
+        )  # fmt: skip
+    headings = [
+        "server", "load", "requests", "req/s", "guidellm", "difference", "TTFT ms", "guidellm", "difference", "TPOT ms",
+        "guidellm",
+    ]  # fmt: skip
+    rounds = len(next(iter(record["loads"].values()))["rounds"]["panscan"])
+    notes = (
+        f"Medians; median of {rounds} rounds in which the clients take turns. guidellm {record['guidellm']},"
+        f" {record['tokens']} output tokens, one document per request; "
+        + _where(record, "load_crosscheck", " --guidellm PROGRAM")
+    )
+    return table(headings, rows) + "\n\n" + notes
+
+
+def _level(found: dict[str, Any]) -> list[str]:
+    def milliseconds(name: str, digits: int = 0) -> str:
+        return "-" if found[name] is None else f"{found[name]:.{digits}f}"
+
+    return [
+        f"{found['offered_rate']:g}", f"{found['request_throughput'] or 0:.2f}", milliseconds("median_ttft_ms"),
+        milliseconds("p95_ttft_ms"), milliseconds("median_tpot_ms", 1), milliseconds("p95_e2el_ms"),
+        f"{100 * found['attainment']:.0f}%", f"{found['failed']:.0f}",
+    ]  # fmt: skip
+
+
+_LEVEL = ["offered req/s", "req/s", "TTFT ms", "TTFT p95", "TPOT ms", "E2E p95 ms", "within the limits", "failed"]
+
+
+def load_replicas() -> str:
+    """Return the table of latency over throughput of two replicas."""
+    record = _record("load-replicas")
+    limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in record["limits_ms"].items())
+    server, highest = record["server"], record["highest_rate"]
+    best = "none" if highest["rate"] is None else f"{highest['rate']:g} req/s"
+    notes = (
+        f"Highest rate at which 95% of the requests meet the limits ({limits}): **{best}**, found in"
+        f" {len(highest['levels'])} levels. {server['replicas']} replicas of the mini model,"
+        f" {server['tokens']} output tokens; {_where(record, 'load_replicas')}"
+    )
+    return table(_LEVEL, [_level(found) for found in record["curve"]]) + "\n\n" + notes
+
+
+def load_kills() -> str:
+    """Return the table of levels during which a replica is killed."""
+    rows = []
+    for found in _record("load-replicas")["kills"]:
+        rows.append([f"{found['rate']:g} req/s", "undisturbed", *_counts(found["undisturbed"]), "-"])
+        for name, phase in found["phases"].items():
+            recovered = found["recovered_s"] if name == "during" else None
+            recovery = "-" if recovered is None else f"{recovered:g}"
+            rows.append(["", _PHASES[name], *_counts(phase), recovery])
+    headings = ["rate", "requests due", "sent", "failed", "within the limits", "TTFT ms", "TTFT p95", "recovery, s"]
+    return table(headings, rows)
+
+
+_PHASES = {"before": "before the kill", "during": "until both replicas answer", "after": "after the recovery"}
+
+
+def _counts(found: dict[str, Any]) -> list[str]:
+    if not found["sent"]:
+        return ["0", "-", "-", "-", "-"]
+    times = ["-" if found[name] is None else f"{found[name]:.0f}" for name in ("median_ttft_ms", "p95_ttft_ms")]
+    return [f"{found['sent']:.0f}", f"{found['failed']:.0f}", f"{100 * found['attainment']:.0f}%", *times]

@@ -1,0 +1,347 @@
+"""The levels of a load run, and what they say as a whole: the highest rate that meets the goodput. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from panscan.analysis.cells import number_text, varying_names
+from panscan.core import RecordsError
+from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
+from panscan.records.load_runs import (
+    ClientFigures,
+    LoadRunSettings,
+    client_figures,
+    is_load_run,
+    keeps_up,
+    level_goodput,
+    level_repeats,
+    load_settings,
+    offered_rate,
+    queued_ms,
+)
+from panscan.records.metrics import Metrics
+from panscan.records.store import Run, outcome_of
+from panscan.records.summary import cell_metrics
+
+__all__ = [
+    "TIME_NAMES",
+    "VERIFY_HINT",
+    "ErrorGroup",
+    "LoadResult",
+    "MeasuredLevel",
+    "error_groups",
+    "level_names",
+    "levels_of",
+    "limits_text",
+    "load_result",
+    "load_warnings",
+    "refuse_load_run",
+    "unfinished_levels",
+]
+
+VERIFY_HINT = (
+    "A load run measures speed, not answers: panscan verify URL --model CHECKPOINT checks an endpoint's answers."
+)
+TIME_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
+_WIDE_CHUNK = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLevel:
+    """A measured level of a load run.
+
+    Args:
+        cell: its id in the records.
+        name: what tells it from others: ``4 req/s``, ``concurrency 8``.
+        rate: its ``request_rate``; None for a closed loop, unlimited or changing rates.
+        concurrency: its ``max_concurrency``; None without a cap.
+        offered: requests per second that it asks for (:func:`panscan.records.load_runs.offered_rate`).
+        metrics: None if every request failed.
+        goodput: without limits every answered request counts.
+        keeps_up: whether the endpoint answers as fast as requests arrive; None if unknown or a closed loop.
+        queued_ms: mean time that requests waited for ``--max-concurrency``; None if unknown.
+        client: how busy the load generator was; None if unknown.
+    """
+
+    cell: str
+    name: str
+    rate: float | None
+    concurrency: int | None
+    offered: float | None
+    metrics: Metrics | None
+    goodput: Goodput
+    keeps_up: bool | None
+    queued_ms: float | None
+    client: ClientFigures | None
+
+    @property
+    def achieved(self) -> float:
+        """Return the answered requests per second; 0 if none was answered."""
+        return 0.0 if self.metrics is None else self.metrics.values["request_throughput"] or 0.0
+
+    @property
+    def failed(self) -> int:
+        """Return the number of requests without an answer."""
+        return self.goodput.missed["failed"]
+
+    @property
+    def client_limited(self) -> bool:
+        """Return whether the load generator, not the endpoint, limited this level."""
+        return self.client is not None and self.client.limited
+
+    def value(self, metric: str) -> float | None:
+        """Return a metric by its name; None if it was not measured."""
+        return None if self.metrics is None else self.metrics.values.get(metric)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a load run found.
+
+    Args:
+        headline: the main message, as a sentence without its full stop.
+        notes: sentences that qualify it.
+        level: the level that it is about; None if there is none.
+        meets: whether that level meets the limits; None without limits.
+        highest: the highest rate that meets them; None without limits or without rates.
+    """
+
+    headline: str
+    notes: tuple[str, ...]
+    level: MeasuredLevel | None
+    meets: bool | None
+    highest: HighestRate | None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Requests that failed for one kind of reason: how many, at which levels, and the first error."""
+
+    kind: str
+    requests: int
+    levels: tuple[str, ...]
+    example: str
+
+
+def refuse_load_run(run: Run, what: str) -> None:
+    """Refuse a load run where only a sweep makes sense.
+
+    Raises:
+        RecordsError: the run is a load run.
+    """
+    if is_load_run(run):
+        raise RecordsError(
+            f"{run.path}: a load run measures an endpoint, it has no {what}; use a run of panscan bench,"
+            " or panscan report for this one"
+        )
+
+
+def levels_of(run: Run) -> list[MeasuredLevel]:
+    """Return the measured levels of a load run: rates in ascending order, then closed loops, then unlimited ones.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    names = level_names(run)
+    cells = sorted(names, key=lambda cell: _order(run.cells[cell]))
+    return [_level(run, cell, names[cell]) for cell in cells if level_repeats(run, cell)]
+
+
+def _order(settings: Mapping[str, Any]) -> tuple[float, float, float]:
+    rate, concurrency, burstiness = (settings.get(name) for name in ("request_rate", "max_concurrency", "burstiness"))
+    return (inf if rate is None else rate, inf if concurrency is None else concurrency, burstiness or 0.0)
+
+
+def _level(run: Run, cell: str, name: str) -> MeasuredLevel:
+    settings = run.cells[cell]
+    return MeasuredLevel(
+        cell=cell,
+        name=name,
+        rate=settings.get("request_rate"),
+        concurrency=settings.get("max_concurrency"),
+        offered=offered_rate(run, cell),
+        metrics=cell_metrics(run, cell),
+        goodput=level_goodput(run, cell),
+        keeps_up=keeps_up(run, cell),
+        queued_ms=queued_ms(run, cell),
+        client=client_figures(run, cell),
+    )
+
+
+def level_names(run: Run) -> dict[str, str]:
+    """Return a name of each level, from the settings that have a meaning; burstiness where it varies."""
+    arrival = load_settings(run).arrival
+    bursty = "burstiness" in varying_names(list(run.cells.values()))
+    names = {}
+    for cell, settings in run.cells.items():
+        rate, concurrency, burstiness = (settings.get(key) for key in ("request_rate", "max_concurrency", "burstiness"))
+        parts = [] if rate is None else [f"{rate:g} req/s"]
+        if rate is None and arrival in ("ramp", "trace"):
+            parts = [arrival]
+        elif rate is None and concurrency is None:
+            parts = ["unlimited rate"]
+        if concurrency is not None:
+            parts.append(f"concurrency {concurrency}")
+        if bursty and burstiness is not None and rate is not None:
+            parts.append(f"burstiness {burstiness:g}")
+        names[cell] = ", ".join(parts)
+    return names
+
+
+def unfinished_levels(run: Run) -> list[tuple[str, str, str]]:
+    """Return (name, outcome, reason) of the levels that were not measured to their end."""
+    names = level_names(run)
+    found = [(names[cell], *outcome_of(run, cell)) for cell in run.cells]
+    return [(name, outcome, reason) for name, outcome, reason in found if outcome != "done"]
+
+
+def limits_text(limits: Limits) -> str:
+    """Return limits as text: ``TTFT ≤ 500 ms and TPOT ≤ 50 ms``."""
+    return " and ".join(f"{TIME_NAMES[name]} ≤ {limit:g} ms" for name, limit in limits.items())
+
+
+def load_result(run: Run, levels: Sequence[MeasuredLevel]) -> LoadResult:
+    """Return the main message of a load run. Levels that the load generator limited do not count."""
+    settings = load_settings(run)
+    usable = [level for level in levels if not level.client_limited]
+    if not usable:
+        why = "the load generator limited every level" if levels else "no level was measured"
+        return LoadResult(f"No result: {why}", (), None, None, None)
+    if not any(level.metrics is not None for level in usable):
+        return LoadResult("No result: every request failed", (), None, None, None)
+    return _under_limits(settings, usable) if settings.goodput else _fastest(usable)
+
+
+def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) -> LoadResult:
+    """Return the highest rate that meets the limits, or the fastest level that does where no level has a rate."""
+    rated = [level for level in levels if level.rate is not None]
+    attained = [level for level in rated or levels if level.goodput.attainment >= settings.attainment]
+    goal = f"{limits_text(settings.goodput)} for {100 * settings.attainment:.4g}% of requests"
+    highest = None
+    if rated:
+        highest = highest_rate([(level.rate or 0.0, level.goodput) for level in rated], settings.attainment)
+        attained = [level for level in rated if level.rate == highest.rate]
+    best = max(attained, key=lambda level: level.achieved, default=None)
+    if best is None:
+        nearest = max(rated or levels, key=lambda level: level.goodput.attainment)
+        missed = f"Closest: {nearest.name}, {_attained(nearest)}"
+        return LoadResult(f"No measured level meets {goal}", (missed,), nearest, False, highest)
+    subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
+    notes = [f"Measured: {_attained(best)}"]
+    notes += _around(highest, rated) if highest is not None else []
+    return LoadResult(f"{subject} meets {goal}", tuple(notes), best, True, highest)
+
+
+def _attained(level: MeasuredLevel) -> str:
+    low, high = level.goodput.interval
+    share = f"{level.goodput.met:,} of {level.goodput.sent:,} requests ({_share(level.goodput.attainment)}"
+    return f"{share}, 95% interval {_share(low)} to {_share(high)})"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
+    """Return what is known of other rates."""
+    notes = []
+    if highest.short is None:
+        notes.append("No higher rate was measured, so the limit may be higher")
+    else:
+        short = min((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
+        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}")
+        if highest.estimate is not None:
+            notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
+    if highest.doubtful:
+        rates = ", ".join(f"{rate:g}" for rate in highest.doubtful)
+        notes.append(f"Lower rates fall short within the noise ({rates} req/s): measure more requests per level")
+    if highest.later:
+        rates = ", ".join(f"{rate:g}" for rate in highest.later)
+        notes.append(f"Higher rates meet the limits again ({rates} req/s): measure more requests per level")
+    return notes
+
+
+def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
+    """Return the fastest level that the endpoint keeps up with."""
+    answered = [level for level in levels if level.metrics is not None]
+    stable = [level for level in answered if level.keeps_up]
+    closed = [level for level in answered if level.rate is None and level.keeps_up is None]
+    best = max(stable or closed or answered, key=lambda level: level.achieved)
+    times = ", ".join(
+        f"{title} {number_text(best.value(metric))} ms"
+        for title, metric in (("median TTFT", "median_ttft_ms"), ("p95 E2E", "p95_e2el_ms"))
+        if best.value(metric) is not None
+    )
+    figures = f"{number_text(best.achieved)} req/s answered" + (f", {times}" if times else "")
+    if stable:
+        headline = f"{best.name} is the fastest level that the endpoint keeps up with: {figures}"
+    else:
+        headline = f"{best.name} has the highest throughput: {figures}"
+    notes = ["No latency limits were given: --goodput ttft:500 tpot:50 finds the highest rate that meets them"]
+    behind = [level.name for level in answered if level.keeps_up is False]
+    if behind:
+        notes.insert(0, f"Requests arrive faster than they are answered at {', '.join(behind)}")
+    return LoadResult(headline, tuple(notes), best, None, None)
+
+
+def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
+    """Return the requests that failed by kind of error, the most frequent first."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for level in levels:
+        for _, records in level_repeats(run, level.cell):
+            for record in records:
+                if record["error"] is not None:
+                    kind = record.get("error_kind") or "other"
+                    found.setdefault(kind, []).append((level.name, record["error"]))
+    groups = [
+        ErrorGroup(kind, len(each), tuple(dict.fromkeys(name for name, _ in each)), each[0][1])
+        for kind, each in found.items()
+    ]
+    return sorted(groups, key=lambda group: (-group.requests, group.kind))
+
+
+def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
+    """Return what a reader must know before believing a figure, as sentences without their full stops."""
+    found = [] if run.probe is None else list(run.probe["warnings"])
+    for level in levels:
+        if level.client is not None and level.client.limited:
+            reason = f" ({level.client.reason})" if level.client.reason else ""
+            found.append(
+                f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is left out of"
+                " the result"
+            )
+    found += [
+        f"{level.name}: {outcome_of(run, level.cell)[1]}"
+        for level in levels
+        if outcome_of(run, level.cell)[0] == "done" and outcome_of(run, level.cell)[1]
+    ]
+    failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
+    if failed:
+        found.append(f"{failed:,} of {sent:,} requests failed: they are in no latency, and count as missed limits")
+    return [*found, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
+
+
+def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
+    """Return what the endpoint's chunks do to TPOT and ITL."""
+    shapes: Counter[str] = Counter()
+    tokens = chunks = 0
+    for level in levels:
+        for _, records in level_repeats(run, level.cell):
+            for record in records:
+                if record["error"] is None and record["output_tokens"] > 1 and record.get("chunks"):
+                    shapes["one chunk" if record["chunks"] == 1 else "chunks"] += 1
+                    tokens, chunks = tokens + record["output_tokens"], chunks + record["chunks"]
+    if shapes["one chunk"] > shapes["chunks"]:
+        return [
+            "Most answers arrive in one chunk: the endpoint, or a proxy before it, does not stream; TTFT is the whole"
+            " latency, TPOT and ITL have no meaning"
+        ]
+    if chunks and tokens / chunks > _WIDE_CHUNK:
+        return [
+            f"A content chunk holds {number_text(tokens / chunks)} tokens on average; ITL is the time between chunks"
+        ]
+    return []

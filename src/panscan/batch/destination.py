@@ -1,0 +1,244 @@
+"""Where answers go: a file of JSON Lines on this machine, and from there to a Parquet file or an object store.
+
+Objects cannot be appended to, and Parquet files are only readable when complete. The durable file of answers is
+therefore always JSON Lines on a local disk, the spool. It is uploaded as a whole, at intervals and when the job ends,
+and converted to Parquet when the job ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from panscan.batch.answers import Mode, refuse_sources
+from panscan.batch.jsonl import JsonLines, unwritable
+from panscan.batch.ledger import ledger_path
+from panscan.batch.tables import is_table, write_answers
+from panscan.core import RecordsError, SettingError, StorageError, cache_directory, now
+from panscan.images.storage import (
+    delete_object,
+    download,
+    is_stored,
+    local_path,
+    object_exists,
+    open_object,
+    upload,
+)
+from panscan.quality.datasets.tables import require_pyarrow
+
+__all__ = ["Destination", "Uploader", "destination", "fetch_previous"]
+
+_LOG = logging.getLogger(__name__)
+
+_EVERY_S = 60.0  # between two uploads, at least
+_SHARE = 20  # or this many times the duration of the last one: uploads take 5% of the time
+_BLOCK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the answers of a job go.
+
+    Args:
+        name: as the user wrote it.
+        path: the durable file of answers, JSON Lines on this machine.
+        table: the Parquet file that is written when the job ends; None without one.
+        url: the object to which ``path`` is uploaded; None if the answers stay on this machine.
+        table_url: the object to which ``table`` is uploaded.
+    """
+
+    name: str
+    path: Path
+    table: Path | None = None
+    url: str | None = None
+    table_url: str | None = None
+
+    def refuse_sources(self, sources: Collection[str]) -> None:
+        """Refuse an output that would overwrite what is asked about.
+
+        Args:
+            sources: every file and object that is read.
+
+        Raises:
+            RecordsError: a file or object of the output is one of them.
+        """
+        for path in (self.path, self.table):
+            if path is not None:
+                refuse_sources(path, sources)
+        for url in {self.url, self.table_url} & set(sources) if self.url is not None else ():
+            raise RecordsError(f"-o {self.name} would overwrite {url}, a source of this job")
+
+    def finish(self) -> None:
+        """Write the Parquet file from the finished answers.
+
+        Raises:
+            RecordsError: the disk does not take it.
+        """
+        if self.table is not None and self.path.exists():
+            lines = JsonLines(self.path)
+            try:
+                write_answers(self.table, (line.record for line in lines))
+            finally:
+                lines.close()
+
+
+def destination(output: str) -> Destination:
+    """Return where the answers of ``-o`` go. Nothing is created.
+
+    Raises:
+        SettingError: the URL names no object.
+        UnsupportedError: pyarrow is missing for a Parquet file.
+    """
+    place = local_path(output)
+    table = is_table(place)
+    if table:
+        require_pyarrow(f"-o {output}")
+    if not is_stored(place):
+        path = Path(place)
+        return Destination(output, path.with_name(f"{path.name}.jsonl"), path) if table else Destination(output, path)
+    if place.count("/") < 3 or place.endswith("/"):
+        raise SettingError(f"-o {output}: a bucket or prefix, not an object: add a name such as /answers.jsonl")
+    spool = cache_directory() / "batch" / hashlib.sha256(place.encode()).hexdigest()[:16]
+    path = spool / place.rpartition("/")[2]
+    if not table:
+        return Destination(output, path, url=place)
+    return Destination(output, path.with_name(f"{path.name}.jsonl"), path, f"{place}.jsonl", place)
+
+
+def fetch_previous(target: Destination, mode: Mode) -> None:
+    """Check that the object store can be reached, and bring an earlier job's answers from it to this machine.
+
+    Answers on this machine are used if there are any: they are at least as complete, unless another machine continued
+    the job, which is refused.
+
+    Raises:
+        RecordsError: the store has answers that a new job would replace, or that this machine lacks.
+        StorageError: the store refused, or did not answer before the deadline.
+    """
+    if target.url is None:
+        if target.table is not None and target.table.exists() and not target.path.exists():
+            _refuse_table(target, mode)
+        return
+    if not object_exists(target.url):
+        if target.table_url is not None and not target.path.exists() and object_exists(target.table_url):
+            _refuse_table(target, mode)
+        return
+    if mode == "force":
+        return
+    if target.path.exists() and target.path.stat().st_size:
+        if mode == "resume":
+            _refuse_older_spool(target.url, target.path)
+        return
+    if mode == "new":
+        raise RecordsError(f"{target.url} has answers already: continue with --resume, or replace them with --force")
+    try:
+        target.path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix in (".run.json", ".ledger.json", ""):  # the answers last: with them, the spool is complete
+            if not suffix or object_exists(target.url + suffix):
+                download(target.url + suffix, target.path.with_name(target.path.name + suffix))
+    except OSError as error:
+        raise unwritable(target.path, error) from error
+
+
+def _refuse_table(target: Destination, mode: Mode) -> None:
+    """Refuse a Parquet file without the lines from which it would be resumed."""
+    if mode != "force":
+        lines = target.path if target.url is None else target.url
+        raise RecordsError(f"{target.name} exists but {lines} does not: choose another -o, or replace it with --force")
+
+
+def _refuse_older_spool(url: str, path: Path) -> None:
+    with path.open("rb") as file:
+        here = set(filter(None, map(_answered_id, file)))
+    with io.BufferedReader(open_object(url), _BLOCK_BYTES) as stored:
+        missing = sum(found not in here for line in stored if (found := _answered_id(line)) is not None)
+    if missing:
+        raise RecordsError(
+            f"{url} has {missing} answers that {path} lacks: another machine continued this job. Delete {path.parent}"
+            " to resume from the store"
+        )
+
+
+def _answered_id(line: bytes) -> str | None:
+    """Return the id of a line that has an answer; None for a failure and for half a line."""
+    try:
+        record = json.loads(line)
+        return str(record["id"]) if record.get("error") is None else None
+    except (ValueError, KeyError, AttributeError):
+        return None
+
+
+class Uploader:
+    """Uploads a growing file of answers in a background thread, with its description and its ledger.
+
+    Args:
+        target: the destination, which has a URL.
+        replace: whether the store may hold answers of an earlier job, which are deleted before the first upload.
+    """
+
+    def __init__(self, target: Destination, *, replace: bool) -> None:
+        assert target.url is not None
+        self._target, self._url, self._replace = target, target.url, replace
+        self._due = now()
+        self._begun = False
+        self._thread: threading.Thread | None = None
+        self._worked = False
+        self._error: StorageError | None = None
+
+    def answered(self) -> None:
+        """Start an upload if one is due. To be called before each answer is written.
+
+        Raises:
+            StorageError: the first upload failed, so that the store may refuse all of them.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if (error := self._error) is not None:
+            self._error = None
+            if not self._worked:
+                raise error
+            _LOG.warning("%s; the answers are in %s, and the upload is tried again", error, self._target.path)
+        # Before the first answer of a start is written, the file may hold those of a job that --force replaces.
+        begun, self._begun = self._begun, True
+        if begun and now() >= self._due and self._target.path.exists():
+            self._thread = threading.Thread(target=self._try, name="panscan-upload", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Upload everything, and wait for it.
+
+        Raises:
+            StorageError: the store refused, or did not take it before the deadline.
+        """
+        if self._thread is not None:
+            self._thread.join()  # it ends with the deadline of its transfers
+        if not self._target.path.exists():
+            return
+        self._upload()
+        if self._target.table is not None and self._target.table_url is not None:
+            upload(self._target.table_url, self._target.table)
+
+    def _try(self) -> None:
+        began = now()
+        try:
+            self._upload()
+            self._worked = True
+        except StorageError as error:
+            self._error = error
+        self._due = now() + max(_EVERY_S, _SHARE * (now() - began))
+
+    def _upload(self) -> None:
+        path = self._target.path
+        if self._replace:  # in this order: answers never stand beside the description of others
+            delete_object(self._url)
+            self._replace = False
+        upload(f"{self._url}.run.json", path.with_name(f"{path.name}.run.json"))
+        upload(self._url, path)
+        if (ledger := ledger_path(path)).exists():
+            upload(f"{self._url}.ledger.json", ledger)

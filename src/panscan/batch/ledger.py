@@ -1,0 +1,259 @@
+"""The ledger of a job: pages, failures by reason, tokens, retries and time, in ``NAME.ledger.json``.
+
+Counts of answers come from the file of answers; times and retries are kept for each start, because a job may be
+resumed. The file is replaced atomically every few seconds and when a start ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from panscan.batch.jsonl import Record
+from panscan.core import RecordsError, now
+from panscan.records.store import write_atomically
+
+__all__ = ["SCHEMA", "JobStart", "Ledger", "LedgerWriter", "ledger_path", "read_ledger"]
+
+SCHEMA = 1
+
+Ending = Literal["running", "finished", "stopped"]
+
+_EVERY_S = 10.0  # a killed start loses the time since the last write
+_REASONS = 50  # different reasons that are counted; the rest share one entry
+_OTHER = "other reasons"
+_FIX = "delete it to begin a new one"
+
+
+@dataclass(frozen=True, slots=True)
+class JobStart:
+    """One start of a job.
+
+    Args:
+        began: UTC time in ISO 8601.
+        load_seconds: time to load the model.
+        seconds: wall time from the loaded model to the last answer.
+        pages: images of the requests that ended.
+        successful_pages: those of requests with an answer.
+        retries: requests that had failed in an earlier start.
+        ending: ``running`` of a start that is in progress or was killed.
+    """
+
+    began: str
+    load_seconds: float = 0.0
+    seconds: float = 0.0
+    pages: int = 0
+    successful_pages: int = 0
+    retries: int = 0
+    ending: Ending = "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What a job has done so far. Counts of answers are those at the end of the last start.
+
+    Args:
+        requests: lines in the file of answers.
+        pages: their images.
+        successful_pages: images of requests with an answer.
+        failed_pages: images of failed requests.
+        reasons: failed requests by reason, document names removed.
+        prompt_tokens: of all requests, image tokens included.
+        image_tokens: of all requests.
+        cached_tokens: prompt tokens that were found in the prefix cache.
+        output_tokens: of all requests.
+        replica_retries: times that a request was given to another replica because one had failed.
+        starts: the job's starts in order.
+        cost_per_hour: price of the machines, in any currency; None if it was not given.
+    """
+
+    requests: int = 0
+    pages: int = 0
+    successful_pages: int = 0
+    failed_pages: int = 0
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    image_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    replica_retries: int = 0
+    starts: tuple[JobStart, ...] = ()
+    cost_per_hour: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of answering in all starts, without loading."""
+        return sum(start.seconds for start in self.starts)
+
+    @property
+    def load_seconds(self) -> float:
+        """Time to load the model in all starts."""
+        return sum(start.load_seconds for start in self.starts)
+
+    @property
+    def retries(self) -> int:
+        """Requests that were asked again because they or a replica had failed."""
+        return self.replica_retries + sum(start.retries for start in self.starts)
+
+    @property
+    def pages_per_second(self) -> float | None:
+        """Successful pages per second of answering; None before the first."""
+        successful = sum(start.successful_pages for start in self.starts)
+        return successful / self.seconds if self.seconds > 0 else None
+
+    @property
+    def price_per_million_pages(self) -> float | None:
+        """Price of a million successful pages; None without a price per hour, or before the first page."""
+        speed = self.pages_per_second
+        return 1e6 * self.cost_per_hour / 3600 / speed if self.cost_per_hour is not None and speed else None
+
+
+def ledger_path(answers: Path) -> Path:
+    """Return the path of the ledger beside a file of answers."""
+    return answers.with_name(f"{answers.name}.ledger.json")
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Read the ledger of a job, running or ended.
+
+    Args:
+        path: the ledger, ``answers.jsonl.ledger.json``.
+
+    Raises:
+        RecordsError: the file cannot be read, or is not a ledger of this version.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RecordsError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RecordsError(f"{path}: not a ledger: it is not JSON ({_FIX})") from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise RecordsError(f"{path}: not a ledger of schema {SCHEMA} ({_FIX})")
+    try:
+        starts = tuple(_checked(JobStart, each) for each in found["starts"])
+        kept = {name: found[name] for name in (each.name for each in fields(Ledger)) if name != "starts"}
+        ledger: Ledger = _checked(Ledger, {**kept, "starts": starts})
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordsError(f"{path}: not a ledger: {error} ({_FIX})") from error
+    return ledger
+
+
+class LedgerWriter:
+    """Keeps the ledger of a job that is answering.
+
+    Args:
+        answers: the file of answers.
+        resumed: whether the job began before, so that its starts add up.
+        cost_per_hour: price of the machines; None keeps the price of an earlier start.
+
+    Raises:
+        RecordsError: the ledger of an earlier start cannot be read.
+    """
+
+    def __init__(self, answers: Path, *, resumed: bool, cost_per_hour: float | None) -> None:
+        self.path = ledger_path(answers)
+        before = read_ledger(self.path) if resumed and self.path.exists() else Ledger()
+        cost = before.cost_per_hour if cost_per_hour is None else cost_per_hour
+        self._ledger = replace(before, cost_per_hour=cost)
+        self._start = JobStart(datetime.now(UTC).isoformat(timespec="seconds"))
+        self._began = self._written = now()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger with the present start."""
+        return replace(self._ledger, starts=(*self._ledger.starts, self._start))
+
+    def loaded(self, seconds: float) -> None:
+        """Note how long the model took to load; answering begins now."""
+        self._began = now()
+        self._start = replace(self._start, load_seconds=seconds)
+
+    def retried(self) -> None:
+        """Count a request that is asked again."""
+        self._start = replace(self._start, retries=self._start.retries + 1)
+
+    def add(self, record: Record) -> None:
+        """Count an answer, and write the ledger if it is due.
+
+        Raises:
+            RecordsError: the disk does not take it.
+        """
+        pages = len(record["image"])
+        self._start = replace(
+            self._start,
+            seconds=now() - self._began,
+            pages=self._start.pages + pages,
+            successful_pages=self._start.successful_pages + (pages if record["error"] is None else 0),
+        )
+        if now() - self._written >= _EVERY_S:
+            self._write()
+
+    def end(self, records: Iterable[Record], ending: Ending) -> Ledger:
+        """Count all answers, write the ledger and return it.
+
+        Args:
+            records: all lines of the file of answers.
+            ending: ``finished`` if nothing remains to be asked.
+
+        Raises:
+            RecordsError: the disk does not take it, or a line is not an answer.
+        """
+        self._ledger = replace(self._ledger, **_counts(records))
+        self._start = replace(self._start, ending=ending)
+        self._write()
+        return self.ledger
+
+    def _write(self) -> None:
+        ledger = self.ledger
+        names = ("seconds", "load_seconds", "retries", "pages_per_second", "price_per_million_pages")
+        derived = {name: getattr(ledger, name) for name in names}
+        data = json.dumps({"schema": SCHEMA, **asdict(ledger), **derived}, indent=2, ensure_ascii=False)
+        write_atomically(self.path, data.encode("utf-8", "backslashreplace") + b"\n")
+        self._written = now()
+
+
+def _counts(records: Iterable[Record]) -> dict[str, Any]:
+    sums: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for record in records:
+        pages, failed = len(record["image"]), record.get("error") is not None
+        sums.update({"requests": 1, "pages": pages, "failed_pages" if failed else "successful_pages": pages})
+        sums.update({name: record.get(name) or 0 for name in _TOKENS})  # lines of older versions lack some
+        sums["replica_retries"] += record.get("retries") or 0
+        if failed:
+            reason = _reason(record)
+            reasons[reason if reason in reasons or len(reasons) < _REASONS else _OTHER] += 1
+    names = ("requests", "pages", "successful_pages", "failed_pages", "replica_retries", *_TOKENS)
+    return {**{name: sums[name] for name in names}, "reasons": dict(reasons.most_common())}
+
+
+_TOKENS = ("prompt_tokens", "image_tokens", "cached_tokens", "output_tokens")
+
+
+def _reason(record: Record) -> str:
+    """Return the error of a line without the name of its document, so that equal failures are one reason."""
+    text = str(record["error"])
+    for name in (record["id"], *record["image"]):
+        for each in (name, re.sub("#page=[0-9]+$", "", name)):
+            text = text.removeprefix(f"{each}: ")
+    return re.sub(r"^image \d+ of \d+: ", "", text)
+
+
+def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return a dataclass of JSON values; the types of numbers, texts and maps are checked against its defaults."""
+    found = kind(**values)
+    for each in fields(kind):
+        value = getattr(found, each.name)
+        number = each.type in ("int", "float", "float | None")
+        if number and not (isinstance(value, int | float) or (value is None and "None" in str(each.type))):
+            raise TypeError(f"{each.name} is {value!r}, not a number")
+    if isinstance(found, JobStart) and found.ending not in get_args(Ending):
+        raise ValueError(f"ending is {found.ending!r}")
+    return found

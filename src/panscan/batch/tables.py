@@ -1,0 +1,271 @@
+"""Rows of Parquet files as questions, and answers as a Parquet file. Both keep only a few rows in memory."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+from panscan.batch.jsonl import Record, unwritable
+from panscan.core import DatasetError, create_file
+from panscan.images.storage import is_stored, open_object
+from panscan.quality.datasets import Boundary
+from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, image_bytes, require_pyarrow
+
+__all__ = ["ParquetTable", "RowImages", "TableColumns", "TableRow", "is_table", "write_answers"]
+
+_IMAGE_ROWS = 16  # rows whose images are decoded from Parquet at once
+_TEXT_ROWS = 1000
+_BUFFER_BYTES = 8 * 2**20
+_TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
+_ANSWERS = {
+    "id": "string", "image": "list", "question": "string", "answer": "string", "finish_reason": "string",
+    "views": "int32", "crops": "int32", "image_tokens": "int32", "prompt_tokens": "int32", "output_tokens": "int32",
+    "error": "string", "cached_tokens": "int32", "ttft_ms": "float64", "e2el_ms": "float64",
+    "retries": "int32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumns:
+    """Columns of Parquet files that the user named; None chooses one by its usual names."""
+
+    image: str | None = None
+    id: str | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of one row, which are read when the row is asked about."""
+
+    table: ParquetTable
+    row: int
+
+    def read(self) -> tuple[bytes | str, ...]:
+        """Return the images as bytes, or as paths where the table has paths.
+
+        Raises:
+            InputError: the row has no image, names one that it may not, or cannot be read.
+        """
+        return self.table.images(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One row: a unique id, its name (``pages.parquet#row=1``), its prompt, if it has one, and its images."""
+
+    id: str
+    name: str
+    prompt: str | None
+    images: RowImages
+
+
+def is_table(source: str) -> bool:
+    """Return whether a source names Parquet files."""
+    return source.lower().endswith(".parquet")
+
+
+class ParquetTable:
+    """A Parquet file, local or on an object store.
+
+    Args:
+        source: path or URL.
+        columns: the columns to read.
+        prompts: whether rows have prompts: True requires a column, None uses one if there is one, False ignores it.
+        external: whether rows that hold paths may name URLs and files outside the table's folder.
+
+    Attributes:
+        rows: number of rows.
+        has_prompts: whether each row has its own prompt.
+
+    Raises:
+        DatasetError: the file cannot be read, or lacks a column.
+        StorageError: the object store refused or did not answer.
+        UnsupportedError: pyarrow is missing.
+    """
+
+    def __init__(self, source: str, columns: TableColumns, *, prompts: bool | None, external: bool) -> None:
+        self.source = source
+        self._pa = require_pyarrow(source)
+        self._boundary = None if is_stored(source) else Boundary([Path(source).parent], external=external)
+        self._external = external
+        with self._reading():
+            file = self._open()
+            schema, metadata = file.schema_arrow, file.metadata
+        self.rows: int = metadata.num_rows
+        groups = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._group_starts = [0, *accumulate(groups)]
+        self._image = self._column(schema, "--image-column", columns.image, IMAGES)
+        self._id = self._column(schema, "--id-column", columns.id, IDS, required=False)
+        wanted = (*QUESTIONS, "prompt")
+        self._prompt: str | None = self._column(
+            schema, "--prompt-column", columns.prompt, wanted, required=prompts is True
+        )
+        if prompts is False:
+            self._prompt = None
+        self.has_prompts = self._prompt is not None
+        self._check_types(schema)
+        self._images: Iterator[Any] | None = None
+        self._next = 0  # the row that _images yields next
+
+    def __iter__(self) -> Iterator[TableRow]:
+        """Yield the rows in order. Images are not read.
+
+        Raises:
+            DatasetError: a row has no id.
+        """
+        names = [name for name in (self._id, self._prompt) if name is not None]
+        for number, row in enumerate(self._records(names) if names else ({} for _ in range(self.rows))):
+            name = f"{self.source}#row={number + 1}"
+            row_id = name if self._id is None else row[self._id]
+            if row_id is None or row_id == "":
+                raise DatasetError(f"{name}: column {self._id!r} is empty: every row needs an id")
+            prompt = (row[self._prompt] or "") if self._prompt is not None else None
+            yield TableRow(str(row_id), name, prompt, RowImages(self, number))
+
+    def images(self, row: int) -> tuple[bytes | str, ...]:
+        """Return the images of a row. Rows that are read in order are read from the file once.
+
+        Raises:
+            DatasetError: the row has no image, or names one outside the table's folder.
+            StorageError: the object store failed.
+        """
+        name = f"{self.source}#row={row + 1}"
+        with self._reading():
+            value = self._image_value(row)
+        found = [self._resolved(each, name) for each in (value if isinstance(value, list) else [value])]
+        if not found:
+            raise DatasetError(f"{name}: column {self._image!r} holds no image")
+        return tuple(found)
+
+    def close(self) -> None:
+        """Release the images that were read ahead. A closed table opens again when it is read."""
+        self._images = None
+
+    def _image_value(self, row: int) -> Any:
+        group = bisect_right(self._group_starts, row) - 1
+        if self._images is None or not self._group_starts[group] <= self._next <= row:
+            self._next = self._group_starts[group]
+            self._images = (each[self._image] for each in self._records([self._image], group))
+        skipped = row - self._next
+        self._next = row + 1
+        try:
+            return next(islice(self._images, skipped, None), None)  # a table that became shorter has no image
+        except BaseException:
+            self.close()  # a generator that raised is exhausted: the next row opens the file again
+            raise
+
+    def _records(self, names: Sequence[str], group: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the rows from a row group on, with these columns only."""
+        rows = _IMAGE_ROWS if self._image in names else _TEXT_ROWS
+        with self._reading():
+            file = self._open()
+            groups = range(group, file.metadata.num_row_groups)
+            for batch in file.iter_batches(rows, columns=list(names), row_groups=list(groups)):
+                yield from batch.to_pylist()
+
+    def _open(self) -> Any:
+        from pyarrow import parquet
+
+        source = open_object(self.source) if is_stored(self.source) else self.source
+        return parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
+
+    def _reading(self) -> _Reading:
+        return _Reading(self.source, self._pa)
+
+    def _column(
+        self, schema: Any, option: str, given: str | None, usual: Sequence[str], *, required: bool = True
+    ) -> str:  # fmt: skip
+        names: list[str] = schema.names
+        found = given if given in names else next((name for name in usual if name in names), None)
+        if (given is not None and given not in names) or (required and found is None):
+            missing = f"no column {given!r}" if given is not None else f"no column {' or '.join(map(repr, usual))}"
+            raise DatasetError(f"{self.source}: {missing}; it has {', '.join(names)}: name one with {option}")
+        if found is not None and names.count(found) > 1:
+            raise DatasetError(f"{self.source}: there are several columns {found!r}: rename all but one")
+        return found  # type: ignore[return-value]  # None only where it is not required
+
+    def _check_types(self, schema: Any) -> None:
+        kind = str(schema.field(self._image).type)
+        inner = kind.removeprefix("large_").removeprefix("list<").partition(": ")[2] if "list<" in kind[:11] else kind
+        allowed = ("binary", "large_binary", "fixed_size_binary", "string", "large_string", "struct<")
+        if not inner.startswith(allowed) or (inner.startswith("struct<") and "bytes: " not in inner):
+            raise DatasetError(
+                f"{self.source}: column {self._image!r} is {kind}, not images (bytes, or structs of bytes and path):"
+                " name another with --image-column"
+            )
+        if self._prompt is not None and not str(schema.field(self._prompt).type).startswith(_TEXTS):
+            kind = str(schema.field(self._prompt).type)
+            raise DatasetError(f"{self.source}: the prompts in column {self._prompt!r} are {kind}, not text")
+
+    def _resolved(self, value: Any, name: str) -> bytes | str:
+        if (content := image_bytes(value)) is not None:
+            return content
+        path = value.get("path") if isinstance(value, Mapping) else value
+        if not isinstance(path, str) or not path:
+            raise DatasetError(f"{name}: column {self._image!r} holds no image")
+        if "://" in path:
+            if not self._external:
+                raise DatasetError(f"{name}: the image {path} is a URL: allow it with --allow-external-images")
+            return path
+        if self._boundary is None:
+            return f"{self.source.rpartition('/')[0]}/{path}"
+        beside = str(Path(self.source).parent / path)
+        self._boundary.check(beside, name)
+        return beside
+
+
+class _Reading:
+    """Raises what reading Parquet raises as one line that names the file."""
+
+    def __init__(self, source: str, pa: Any) -> None:
+        self._source, self._expected = source, (pa.ArrowException, OSError)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, self._expected):
+            text = " ".join(str(error).split())[:200]
+            raise DatasetError(f"{self._source}: not a readable Parquet file: {text}") from error
+
+
+def write_answers(path: Path, records: Iterable[Record]) -> None:
+    """Write answers as a Parquet file with one row per line; readers see the old file or the new one.
+
+    Raises:
+        RecordsError: the disk does not take it.
+        UnsupportedError: pyarrow is missing.
+    """
+    pa = require_pyarrow(str(path))
+    from pyarrow import parquet
+
+    kinds = {"list": pa.list_(pa.string()), "string": pa.string(), "int32": pa.int32(), "float64": pa.float64()}
+    schema = pa.schema([(name, kinds[kind]) for name, kind in _ANSWERS.items()])
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with create_file(temporary) as file:
+            with parquet.ParquetWriter(file, schema) as writer:
+                rows = iter(records)
+                while some := [_unicode(row) for row in islice(rows, _TEXT_ROWS)]:
+                    writer.write_batch(pa.RecordBatch.from_pylist(some, schema))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _unicode(value: Any) -> Any:
+    """Return a value without the surrogates of file names that are not Unicode, which Arrow refuses."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_unicode(each) for each in value]
+    return {key: _unicode(each) for key, each in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,388 @@
+"""Objects on S3, Google Cloud Storage and Azure: read, listed and written through obstore, within a deadline.
+
+Endpoints and credentials come from the environment variables of each provider (``AWS_ENDPOINT_URL``,
+``AWS_ACCESS_KEY_ID``, ...), for S3 also from a profile of ``~/.aws/credentials``. obstore retries failed and
+interrupted requests with exponential backoff until the deadline.
+"""
+
+from __future__ import annotations
+
+import configparser
+import io
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from panscan.core import ImageError, StorageError, UnsupportedError, create_file
+from panscan.core.errors import one_line
+from panscan.core.ranges import Range
+from panscan.images.fetch import MAX_BYTES
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = [
+    "MAX_OBJECTS",
+    "STORAGE_TIMEOUT",
+    "STORAGE_TIMEOUT_RANGE",
+    "check_object",
+    "delete_object",
+    "download",
+    "is_stored",
+    "list_objects",
+    "local_path",
+    "object_exists",
+    "open_object",
+    "read_object",
+    "upload",
+]
+
+STORAGE_TIMEOUT = "PANSCAN_STORAGE_TIMEOUT"
+"""Environment variable with the seconds for one object, retries included; other processes inherit it."""
+
+STORAGE_TIMEOUT_RANGE = Range(above=0, most=86_400)
+
+MAX_OBJECTS = 20_000_000
+"""Objects that one listing may hold."""
+
+_DEFAULT_TIMEOUT_S = 60.0
+_CONNECT_S = 5.0
+_SILENCE_S = 15.0  # without data, before a request is retried
+_STORED = re.compile(r"(s3|gs|az)://", re.IGNORECASE)
+_BLOCK_BYTES = 8 * 2**20
+_CACHE_BYTES = 256 * 2**20
+
+_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+_NO_BUCKET = "no such bucket"
+_FIXES = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_SKIP_SIGNATURE=true",
+}
+
+
+class _Cache:
+    """The objects that were read last, at most :data:`_CACHE_BYTES` of them. Safe for threads.
+
+    A document is opened several times: to count its pages, to plan its views, and for the pixels of each page.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> bytes | None:
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+            return self._found.get(key)
+
+    def put(self, key: Hashable, content: bytes) -> None:
+        with self._lock:
+            self._bytes += len(content) - len(self._found.pop(key, b""))
+            self._found[key] = content
+            while self._bytes > _CACHE_BYTES:
+                self._bytes -= len(self._found.popitem(last=False)[1])
+
+
+_CACHE = _Cache()
+
+
+def is_stored(source: str) -> bool:
+    """Return whether a source is the URL of an object store (``s3://``, ``gs://`` or ``az://``)."""
+    return _STORED.match(source) is not None
+
+
+def local_path(source: str) -> str:
+    """Return the path of a ``file://`` URL, and any other source unchanged.
+
+    Raises:
+        ImageError: the URL names another host.
+    """
+    if not source.lower().startswith("file://"):
+        return source
+    parts = urlsplit(source)
+    if parts.netloc not in ("", "localhost"):
+        raise ImageError(f"{source}: file:// URLs name files of this machine: write file:///path")
+    fragment = f"#{parts.fragment}" if parts.fragment else ""
+    return unquote(parts.path) + fragment
+
+
+def read_object(url: str) -> bytes:
+    """Return an object's content, from memory if this process read it a short time ago.
+
+    Raises:
+        ImageError: the object does not exist, or exceeds 128 MiB.
+        StorageError: the store refused, or did not send it before the deadline.
+        UnsupportedError: obstore is missing.
+    """
+    store, path = _place(url)
+    if (content := _CACHE.get(key := (url, _environment()))) is not None:
+        return content
+    import obstore
+
+    with _errors(url):
+        found = obstore.get(store, path)
+        if found.meta["size"] > MAX_BYTES:
+            raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
+        content = bytes(found.bytes())
+    _CACHE.put(key, content)
+    return content
+
+
+def list_objects(url: str) -> Iterator[str]:
+    """Yield the URLs of the objects below a prefix, sorted as the store sorts them; requests 1,000 names at a time.
+
+    The prefix ends at a slash: ``s3://bucket/scans`` lists ``scans/...``, not ``scans2/...``.
+
+    Raises:
+        StorageError: the prefix could not be listed before the deadline, or holds more than :data:`MAX_OBJECTS`.
+        UnsupportedError: obstore is missing.
+    """
+    store, path = _place(url)
+    import obstore
+
+    bucket = "/".join(url.split("/", 3)[:3])
+    count = 0
+    with _errors(url):
+        for chunk in obstore.list(store, path or None, chunk_size=1000):
+            count += len(chunk)
+            if count > MAX_OBJECTS:
+                raise StorageError(f"{url}: more than {MAX_OBJECTS} objects: split the job by prefix")
+            yield from (f"{bucket}/{each['path']}" for each in chunk)
+
+
+def object_exists(url: str) -> bool:
+    """Return whether an object exists.
+
+    Raises:
+        StorageError: the store did not answer before the deadline, or refused.
+        UnsupportedError: obstore is missing.
+    """
+    store, path = _place(url)
+    import obstore
+
+    try:
+        with _errors(url):
+            obstore.head(store, path)
+    except ImageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        # HEAD does not tell a missing object from a missing bucket; a listing does.
+        next(list_objects(url), None)
+        return False
+    return True
+
+
+def check_object(url: str) -> None:
+    """Check that an object can be read, without reading it.
+
+    Raises:
+        ImageError: it does not exist.
+        StorageError: the store refused, or did not answer before the deadline.
+        UnsupportedError: obstore is missing.
+    """
+    if not object_exists(url):
+        raise ImageError(f"{url}: no such object")
+
+
+def download(url: str, path: Path) -> None:
+    """Write an object to a file that must not exist yet; an interrupted download leaves no file of that name.
+
+    Raises:
+        StorageError: the object could not be read before the deadline.
+        OSError: the disk does not take it.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open_object(url) as source, create_file(partial) as file:
+            while block := source.read(_BLOCK_BYTES):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def upload(url: str, path: Path) -> None:
+    """Replace an object by the content of a file. Readers of the store see the old object or the new one.
+
+    Raises:
+        StorageError: the store refused, or did not take it before the deadline.
+    """
+    store, key = _place(url)
+    import obstore
+
+    with _errors(url, missing=StorageError):
+        obstore.put(store, key, path)
+
+
+def delete_object(url: str) -> None:
+    """Delete an object, if it exists.
+
+    Raises:
+        StorageError: the store refused, or did not answer before the deadline.
+    """
+    store, path = _place(url)
+    import obstore
+
+    if object_exists(url):
+        with _errors(url, missing=StorageError):
+            obstore.delete(store, path)
+
+
+def open_object(url: str) -> io.RawIOBase:
+    """Return an object as a seekable binary stream without a buffer: each read is one request.
+
+    Raises:
+        ImageError: the object does not exist.
+        StorageError: the store refused, or did not answer before the deadline. Reading raises it, too.
+    """
+    store, path = _place(url)
+    import obstore
+
+    with _errors(url):
+        size = obstore.head(store, path)["size"]
+    return _RangeReader(url, store, path, size)
+
+
+class _RangeReader(io.RawIOBase):
+    """An object of ``size`` bytes, read by ranges."""
+
+    def __init__(self, url: str, store: ObjectStore, path: str, size: int) -> None:
+        self._url, self._store, self._path, self._size = url, store, path, size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        import obstore
+
+        count = min(len(buffer), self._size - self._at)
+        if count <= 0:
+            return 0
+        with _errors(self._url):
+            buffer[:count] = bytes(obstore.get_range(self._store, self._path, start=self._at, length=count))
+        self._at += count
+        return count
+
+
+def _timeout() -> float:
+    text = os.environ.get(STORAGE_TIMEOUT)
+    return STORAGE_TIMEOUT_RANGE.parse(STORAGE_TIMEOUT, text) if text else _DEFAULT_TIMEOUT_S
+
+
+def _place(url: str) -> tuple[ObjectStore, str]:
+    """Return the store of a URL, and the path in it."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    try:
+        import obstore.store  # noqa: F401 - only whether it is installed
+    except ImportError:
+        raise UnsupportedError(
+            f"{url}: reading and writing object stores needs obstore: pip install 'panscan[storage]'"
+        ) from None
+    if not bucket:
+        raise StorageError(f"{url}: the bucket is missing: write {scheme}://bucket/path")
+    with _errors(url), _LOCK:
+        return _store(scheme.lower(), bucket, _timeout(), _environment()), path
+
+
+_LOCK = threading.Lock()
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    """Return the environment variables that configure stores."""
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES)))
+
+
+@lru_cache(maxsize=64)
+def _store(scheme: str, bucket: str, timeout: float, environment: tuple[tuple[str, str], ...]) -> ObjectStore:
+    """Return a bucket's store, which obstore configures from the same environment."""
+    from obstore.store import from_url
+
+    found = dict(environment)
+
+    whole, backoff = timedelta(seconds=timeout), {"init_backoff": timedelta(milliseconds=100), "base": 2}
+    return from_url(
+        f"{scheme}://{bucket}",
+        config=(_profile(found) if scheme == "s3" else None) or None,
+        client_options={
+            "allow_http": any(found.get(name, "").lower().startswith("http://") for name in _ENDPOINTS),
+            "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout)),
+            "read_timeout": timedelta(seconds=min(_SILENCE_S, timeout)),
+            "timeout": whole,
+        },
+        retry_config={
+            "max_retries": 1000,  # the deadline ends them
+            "retry_timeout": whole,
+            "backoff": {**backoff, "max_backoff": timedelta(seconds=5)},
+        },
+    )
+
+
+def _profile(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys of ``~/.aws/credentials``, which obstore does not read, unless the environment has others."""
+    if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_SKIP_SIGNATURE"):
+        return {}
+    file = configparser.ConfigParser(interpolation=None)
+    try:
+        file.read(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser())
+        found = dict(file[environment.get("AWS_PROFILE") or "default"])
+    except (configparser.Error, KeyError, UnicodeDecodeError, RuntimeError):
+        return {}
+    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    return {name: found[name] for name in names if name in found}
+
+
+@contextmanager
+def _errors(url: str, missing: type[ImageError] = ImageError) -> Iterator[None]:
+    """Raise obstore's errors as one line that names the URL and the fix; ``missing`` if the object does not exist."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (BaseError, FileNotFoundError, ValueError) as error:
+        reason = one_line(_reason(url, error))
+        kind = missing if isinstance(error, FileNotFoundError) and reason != _NO_BUCKET else StorageError
+        raise kind(f"{url}: {reason}") from error
+
+
+def _reason(url: str, error: Exception) -> str:
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    text = str(error).partition("\n")[0]
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    fix = _FIXES[url.partition("://")[0].lower()]
+    if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
+        return _NO_BUCKET
+    if isinstance(error, FileNotFoundError):
+        return "no such object"
+    if "169.254" in text or "metadata.google" in text or "Account must be specified" in text:
+        return f"no credentials found: {fix}"  # the last place where they are looked for is the cloud's own host
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or " 403 " in text or " 401 " in text:
+        return f"access denied{f' ({code[1]})' if code else ''}: check the credentials ({fix})"
+    last = text.rpartition(" - ")[2].removeprefix("Server returned non-2xx status code: ").partition(": <")[0]
+    return f"the object store failed ({code[1] if code else last})"

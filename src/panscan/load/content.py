@@ -1,0 +1,236 @@
+"""What a load level sends: documents and prompts as chat completions, encoded before the clock starts.
+
+Every level sends the same documents, prompts and lengths in the same order, so levels are compared on the same work.
+The images are made distinct by a few pixels (:mod:`panscan.load.variants`), except for the share that is reused on
+purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from PIL import Image, UnidentifiedImageError
+
+from panscan.bench.workload import DocumentFile, Item
+from panscan.core import SettingError
+from panscan.images.files import Page, load_page, page_named
+from panscan.load.chat import ChatRequest, chat_body
+from panscan.load.options import LoadOptions
+from panscan.load.scenario import Scenario
+from panscan.load.variants import VariantImage
+
+__all__ = ["MAX_BYTES", "Content", "LoadRequest", "Pile", "content_digest", "pile_of_items", "pile_of_scenario"]
+
+MAX_BYTES = 2**31
+"""Encoded documents and request bodies of one level, bytes."""
+
+_MARK = "panscan-image-data-of-document"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A chat completion and the item that it was made of, for the records."""
+
+    chat: ChatRequest
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Pile:
+    """Documents with prompts, and how often each is sent.
+
+    Args:
+        items: documents and prompt of each possible request.
+        weights: relative frequency of each item; None: every item once per round, in random order.
+        open_image: returns a document's encoded image.
+    """
+
+    items: Sequence[Item]
+    weights: Sequence[float] | None
+    open_image: Callable[[DocumentFile], VariantImage]
+
+
+def pile_of_items(items: Sequence[Item]) -> Pile:
+    """Return the pile of the documents that a workload found."""
+    return Pile(items, None, _open_document)
+
+
+def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) -> Pile:
+    """Return the drawn documents of a scenario.
+
+    Args:
+        scenario: one with documents.
+        seed: another seed gives other documents.
+        prompts: questions for every document, instead of the scenario's or each document's own.
+    """
+    items: list[Item] = []
+    weights: list[float] = []
+    images: dict[str, VariantImage] = {}
+    for entry in scenario.documents:
+        for index in range(scenario.variety):
+            drawn = entry.draw(seed, index, scenario.columns)
+            digest = hashlib.sha256(drawn.image.tobytes()).hexdigest()
+            file = DocumentFile(f"{scenario.name}/{entry.name}-{index}", entry.width, entry.height, digest)
+            images[file.name] = VariantImage(drawn.image)
+            questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.asks]
+            items += [Item(f"{file.name}-{number}", (file,), question) for number, question in enumerate(questions)]
+            weights += [entry.share / scenario.variety / len(questions)] * len(questions)
+    return Pile(items, weights, lambda document: images[document.name])
+
+
+def _open_document(document: DocumentFile) -> VariantImage:
+    page = page_named(document.name)
+    return VariantImage(load_page(page), _jpeg_of(page))
+
+
+def _jpeg_of(page: Page) -> Image.Image | None:
+    """Return the header of a JPEG file on this machine; None for other documents."""
+    if page.page is not None:
+        return None
+    try:
+        with Image.open(page.source) as file:
+            return file if file.format in ("JPEG", "MPO") else None
+    except (OSError, UnidentifiedImageError):  # a URL: its image is sent as PNG
+        return None
+
+
+class Content:
+    """Makes the requests of each level of a run.
+
+    Args:
+        pile: documents and prompts.
+        options: of the run; its seed decides order, lengths and reuse.
+        model: model name of the requests.
+        salt: number that is mixed into the images, so that a second run with the same seed sends other pixels. The same
+            salt and seed give the same bytes.
+        most_bytes: encoded documents and request bodies of one level, bytes.
+    """
+
+    def __init__(
+        self, pile: Pile, options: LoadOptions, model: str, salt: int = 0, most_bytes: int = MAX_BYTES
+    ) -> None:
+        self._pile, self._options, self._model, self._most_bytes = pile, options, model, most_bytes
+        self._variant = salt
+        self._images: dict[str, VariantImage] = {}
+        self._document_bytes = 0
+        self._request_bytes = 0.0
+
+    @property
+    def size(self) -> str:
+        """What the latest level keeps in memory, as text."""
+        documents = f"{len(self._images):,} document{'' if len(self._images) == 1 else 's'}"
+        encoded = f"{self._document_bytes / 1e6:,.1f} MB in base64"
+        return f"{documents}, {encoded}; each request adds {self._request_bytes / 1e3:,.1f} kB"
+
+    def requests(self, count: int) -> list[LoadRequest]:
+        """Return the requests of a level, with images that no earlier call returned.
+
+        Raises:
+            ImageError: a document cannot be read.
+            SettingError: the requests would need more than ``most_bytes``.
+        """
+        found: list[LoadRequest] = []
+        sent: list[tuple[Item, int]] = []  # fresh images of this level
+        by_documents = self._by_documents()
+        order, draw = self._order(), Random(f"{self._options.seed}-reuse")
+        total = 0
+        for number in range(count):
+            item = next(order)
+            if sent and self._reuses(number):
+                earlier, variant = draw.choice(sent)
+                item = draw.choice(by_documents[earlier.documents])
+            else:
+                variant, self._variant = self._variant, self._variant + 1
+                sent.append((item, variant))
+            chat = self._chat(number, item, variant)
+            total += sum(map(len, chat.body)) - self._shared(item)
+            self._check_size(total, number + 1, count)
+            found.append(LoadRequest(chat, item))
+        self._request_bytes = total / count
+        return found
+
+    def _reuses(self, number: int) -> bool:
+        """Return whether a request reuses an image: an even spread of the wanted share."""
+        share = self._options.image_reuse
+        return int((number + 1) * share) > int(number * share)
+
+    def _by_documents(self) -> dict[tuple[DocumentFile, ...], list[Item]]:
+        found: dict[tuple[DocumentFile, ...], list[Item]] = {}
+        for item in self._pile.items:
+            found.setdefault(item.documents, []).append(item)
+        return found
+
+    def _order(self) -> Iterator[Item]:
+        """Yield items without end, the same for the same seed."""
+        items, weights = list(self._pile.items), self._pile.weights
+        draw = Random(f"{self._options.seed}-items")
+        while True:
+            if weights is None:
+                draw.shuffle(items)
+                yield from items
+            else:
+                yield from draw.choices(items, weights, k=256)
+
+    def _length(self, number: int) -> int:
+        """Return the output tokens that a request asks for."""
+        options = self._options
+        if options.trace is not None and options.trace.output_lengths is not None:
+            return options.trace.output_lengths[number]
+        least = options.max_tokens if options.min_tokens is None else options.min_tokens
+        return Random(f"{options.seed}-length-{number}").randint(least, options.max_tokens)
+
+    def _chat(self, number: int, item: Item, variant: int) -> ChatRequest:
+        tokens = self._length(number)
+        urls = [f"data:{self._image(file).media_type};base64,{_MARK}" for file in item.documents]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content = [*parts, {"type": "text", "text": item.prompt}]
+        body = chat_body(
+            self._model, [{"role": "user", "content": content}], tokens,
+            ignore_eos=self._options.ignore_eos, mm_processor_kwargs=self._options.mm_processor_kwargs,
+        )  # fmt: skip
+        pieces = b"".join(body).split(_MARK.encode(), len(urls))
+        segments = [pieces[0]]
+        for file, piece in zip(item.documents, pieces[1:], strict=True):
+            segments += [*self._image(file).base64(variant), piece]
+        return ChatRequest(f"{number:05d}", tuple(segments), tokens)
+
+    def _image(self, document: DocumentFile) -> VariantImage:
+        if document.name not in self._images:
+            self._images[document.name] = image = self._pile.open_image(document)
+            self._document_bytes += image.shared_bytes
+            self._check_size(0, 0, 0)
+        return self._images[document.name]
+
+    def _shared(self, item: Item) -> int:
+        return sum(self._image(file).shared_bytes for file in item.documents)
+
+    def _check_size(self, private: int, done: int, count: int) -> None:
+        """Refuse more than the allowed bytes, with an estimate of what the level needs.
+
+        Args:
+            private: bytes of the requests so far, without the documents' shared bytes.
+            done: requests so far.
+            count: requests of the level.
+        """
+        if self._document_bytes + private <= self._most_bytes:
+            return
+        limit = self._most_bytes / 1e6
+        if not done or self._document_bytes > self._most_bytes // 2:
+            documents = len(self._images)
+            raise SettingError(
+                f"--images: {documents:,} documents exceed {limit:,.0f} MB in base64: give fewer or smaller ones"
+            )
+        need = (self._document_bytes + private / done * count) / 1e6
+        raise SettingError(
+            f"--num-prompts {count}: the requests need about {need:,.0f} MB, the limit is {limit:,.0f} MB: send fewer"
+        )
+
+
+def content_digest(items: Sequence[Item]) -> str:
+    """Return a hash over every item's documents and prompt."""
+    facts = [[item.id, [file.sha256 for file in item.documents], item.prompt_sha256] for item in items]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

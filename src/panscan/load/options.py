@@ -1,0 +1,440 @@
+"""What a load run sends: levels, arrivals, lengths and limits, checked, and the parsers of option values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from panscan.core import SettingError
+from panscan.core.ranges import Range, shorten
+from panscan.core.request import SAMPLING_RANGES
+from panscan.load.arrivals import (
+    Arrivals,
+    BurstArrivals,
+    ConstantArrivals,
+    GammaArrivals,
+    RampArrivals,
+    RampStrategy,
+    TraceArrivals,
+)
+from panscan.settings import nearest
+
+__all__ = [
+    "GOODPUT_METRICS",
+    "LATENCY_METRICS",
+    "LOAD_RANGES",
+    "MAX_PROMPTS",
+    "RATE",
+    "LoadLevel",
+    "LoadOptions",
+    "RampUp",
+    "Trace",
+    "parse_concurrencies",
+    "parse_goodput",
+    "parse_latency_metrics",
+    "parse_percentiles",
+    "parse_rates",
+    "read_trace",
+]
+
+LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+MAX_PROMPTS = 1_000_000
+"""Requests of one level."""
+
+MAX_LEVELS = 100
+_MAX_TRACE_BYTES = 2**28
+_LEAST_SECONDS = 10.0
+_DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
+_TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
+RATE = Range(above=0, most=1_000_000)
+"""Requests per second."""
+LOAD_RANGES = {
+    "num_prompts": Range(whole=True, least=1, most=MAX_PROMPTS),
+    "num_warmups": Range(whole=True, least=0, most=MAX_PROMPTS),
+    "max_concurrency": Range(whole=True, least=1, most=100_000),
+    "burstiness": Range(above=0, most=1_000_000),
+    "goodput_attainment": Range(above=0, most=1),
+    "image_reuse": Range(least=0, most=1),
+    "level_seconds": Range(above=0, most=86_400),
+    "processes": Range(whole=True, least=1, most=256),
+    "trace_speedup": Range(above=0, most=1_000_000),
+    "min_tokens": SAMPLING_RANGES["max_new_tokens"],
+    "max_tokens": SAMPLING_RANGES["max_new_tokens"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLevel:
+    """One load level.
+
+    Args:
+        rate: requests per second; None: unlimited, or given by a trace or a ramp.
+        max_concurrency: requests in flight at most; None: unlimited.
+        burstiness: shape of the gamma distribution of the intervals; None where intervals are not random.
+        name: prefix of the cell id instead of the rate's, for a trace or a ramp.
+    """
+
+    rate: float | None = None
+    max_concurrency: int | None = None
+    burstiness: float | None = None
+    name: str | None = None
+
+    @property
+    def cell(self) -> str:
+        """The id of the level in records, such as ``rate-2`` or ``concurrency-4``."""
+        limit = [] if self.max_concurrency is None else [f"concurrency-{self.max_concurrency}"]
+        if self.name is not None:
+            parts = [self.name, *limit]
+        elif self.rate is not None:
+            parts = [f"rate-{self.rate:.6g}", *limit]
+        else:
+            parts = limit or ["rate-inf"]
+        return "-".join(parts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the cell in records."""
+        return {"request_rate": self.rate, "max_concurrency": self.max_concurrency, "burstiness": self.burstiness}
+
+
+@dataclass(frozen=True, slots=True)
+class RampUp:
+    """A request rate that grows during a level, as with vLLM's ``--ramp-up-strategy``; rates in requests per second."""
+
+    strategy: RampStrategy
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        RATE.check("--ramp-up-start-rps", self.start)
+        RATE.check("--ramp-up-end-rps", self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded arrivals.
+
+    Args:
+        times: ascending, seconds.
+        output_lengths: output tokens of each request; None: as without a trace.
+    """
+
+    times: tuple[float, ...]
+    output_lengths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The options of a load run, without its endpoint and documents.
+
+    Args:
+        rates: requests per second, one level each; None: unlimited.
+        max_concurrencies: requests in flight at most, combined with every rate; None: unlimited.
+        arrival: random intervals (a gamma distribution with shape ``burstiness``; 1: Poisson), or equal ones.
+        burstiness: see :class:`panscan.load.arrivals.GammaArrivals`.
+        ramp_up: a growing rate, instead of ``rates``.
+        trace: recorded arrivals, instead of ``rates``.
+        trace_speedup: factor by which the trace is replayed faster.
+        num_prompts: requests per level.
+        num_warmups: discarded requests before the first level.
+        seed: of arrivals, documents, prompts and lengths.
+        goodput: limits in milliseconds, by name of :data:`GOODPUT_METRICS`.
+        goodput_attainment: share of requests that must meet the limits, above 0 and up to 1.
+        find_max_rate: search for the highest rate with that share; ``rates`` holds the first rate to try.
+        level_seconds: duration of a level of the search at least; None: see :attr:`search_seconds`.
+        metric_percentiles: percentiles to report.
+        percentile_metrics: times to report, of :data:`LATENCY_METRICS`.
+        ignore_eos: ask the server for exactly the requested number of tokens.
+        image_reuse: share of requests that send an image that the level sent before; 0: every image is distinct.
+        min_tokens: shortest answer; None: ``max_tokens``. Lengths are drawn uniformly between both.
+        max_tokens: longest answer, tokens.
+        processes: processes of the client; None: chosen by the load.
+        scenario: name of the scenario, for the records.
+        mm_processor_kwargs: pan-and-scan settings to send with each request; None: the server's own.
+
+    Raises:
+        SettingError: a value is out of range, or options exclude each other.
+    """
+
+    rates: tuple[float | None, ...] = (None,)
+    max_concurrencies: tuple[int | None, ...] = (None,)
+    arrival: Literal["poisson", "constant"] = "poisson"
+    burstiness: float = 1.0
+    ramp_up: RampUp | None = None
+    trace: Trace | None = None
+    trace_speedup: float = 1.0
+    num_prompts: int = 64
+    num_warmups: int = 1
+    seed: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    goodput_attainment: float = 0.95
+    find_max_rate: bool = False
+    level_seconds: float | None = None
+    metric_percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
+    percentile_metrics: tuple[str, ...] = LATENCY_METRICS
+    ignore_eos: bool = False
+    image_reuse: float = 0.0
+    min_tokens: int | None = None
+    max_tokens: int = 128
+    processes: int | None = None
+    scenario: str | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in LOAD_RANGES.items():
+            if name != "max_concurrency" and (value := getattr(self, name)) is not None:
+                allowed.check(f"--{name.replace('_', '-')}", value)
+        for rate in self.rates:
+            if rate is not None:
+                RATE.check("--request-rate", rate)
+        for limit in self.max_concurrencies:
+            if limit is not None:
+                LOAD_RANGES["max_concurrency"].check("--max-concurrency", limit)
+        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SettingError(f"--min-tokens {self.min_tokens}: more than --max-tokens {self.max_tokens}; lower it")
+        if len(self.rates) * len(self.max_concurrencies) > MAX_LEVELS:
+            raise SettingError(f"--request-rate and --max-concurrency give more than {MAX_LEVELS} levels: give fewer")
+        _check_goodput(self.goodput)
+        self._check_arrivals()
+        if self.find_max_rate:
+            self._check_search()
+
+    def _check_arrivals(self) -> None:
+        limited = any(rate is not None for rate in self.rates)
+        if self.ramp_up is not None and self.trace is not None:
+            raise SettingError("--ramp-up-strategy and --trace exclude each other: choose one")
+        if limited and (self.ramp_up is not None or self.trace is not None):
+            other = "--trace" if self.trace is not None else "--ramp-up-strategy"
+            raise SettingError(f"--request-rate and {other} exclude each other: choose one")
+        if self.burstiness != 1.0 and self.arrival == "constant":
+            raise SettingError("--burstiness has no effect with --arrival constant: remove one of them")
+        if self.burstiness != 1.0 and not (limited or self.ramp_up is not None or self.find_max_rate):
+            raise SettingError("--burstiness needs a finite --request-rate: give one, such as --request-rate 4")
+        if self.trace_speedup != 1.0 and self.trace is None:
+            raise SettingError("--trace-speedup needs --trace FILE")
+        if self.trace is not None and len(self.trace.times) < self.num_prompts:
+            count = len(self.trace.times)
+            raise SettingError(f"--num-prompts {self.num_prompts}: the trace has {count:,} requests; give at most that")
+
+    def _check_search(self) -> None:
+        if not self.goodput:
+            raise SettingError("--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50")
+        if self.ramp_up is not None or self.trace is not None:
+            raise SettingError("--find-max-rate chooses the rates: remove --trace and --ramp-up-strategy")
+        if len(self.rates) > 1 or len(self.max_concurrencies) > 1:
+            raise SettingError("--find-max-rate takes one --request-rate to start from, and one --max-concurrency")
+
+    @property
+    def levels(self) -> list[LoadLevel]:
+        """The levels in order, without those that a search adds; equal ones once."""
+        if self.find_max_rate:
+            return []
+        found = [self._level(rate, limit) for limit in self.max_concurrencies for rate in self.rates]
+        return list({level.cell: level for level in found}.values())
+
+    def _level(self, rate: float | None, limit: int | None) -> LoadLevel:
+        if self.trace is not None or self.ramp_up is not None:
+            name = "trace" if self.trace is not None else "ramp"
+            random = self.ramp_up is not None and self.arrival == "poisson"
+            return LoadLevel(None, limit, self.burstiness if random else None, name)
+        return self.level_at(rate, limit)
+
+    def level_at(self, rate: float | None, limit: int | None) -> LoadLevel:
+        """Return the level of a request rate (None: unlimited) and a limit of requests in flight."""
+        random = rate is not None and self.arrival == "poisson"
+        return LoadLevel(rate, limit, self.burstiness if random else None)
+
+    def arrivals(self, level: LoadLevel, count: int) -> list[float] | None:
+        """Return when each of ``count`` requests is due, in seconds from the start; None: in a closed loop."""
+        if level.rate is None and level.name is None and level.max_concurrency is not None:
+            return None
+        times: list[float] = self._process(level).times(count)
+        return times
+
+    def _process(self, level: LoadLevel) -> Arrivals:
+        if self.trace is not None:
+            return TraceArrivals(self.trace.times, self.trace_speedup)
+        if self.ramp_up is not None:
+            ramp, random = self.ramp_up, self.burstiness if self.arrival == "poisson" else None
+            return RampArrivals(ramp.start, ramp.end, ramp.strategy, random, self.seed)
+        if level.rate is None:
+            return BurstArrivals()
+        if self.arrival == "constant":
+            return ConstantArrivals(level.rate)
+        return GammaArrivals(level.rate, self.burstiness, self.seed)
+
+    @property
+    def search_seconds(self) -> float:
+        """The duration of a level of the search at least.
+
+        A queue that grows by a share f of the time delays requests by f * T after T seconds. At a tenth above the
+        capacity, more than 5% of the requests exceed a limit L once T is 11 * L.
+        """
+        if self.level_seconds is not None:
+            return self.level_seconds
+        limits = [limit / 1e3 for name, limit in self.goodput.items() if name != "tpot"]
+        return max(_LEAST_SECONDS, *(_DELAY_SHARE * limit for limit in limits), 0.0)
+
+    @property
+    def arrival_name(self) -> str:
+        """The arrival process as records name it (:data:`panscan.records.schema.ARRIVALS`)."""
+        if self.trace is not None:
+            return "trace"
+        if self.ramp_up is not None:
+            return "ramp"
+        if not self.find_max_rate and all(rate is None for rate in self.rates):
+            return "burst" if None in self.max_concurrencies else "closed"
+        if self.arrival == "constant":
+            return "constant"
+        return "poisson" if self.burstiness == 1.0 else "gamma"
+
+
+def _check_goodput(limits: Mapping[str, float]) -> None:
+    for name, limit in limits.items():
+        if name not in GOODPUT_METRICS:
+            known = ", ".join(GOODPUT_METRICS)
+            raise SettingError(
+                f"--goodput: unknown metric {shorten(name)}{nearest(name, GOODPUT_METRICS)}; expected {known}"
+            )
+        if not (math.isfinite(limit) and limit > 0):
+            raise SettingError(f"--goodput {name}: expected milliseconds above 0, got {limit:g}")
+
+
+def parse_rates(text: str, option: str = "--request-rate") -> tuple[float | None, ...]:
+    """Return the rates of a comma list; None stands for ``inf``.
+
+    Raises:
+        SettingError: an empty value, or one that is neither a positive number nor ``inf``.
+    """
+    found = [None if part.lower() in ("inf", "infinity") else RATE.parse(option, part) for part in _parts(option, text)]
+    return tuple(found)
+
+
+def parse_concurrencies(text: str, option: str = "--max-concurrency") -> tuple[int, ...]:
+    """Return the limits of a comma list.
+
+    Raises:
+        SettingError: a value is not a whole number from 1.
+    """
+    return tuple(int(LOAD_RANGES["max_concurrency"].parse(option, part)) for part in _parts(option, text))
+
+
+def parse_goodput(words: Iterable[str]) -> dict[str, float]:
+    """Return the limits in milliseconds of words such as ``ttft:500 tpot:50``.
+
+    Raises:
+        SettingError: a word that is not ``metric:milliseconds``, or a metric that is given twice.
+    """
+    found: dict[str, float] = {}
+    for word in (part for text in words for part in text.replace(",", " ").split()):
+        name, colon, text = word.partition(":")
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = math.nan
+        if not colon or math.isnan(limit):
+            raise SettingError(f"--goodput: expected metric:milliseconds such as ttft:500, got {shorten(word)}")
+        if name in found:
+            raise SettingError(f"--goodput: {name} is given twice: keep one limit")
+        found[name] = limit
+    _check_goodput(found)
+    return found
+
+
+def parse_latency_metrics(text: str) -> tuple[str, ...]:
+    """Return the metrics of ``--percentile-metrics``, a comma list.
+
+    Raises:
+        SettingError: an unknown metric.
+    """
+    found = _parts("--percentile-metrics", text)
+    for name in found:
+        if name not in LATENCY_METRICS:
+            known = ", ".join(LATENCY_METRICS)
+            hint = nearest(name, LATENCY_METRICS)
+            raise SettingError(f"--percentile-metrics: unknown metric {shorten(name)}{hint}; expected {known}")
+    return tuple(dict.fromkeys(found))
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """Return the percentiles of ``--metric-percentiles``, a comma list.
+
+    Raises:
+        SettingError: a value is not a number between 0 and 100.
+    """
+    option = "--metric-percentiles"
+    found = [Range(above=0, most=100).parse(option, part) for part in _parts(option, text)]
+    if 100.0 in found:
+        raise SettingError("--metric-percentiles: 100 is the maximum, not a percentile; give less, such as 99.9")
+    return tuple(sorted(dict.fromkeys(found)))
+
+
+def _parts(option: str, text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise SettingError(f"{option}: empty value in {shorten(text)}")
+    if len(parts) > MAX_LEVELS:
+        raise SettingError(f"{option}: {len(parts):,} values: give at most {MAX_LEVELS}")
+    return parts
+
+
+def read_trace(path: Path) -> Trace:
+    """Return the arrivals of a JSON Lines file of ``{"timestamp": milliseconds, "output_length": tokens}``.
+
+    ``input_length`` and ``hash_ids``, which public traces have, are accepted and not used: documents and prompts of the
+    run are sent. ``output_length`` is optional, but either every line has it or none.
+
+    Raises:
+        SettingError: the file cannot be read, has no requests, or a line has an unknown field or value.
+    """
+    option = f"--trace {path}"
+    try:
+        if path.stat().st_size > _MAX_TRACE_BYTES:
+            raise SettingError(f"{option}: larger than {_MAX_TRACE_BYTES:,} bytes: give fewer requests")
+        lines = path.read_text("utf-8-sig").splitlines()
+    except OSError as error:
+        raise SettingError(f"{option}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise SettingError(f"{option}: not UTF-8 text: save it as UTF-8") from None
+    rows = [_trace_row(f"{option}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not rows or len(rows) > MAX_PROMPTS:
+        raise SettingError(f"{option}: {len(rows):,} requests: expected 1 to {MAX_PROMPTS:,}")
+    times = tuple(time for time, _ in rows)
+    if any(later < earlier for earlier, later in pairwise(times)):
+        raise SettingError(f"{option}: timestamps are not ascending: sort the lines")
+    lengths = [length for _, length in rows if length is not None]
+    if lengths and len(lengths) < len(rows):
+        missing = len(rows) - len(lengths)
+        raise SettingError(f"{option}: output_length is missing in {missing} lines: add it, or remove it everywhere")
+    return Trace(times, tuple(lengths) or None)
+
+
+def _trace_row(where: str, line: str) -> tuple[float, int | None]:
+    """Return the seconds and the output tokens of a line of a trace."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise SettingError(f"{where}: expected a JSON object, got {shorten(line)}")
+    _check_fields(where, row, _TRACE_FIELDS)
+    time, length = row.get("timestamp"), row.get("output_length")
+    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e15:
+        raise SettingError(f"{where}: timestamp: expected milliseconds from 0, got {shorten(time)}")
+    if length is not None:
+        LOAD_RANGES["max_tokens"].check(f"{where}: output_length", length)
+    return time / 1e3, length
+
+
+def _check_fields(where: str, row: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in row:
+        if name not in known:
+            raise SettingError(
+                f"{where}: unknown field {shorten(name)}{nearest(name, known)}; expected {', '.join(known)}"
+            )

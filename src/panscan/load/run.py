@@ -1,0 +1,304 @@
+"""A load run: probe, warm-up, levels and the search for the highest rate, recorded in a run directory.
+
+Each finished level is one write, on disk before the next level begins. A killed run therefore loses only the level in
+progress, and ``panscan report`` reads the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from panscan.bench.run import finish
+from panscan.core import RecordsError
+from panscan.load.chat import Endpoint, Exchange
+from panscan.load.content import Content, LoadRequest, Pile, content_digest
+from panscan.load.generator import LevelResult, run_level
+from panscan.load.options import MAX_PROMPTS, LoadLevel, LoadOptions
+from panscan.load.probe import Probe, address
+from panscan.load.search import RateSearch, Trial
+from panscan.load.vllm_result import vllm_result
+from panscan.records.environment import environment
+from panscan.records.goodput import Goodput, goodput_of
+from panscan.records.store import SCHEMA, Record, RecordWriter, Run, write_atomically
+
+__all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
+
+_RATE_PER_PROCESS = 400.0  # requests per second; one core sends about 1,000
+_WARM_AT_ONCE = 8
+_LONGEST_REASON = 300  # characters
+
+
+class LoadObserver(Protocol):
+    """Follows a load run."""
+
+    def preparing(self, level: LoadLevel | None) -> None:
+        """The requests of a level, or of the warm-up (None), are being encoded."""
+
+    def warming_up(self, count: int) -> None:
+        """Warm-up requests are being sent."""
+
+    def measuring(self, level: LoadLevel, count: int) -> None:
+        """A level of ``count`` requests begins."""
+
+    def done(self, exchange: Exchange) -> None:
+        """A measured request has ended."""
+
+    def measured(self, level: LoadLevel, result: LevelResult) -> None:
+        """A level has ended and is on disk."""
+
+    def remark(self, text: str, *, warning: bool = False) -> None:
+        """Something that the user should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a load run does.
+
+    Args:
+        endpoint: with its model.
+        options: levels, arrivals, lengths and limits.
+        pile: documents and prompts.
+        probe: what the endpoint answered before.
+        source: where the documents come from, for the records.
+        save_result: write each level in vLLM's format, too.
+        include_content: keep prompts and answers in the records.
+        salt: see :class:`panscan.load.content.Content`.
+    """
+
+    endpoint: Endpoint
+    options: LoadOptions
+    pile: Pile
+    probe: Probe
+    source: Mapping[str, Any] = field(default_factory=dict)
+    save_result: bool = False
+    include_content: bool = False
+    salt: int = 0
+
+
+def new_salt() -> int:
+    """Return a random salt: a server that has cached the images of earlier runs does not know those of this one."""
+    return uuid.uuid4().int % 2**40
+
+
+def run_load(
+    plan: LoadPlan, directory: Path, command: Sequence[str], observer: LoadObserver, cancelled: threading.Event
+) -> Run:
+    """Measure all levels of a plan into a new run directory.
+
+    Args:
+        plan: what to send.
+        directory: the run directory, which holds no run yet.
+        command: command line for the records, without secrets.
+        observer: follows the run.
+        cancelled: ends the run when set; the level in progress is recorded as far as it came.
+
+    Raises:
+        RecordsError: the directory cannot be written, or already holds a run.
+        ImageError: a document cannot be read.
+        SettingError: the requests would not fit into memory.
+    """
+    with RecordWriter(directory) as writer:
+        if writer.previous is not None:
+            raise RecordsError(f"{directory} already holds a run: choose another --output-dir")
+        writer.write([_header(plan, command), plan.probe.record])
+        _LoadRun(plan, writer, observer, cancelled).measure()
+    return finish(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class _SentLevel:
+    """A measured level: what was asked for, the outcomes, and the ``request`` records made of them."""
+
+    level: LoadLevel
+    count: int
+    result: LevelResult
+    records: list[Record]
+    goodput: Goodput
+
+
+class _LoadRun:
+    """A run in progress."""
+
+    def __init__(
+        self, plan: LoadPlan, writer: RecordWriter, observer: LoadObserver, cancelled: threading.Event
+    ) -> None:
+        self._plan, self._writer, self._observer, self._cancelled = plan, writer, observer, cancelled
+        self._content = Content(plan.pile, plan.options, plan.endpoint.model, plan.salt)
+        self._sized = False
+
+    def measure(self) -> None:
+        options = self._plan.options
+        self._warm_up()
+        for level in options.levels:
+            if self._cancelled.is_set():
+                return
+            self._record(self._send(level, options.num_prompts), added=False)
+        if options.find_max_rate:
+            self._search()
+
+    def _warm_up(self) -> None:
+        count = self._plan.options.num_warmups
+        if count == 0:
+            return
+        self._observer.preparing(None)
+        requests = [each.chat for each in self._content.requests(count)]
+        self._observer.warming_up(count)
+        limit = min(_WARM_AT_ONCE, *(each or _WARM_AT_ONCE for each in self._plan.options.max_concurrencies))
+        result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
+        failed = [each for each in result.exchanges if each.error is not None]
+        if failed:
+            text = f"{len(failed)} of {count} warm-up requests failed: {failed[0].error}"
+            self._observer.remark(text, warning=True)
+
+    def _search(self) -> None:
+        options = self._plan.options
+        search = RateSearch(options.rates[0] or 1.0, options.goodput_attainment)
+        while not self._cancelled.is_set() and (rate := search.next_rate()) is not None:
+            level = options.level_at(rate, options.max_concurrencies[0])
+            count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
+            sent = self._send(level, count)
+            if sent.result.client.limited and not self._cancelled.is_set():
+                self._observer.remark(f"{level.cell}: the client was the limit; measuring again with more processes")
+                sent = self._send(level, count, more=2)
+            self._record(sent, added=True)
+            if self._cancelled.is_set():
+                break
+            search.add(Trial(rate, sent.goodput, sent.result.client.limited))
+            self._observer.remark(f"{rate:g} req/s: {sent.goodput.attainment:.0%} of the requests meet the limits")
+        best = search.best()
+        note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
+        levels = [trial.record for trial in search.trials]
+        rate, share = (None, None) if best is None else (best.rate, best.goodput.attainment)
+        self._writer.write([{"type": "search", "rate": rate, "attainment": share, "note": note, "levels": levels}])
+
+    def _send(self, level: LoadLevel, count: int, more: int = 1) -> _SentLevel:
+        """Measure a level.
+
+        Args:
+            level: what to measure.
+            count: number of requests.
+            more: factor on the number of processes, unless the options set it.
+        """
+        options = self._plan.options
+        self._observer.preparing(level)
+        requests = self._content.requests(count)
+        if not self._sized:
+            self._sized = True
+            self._observer.remark(self._content.size)
+        arrivals = options.arrivals(level, count)
+        self._observer.measuring(level, count)
+        processes = options.processes or min(more * _processes(arrivals), os.cpu_count() or 1)
+        result = run_level(
+            self._plan.endpoint, [each.chat for each in requests], arrivals, max_concurrency=level.max_concurrency,
+            processes=processes, on_done=self._observer.done, cancelled=self._cancelled,
+        )  # fmt: skip
+        records = self._request_records(level, requests, result)
+        goodput = goodput_of(records, options.goodput, result.ended - result.started)
+        return _SentLevel(level, count, result, records, goodput)
+
+    def _record(self, sent: _SentLevel, *, added: bool) -> None:
+        """Write a level, and its cell if the run line does not list it."""
+        plan, level, result = self._plan, sent.level, sent.result
+        cells = [{"type": "cells", "cells": [_cell(level)]}] if added else []
+        self._writer.write([*cells, *sent.records, _repeat(level, result), _outcome(level, sent.count, result)])
+        if plan.save_result:
+            found = vllm_result(level, result, plan.endpoint, plan.options, sent.goodput.throughput)
+            path = self._writer.path.parent / f"vllm-{level.cell}.json"
+            write_atomically(path, json.dumps(found, indent=1).encode() + b"\n")
+        self._observer.measured(level, result)
+        if result.client.limited:
+            text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"
+            self._observer.remark(text, warning=True)
+
+    def _request_records(self, level: LoadLevel, requests: Sequence[LoadRequest], result: LevelResult) -> list[Record]:
+        items = {each.chat.id: (number, each) for number, each in enumerate(requests)}
+        found = []
+        for exchange in result.exchanges:
+            number, request = items[exchange.id]
+            record = _request(level, number, request, exchange)
+            if self._plan.include_content:
+                record |= {"prompt": request.item.prompt, "answer": exchange.text}
+            found.append(record)
+        return found
+
+
+def _processes(arrivals: Sequence[float] | None) -> int:
+    """Return how many processes a level needs: one, unless its rate is too high for one core."""
+    if arrivals is None or not arrivals[-1]:
+        return 1
+    rate = len(arrivals) / arrivals[-1]
+    return max(1, min(os.cpu_count() or 1, math.ceil(rate / _RATE_PER_PROCESS)))
+
+
+def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
+    options = plan.options
+    load = {
+        "endpoint": address(plan.endpoint.url), "server": plan.probe.server, "model": plan.endpoint.model,
+        "goodput": dict(options.goodput), "attainment": options.goodput_attainment,
+        "arrival": options.arrival_name, "scenario": options.scenario, "image_reuse": options.image_reuse,
+        "num_prompts": options.num_prompts, "num_warmups": options.num_warmups, "seed": options.seed,
+        "metric_percentiles": list(options.metric_percentiles),
+        "percentile_metrics": list(options.percentile_metrics), "ignore_eos": options.ignore_eos,
+        "min_tokens": options.min_tokens, "max_tokens": options.max_tokens, "image_salt": plan.salt,
+        "mm_processor_kwargs": None if options.mm_processor_kwargs is None else dict(options.mm_processor_kwargs),
+    }  # fmt: skip
+    return {
+        "type": "run", "schema": SCHEMA, "run_id": uuid.uuid4().hex,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": list(command),
+        "settings": {
+            "verify": False, "load": load, "source": dict(plan.source),
+            "workload_sha256": content_digest(plan.pile.items), "include_content": plan.include_content,
+        },
+        "environment": environment(), "cells": [_cell(level) for level in options.levels],
+    }  # fmt: skip
+
+
+def _cell(level: LoadLevel) -> Record:
+    return {"cell": level.cell, "settings": level.settings}
+
+
+def _request(level: LoadLevel, number: int, request: LoadRequest, exchange: Exchange) -> Record:
+    files, views = request.item.documents, exchange.views
+    return {
+        "type": "request", "cell": level.cell, "repeat": 0, "batch": number, "request": exchange.id,
+        "image": [file.name for file in files], "image_sha256": [file.sha256 for file in files],
+        "image_size": [[file.width, file.height] for file in files], "prompt_sha256": request.item.prompt_sha256,
+        "views": views, "crops": None if views is None else max(views - len(files), 0),
+        "image_tokens": exchange.image_tokens, "prompt_tokens": exchange.prompt_tokens,
+        "cached_tokens": exchange.cached_tokens, "output_tokens": exchange.output_tokens,
+        "finish_reason": exchange.finish_reason,
+        "stamps": {"accepted": exchange.accepted, "tokens": exchange.tokens, "end": exchange.end},
+        "error": exchange.error, "error_kind": exchange.error_kind, "status": exchange.status,
+        "due": exchange.due, "queued": exchange.queued, "chunks": len(exchange.tokens),
+    }  # fmt: skip
+
+
+def _repeat(level: LoadLevel, result: LevelResult) -> Record:
+    return {
+        "type": "repeat", "cell": level.cell, "repeat": 0, "started": result.started, "ended": result.ended,
+        "warmup_s": 0.0, "peak_allocated_bytes": None, "peak_reserved_bytes": None, "peak_rss_bytes": None,
+        "load": {"client": asdict(result.client)},
+    }  # fmt: skip
+
+
+def _outcome(level: LoadLevel, count: int, result: LevelResult) -> Record:
+    """Return the level's ``cell`` record: failed if no request succeeded, with the most frequent error."""
+    errors = Counter(each.error for each in result.exchanges if each.error is not None)
+    succeeded = len(result.exchanges) - errors.total()
+    reason = None
+    if len(result.exchanges) < count:
+        reason = f"interrupted after {len(result.exchanges)} of {count} requests"
+    if errors and not succeeded:
+        reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
+    outcome = "done" if succeeded else "failed"
+    return {"type": "cell", "cell": level.cell, "outcome": outcome, "reason": reason, "repeat": None}

@@ -1,0 +1,280 @@
+"""Load scenarios: documents with shares, prompts, lengths and arrivals under one name, or from a YAML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from panscan.core import SettingError
+from panscan.core.ranges import Range, shorten
+from panscan.core.request import SAMPLING_RANGES
+from panscan.images.documents import KINDS, Document, Print, Sheet
+from panscan.images.ink import AILERON
+from panscan.load.options import GOODPUT_METRICS, MAX_PROMPTS
+from panscan.settings import nearest
+
+__all__ = ["DocumentShare", "Scenario", "load_scenario", "scenario_names"]
+
+_MAX_BYTES = 65_536
+_MAX_DOCUMENTS = 100  # entries of a scenario
+_MAX_PROMPTS = 1_000
+_SIDE = Range(whole=True, least=64, most=8_192)
+_POSITIVE = Range(above=0, most=1_000_000)
+_NUMBERS = {
+    "variety": Range(whole=True, least=1, most=64),
+    "columns": Range(whole=True, least=12, most=200),
+    "max_tokens": SAMPLING_RANGES["max_new_tokens"],
+    "min_tokens_share": Range(above=0, most=1),
+    "burstiness": _POSITIVE,
+    "image_reuse": Range(least=0, most=1),
+    "num_prompts": Range(whole=True, least=1, most=MAX_PROMPTS),
+}
+_CONCURRENCY = Range(whole=True, least=1, most=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentShare:
+    """Documents of one kind and size, in pixels, and their share of the requests (relative to the other shares)."""
+
+    kind: str
+    width: int
+    height: int
+    share: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The kind and the size, such as ``receipt-600x2400``."""
+        return f"{self.kind}-{self.width}x{self.height}"
+
+    def draw(self, seed: int, index: int, columns: int) -> Document:
+        """Draw document ``index``: a pure function of the arguments.
+
+        Args:
+            seed: another seed gives other documents.
+            index: from 0.
+            columns: characters that fit across the short side.
+        """
+        draw, layouts = KINDS[self.kind]
+        size = Print.size_for(AILERON, min(self.width, self.height), columns)
+        rng = Random(f"{seed}-{self.name}-{index}")
+        return draw(rng, Sheet(self.width, self.height, Print(size=size)), index % layouts, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a load run sends unless its options say otherwise. A field that is None sets nothing.
+
+    Args:
+        name: of the scenario.
+        description: one sentence.
+        documents: documents to draw; none: those of the run's options, or the sample documents.
+        variety: different drawings of each entry in ``documents``.
+        columns: characters that fit across a drawn document's short side.
+        prompts: questions; none: each drawn document's own.
+        max_tokens: longest answer.
+        min_tokens_share: shortest answer as a share of the longest.
+        ignore_eos: ask for exactly the drawn length.
+        request_rate: requests per second, one level each; None in the tuple: unlimited.
+        burstiness: see :class:`panscan.load.options.LoadOptions`.
+        max_concurrency: requests in flight at most, one level each.
+        image_reuse: share of requests whose image was sent before.
+        num_prompts: requests per level.
+        goodput: limits in milliseconds.
+    """
+
+    name: str
+    description: str = ""
+    documents: tuple[DocumentShare, ...] = ()
+    variety: int = 4
+    columns: int = 60
+    prompts: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    min_tokens_share: float | None = None
+    ignore_eos: bool | None = None
+    request_rate: tuple[float | None, ...] | None = None
+    burstiness: float | None = None
+    max_concurrency: tuple[int, ...] | None = None
+    image_reuse: float | None = None
+    num_prompts: int | None = None
+    goodput: Mapping[str, float] = field(default_factory=dict)
+
+
+def scenario_names() -> list[str]:
+    """Return the names of the bundled scenarios."""
+    return sorted(each.name.removesuffix(".yaml") for each in _bundled().iterdir() if each.name.endswith(".yaml"))
+
+
+def load_scenario(name: str) -> Scenario:
+    """Return a bundled scenario by name, or that of a YAML file by path.
+
+    Raises:
+        SettingError: neither exists, or the file has an unknown field or value; the nearest name is suggested.
+    """
+    if name in scenario_names():
+        return _scenario(name, (_bundled() / f"{name}.yaml").read_text("utf-8"), f"--scenario {name}")
+    if Path(name).suffix not in (".yaml", ".yml"):
+        known = ", ".join(scenario_names())
+        raise SettingError(
+            f"--scenario: expected {known} or a YAML file, got {shorten(name)}{nearest(name, scenario_names())}"
+        )
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
+            raise SettingError(f"--scenario {name}: not a regular file")
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise SettingError(f"--scenario {name}: larger than {_MAX_BYTES:,} bytes")
+        text = data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise SettingError(f"--scenario {name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return _scenario(path.stem, text, f"--scenario {name}")
+
+
+def _bundled() -> Any:
+    return files("panscan.load") / "scenarios"
+
+
+def _scenario(name: str, text: str, where: str) -> Scenario:
+    found = _parsed(text, where)
+    if not isinstance(found, dict):
+        raise SettingError(f"{where}: expected lines of 'field: value'")
+    known = [each.name for each in fields(Scenario) if each.name != "name"]
+    _check_known(where, found, known)
+    values = {field_name: _value(f"{where}, {field_name}", field_name, value) for field_name, value in found.items()}
+    if "prompts" in values and "documents" not in values:
+        raise SettingError(f"{where}: prompts need documents; or give the prompts with --prompts FILE")
+    return Scenario(name, **values)
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Return the objects of a YAML text without aliases and tags, which could expand without bound."""
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+                line = event.start_mark.line + 1 if event.start_mark is not None else 0
+                raise SettingError(f"{where}, line {line}: aliases and tags are not supported; write the value out")
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise SettingError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise SettingError(f"{where}: nested too deeply") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A loader that refuses a key that is set twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node.
+
+        Raises:
+            yaml.YAMLError: a key is set twice.
+        """
+        keys = [key.value for key, _ in node.value]
+        for key, (key_node, _) in zip(keys, node.value, strict=True):
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is set twice", key_node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _check_known(where: str, found: Mapping[Any, Any], known: list[str]) -> None:
+    for name in found:
+        if name not in known:
+            raise SettingError(
+                f"{where}: unknown field {shorten(name)}{nearest(str(name), known)}; expected one of {', '.join(known)}"
+            )
+
+
+def _value(where: str, name: str, value: Any) -> Any:
+    """Return a field's value, checked and typed."""
+    if name in _NUMBERS:
+        _NUMBERS[name].check(where, value)
+        return value
+    return _PARSERS[name](where, value)
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise SettingError(f"{where}: expected text, got {shorten(value)}")
+    return value
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SettingError(f"{where}: expected true or false, got {shorten(value)}")
+    return value
+
+
+def _listed(where: str, value: Any, most: int) -> list[Any]:
+    found = value if isinstance(value, list) else [value]
+    if not 1 <= len(found) <= most:
+        raise SettingError(f"{where}: expected 1 to {most} values, got {len(found):,}")
+    return found
+
+
+def _prompts(where: str, value: Any) -> tuple[str, ...]:
+    return tuple(_text(where, each) for each in _listed(where, value, _MAX_PROMPTS))
+
+
+def _rates(where: str, value: Any) -> tuple[float | None, ...]:
+    found: list[float | None] = []
+    for each in _listed(where, value, _MAX_DOCUMENTS):
+        if each == "inf" or each == math.inf:
+            found.append(None)
+            continue
+        _POSITIVE.check(where, each)
+        found.append(float(each))
+    return tuple(found)
+
+
+def _limits(where: str, value: Any) -> tuple[int, ...]:
+    found = _listed(where, value, _MAX_DOCUMENTS)
+    for each in found:
+        _CONCURRENCY.check(where, each)
+    return tuple(found)
+
+
+def _goodput(where: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise SettingError(f"{where}: expected limits in milliseconds such as {{ttft: 500}}, got {shorten(value)}")
+    _check_known(where, value, list(GOODPUT_METRICS))
+    for name, limit in value.items():
+        Range(above=0, most=10**9).check(f"{where}: {name}", limit)
+    return {name: float(limit) for name, limit in value.items()}
+
+
+def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
+    known = [each.name for each in fields(DocumentShare)]
+    found = []
+    for number, entry in enumerate(_listed(where, value, _MAX_DOCUMENTS), 1):
+        place = f"{where} {number}"
+        if not isinstance(entry, dict):
+            raise SettingError(f"{place}: expected {{kind, width, height, share}}, got {shorten(entry)}")
+        _check_known(place, entry, known)
+        if missing := [name for name in known[:3] if name not in entry]:
+            raise SettingError(f"{place}: {missing[0]} is missing")
+        if entry["kind"] not in KINDS:
+            hint = nearest(str(entry["kind"]), KINDS)
+            raise SettingError(
+                f"{place}: unknown kind {shorten(entry['kind'])}{hint}; expected one of {', '.join(KINDS)}"
+            )
+        for side in ("width", "height"):
+            _SIDE.check(f"{place}: {side}", entry[side])
+        _POSITIVE.check(f"{place}: share", entry.get("share", 1))
+        found.append(DocumentShare(**entry))
+    if len({each.name for each in found}) < len(found):
+        raise SettingError(f"{where}: two entries have the same kind and size: add their shares")
+    return tuple(found)
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "description": _text, "documents": _documents, "prompts": _prompts, "ignore_eos": _flag, "request_rate": _rates,
+    "max_concurrency": _limits, "goodput": _goodput,
+}  # fmt: skip

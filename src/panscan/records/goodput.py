@@ -1,0 +1,149 @@
+"""Goodput: which requests meet the limits on their times, and the highest rate at which enough of them do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from panscan.records.intervals import Interval, wilson_interval
+from panscan.records.requests import RequestMetrics
+
+__all__ = ["Goodput", "HighestRate", "Limits", "goodput_of", "highest_rate", "missed_limits"]
+
+Limits = Mapping[str, float]
+"""Milliseconds that the times of a request may take, by name of :data:`panscan.records.schema.LIMITED_TIMES`."""
+
+FAILED = "failed"
+"""The name of what a request missed that has no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests that meet all limits.
+
+    Args:
+        sent: requests, failed ones included.
+        met: requests that were answered within every limit.
+        seconds: from the start of the level to its end.
+        missed: requests over each limit by its name, and those that failed by :data:`FAILED`. A request over two
+            limits counts in both.
+    """
+
+    sent: int
+    met: int
+    seconds: float
+    missed: Mapping[str, int]
+
+    def __add__(self, other: Goodput) -> Goodput:
+        names = dict.fromkeys((*self.missed, *other.missed))
+        missed = {name: self.missed.get(name, 0) + other.missed.get(name, 0) for name in names}
+        return Goodput(self.sent + other.sent, self.met + other.met, self.seconds + other.seconds, missed)
+
+    @property
+    def attainment(self) -> float:
+        """Return the share of all requests sent that meet the limits, 0 to 1."""
+        return self.met / self.sent if self.sent else 0.0
+
+    @property
+    def interval(self) -> Interval:
+        """Return the 95% interval of the attainment."""
+        return wilson_interval(self.attainment, self.sent) if self.sent else (0.0, 1.0)
+
+    @property
+    def throughput(self) -> float | None:
+        """Return the requests per second that meet the limits; None for a level that took no time."""
+        return self.met / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class HighestRate:
+    """The highest rate at which enough requests meet the limits, from measured levels.
+
+    Args:
+        rate: the highest measured one that meets the target with no lower one clearly short of it; None if none does.
+        short: the lowest measured rate above it that falls short; None if none does, or without ``rate`` the lowest.
+        estimate: where the attainment crosses the target between both, by linear interpolation; None without both.
+        doubtful: lower rates that fall short by no more than chance explains (95% interval).
+        later: rates above ``short`` that meet the target all the same.
+    """
+
+    rate: float | None
+    short: float | None
+    estimate: float | None
+    doubtful: tuple[float, ...] = ()
+    later: tuple[float, ...] = ()
+
+
+def missed_limits(record: Mapping[str, Any], limits: Limits) -> list[str]:
+    """Return what a ``request`` record missed: names of limits, or :data:`FAILED`; nothing if it meets all of them.
+
+    A request of fewer than two output tokens has no TPOT and cannot miss it. One without any content has no TTFT and
+    no E2E, and misses both limits.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    if record["error"] is not None:
+        return [FAILED]
+    times = RequestMetrics.from_record(record)
+    seconds = {"ttft": times.ttft, "tpot": times.tpot, "e2el": times.e2e}
+    return [name for name, limit in limits.items() if not _within(name, seconds[name], limit)]
+
+
+def _within(name: str, seconds: float | None, limit: float) -> bool:
+    if seconds is None:
+        return name == "tpot"
+    return 1e3 * seconds <= limit
+
+
+def goodput_of(requests: Iterable[Mapping[str, Any]], limits: Limits, seconds: float) -> Goodput:
+    """Return the goodput of a level.
+
+    Args:
+        requests: ``request`` records of all requests sent.
+        limits: milliseconds by name. Without limits every answered request meets them.
+        seconds: from the start of the level to its end.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    missed = dict.fromkeys((*limits, FAILED), 0)
+    sent = met = 0
+    for record in requests:
+        names = missed_limits(record, limits)
+        sent, met = sent + 1, met + (not names)
+        for name in names:
+            missed[name] += 1
+    return Goodput(sent, met, seconds, missed)
+
+
+def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> HighestRate:
+    """Return the highest rate that meets a target.
+
+    A lower rate that falls short rules out the higher ones, unless its 95% interval holds the target.
+
+    Args:
+        levels: (rate in requests per second, goodput) in any order; levels of equal rates are added up.
+        target: the least attainment, 0 to 1.
+    """
+    rates: dict[float, Goodput] = {}
+    for rate, goodput in sorted(levels, key=lambda level: level[0]):
+        rates[rate] = rates[rate] + goodput if rate in rates else goodput
+    passing = [rate for rate, goodput in rates.items() if goodput.attainment >= target]
+    failing = [rate for rate in rates if rate not in passing]
+    clear = min((rate for rate in failing if rates[rate].interval[1] < target), default=inf)
+    best = max((rate for rate in passing if rate < clear), default=None)
+    short = min((rate for rate in failing if best is None or rate > best), default=None)
+    estimate = None
+    if best is not None and short is not None:
+        above, below = rates[best].attainment, rates[short].attainment
+        estimate = best + (above - target) / (above - below) * (short - best)
+    return HighestRate(
+        best,
+        short,
+        estimate,
+        tuple(rate for rate in failing if best is not None and rate < best),
+        tuple(rate for rate in passing if best is not None and rate > best),
+    )

@@ -1,0 +1,71 @@
+"""An engine replica of a batch job: a Ray actor, which ends with the job that started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from panscan.core import EngineError, Request, Result
+from panscan.images.files import split_page
+from panscan.serve.backend import ModelInfo, Work
+from panscan.settings import Settings
+
+__all__ = ["BatchReplica", "InvisibleFiles", "ReplicaLostError"]
+
+
+class ReplicaLostError(EngineError):
+    """An error for a replica that died, or cannot be reached."""
+
+
+class InvisibleFiles:
+    """The reply of a replica on a machine that lacks the files of a request."""
+
+
+class BatchReplica:
+    """An :class:`EngineReplica` without Ray Serve. All methods run in the actor's event loop.
+
+    Args:
+        settings: settings of the model and its runner.
+        replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
+        id: name of the replica.
+        threads: number of CPU threads; None: an equal share of the machine's cores.
+        folder: working directory of the job, to which relative paths refer. Replicas on other machines may lack it.
+    """
+
+    def __init__(self, settings: Settings, replicas: int, id: str, threads: int | None, folder: str) -> None:
+        self._settings, self._replicas, self._id, self._threads = settings, replicas, id, threads
+        with suppress(OSError):
+            os.chdir(folder)
+
+    async def load(self) -> ModelInfo:
+        """Load the model and return its properties. Not done on construction: Ray reports its errors as text only.
+
+        Raises:
+            PanscanError: the model cannot be loaded.
+        """
+        from panscan.serve.replica import EngineReplica  # with PyTorch, which the driver does not need
+
+        self._replica = EngineReplica(self._settings, self._replicas, id=self._id, threads=self._threads)
+        return await self._replica.info()
+
+    async def answer(self, request: Request, work: Work) -> Result | InvisibleFiles:
+        """Answer a request. Cancelling the call cancels the request."""
+        if not _all_visible(request.images):
+            return InvisibleFiles()
+        return await self._replica.answer(request, work=work)
+
+    async def check_health(self) -> None:
+        """Check that the engine still answers.
+
+        Raises:
+            EngineError: it does not.
+        """
+        await self._replica.check_health()
+
+
+def _all_visible(images: Sequence[Any]) -> bool:
+    """Return whether this machine has all local files among the images."""
+    paths = [split_page(os.fspath(image))[0] for image in images if isinstance(image, str | os.PathLike)]
+    return all("://" in path or os.path.lexists(path) for path in paths)

@@ -1,0 +1,296 @@
+"""Engine replicas on a Ray cluster as one engine, for piles of documents."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from panscan.core import EngineError, ImageError, InputError, PanscanError, Request, Result, now
+from panscan.core.ranges import Range
+from panscan.images.files import Page, PageBytes, expand_images
+from panscan.serve.backend import Work
+from panscan.serve.batch_replica import BatchReplica, InvisibleFiles, ReplicaLostError
+from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
+from panscan.settings import RANGES, Settings
+
+if TYPE_CHECKING:
+    from panscan.serve.fleet import FleetReplica
+
+__all__ = ["ClusterEngine"]
+
+_REPLICAS = Range(whole=True, least=1, most=1024)
+_ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
+_TOKENS_PER_VIEW = 256
+_AHEAD = 8  # requests per replica that are decoded while others compute
+
+
+class ClusterEngine:
+    """Engine replicas behind the interface that :func:`panscan.batch.dispatch.answer` uses.
+
+    If a replica dies, its requests are retried on another one. A request that has lost two replicas runs alone on its
+    third one, so that it fails only if it is the cause.
+
+    Replicas read files themselves. One that cannot see a file, because it runs on another machine, gets its contents.
+
+    Args:
+        settings: settings of the model.
+        replicas: number of replicas.
+        ray_address: address of a Ray cluster; None: start one on this machine.
+        actor: class of the replicas.
+
+    Raises:
+        SettingError: the number of replicas is out of range, there is no cluster at the address, or the machine has
+            too few GPUs.
+        UnsupportedError: Ray is not installed.
+        PanscanError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: int,
+        ray_address: str | None = None,
+        *,
+        actor: type[BatchReplica] = BatchReplica,
+    ) -> None:
+        _REPLICAS.check("--replicas", replicas)
+        self._most = settings.max_num_seqs + _AHEAD
+        self._max_concurrency = settings.max_concurrency
+        self._stack = ExitStack()
+        self._numbers = count()
+        self._flying: dict[int, _Flight] = {}
+        self._waiting: deque[_Flight] = deque()
+        self._suspects: deque[_Flight] = deque()
+        self._finished: deque[tuple[int, Result]] = deque()
+        try:
+            self._stack.enter_context(ray_session(ray_address, replicas=replicas, show_logs=False))
+            gpus = gpus_per_replica(settings)
+            check_gpus(replicas, gpus, local=ray_address is None)
+            from panscan.serve.fleet import ReplicaFleet
+
+            self._fleet = ReplicaFleet(settings, replicas, gpus, actor)
+            self._stack.callback(self._fleet.close)
+            self._fleet.start()
+        except BaseException:
+            self._stack.close()
+            raise
+        self._replicas = replicas
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all replicas have loaded the model. Requests can be answered before.
+
+        Raises:
+            EngineError: they have not in time.
+            PanscanError: the model cannot be loaded.
+        """
+        end = monotonic() + seconds
+        while len(self._fleet.ready) < self._replicas:
+            self._fleet.turn()
+            if monotonic() > end:
+                raise EngineError(f"{len(self._fleet.ready)} of {self._replicas} replicas started in {seconds:g} s")
+
+    def stream_results(
+        self, requests: Iterable[Request], *, max_concurrency: int | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Answer requests, and yield pairs of their index and their result as they finish.
+
+        Requests are drawn as others finish. Closing the iterator cancels the requests in flight. Only one iterator may
+        be open at a time.
+
+        Args:
+            requests: requests whose images Ray can send to replicas.
+            max_concurrency: maximum number of requests in flight; None: the setting, or enough to keep all replicas
+                busy.
+
+        Raises:
+            EngineError: no replica is left, or another iterator is open.
+            SettingError: ``max_concurrency`` is out of range.
+        """
+        if max_concurrency is not None:
+            RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
+        if self._flying:
+            raise EngineError("another iterator over results is open: close it first")
+        return self._results(requests, max_concurrency or self._max_concurrency or self._replicas * self._most)
+
+    def close(self) -> None:
+        """Kill the replicas, and leave the cluster, or shut it down if it runs on this machine only for this job."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _results(self, requests: Iterable[Request], most: int) -> Generator[tuple[int, Result], None, None]:
+        source = enumerate(requests)
+        try:
+            while True:
+                for index, request in islice(source, most - len(self._flying)):
+                    self._accept(index, request)
+                if not self._flying:
+                    return
+                self._place()
+                while not self._finished:
+                    self._fleet.turn()
+                    self._place()
+                index, result = self._finished.popleft()
+                del self._flying[index]
+                yield index, result
+        finally:
+            self._cancel()
+
+    def _accept(self, index: int, request: Request) -> None:
+        flight = _Flight(index, str(next(self._numbers)), request, _work(request), now())
+        self._flying[index] = flight
+        self._waiting.append(flight)
+
+    def _cancel(self) -> None:
+        """Cancel the requests in flight. Their replies are ignored."""
+        import ray
+
+        for flight in self._flying.values():
+            if flight.ref is not None:
+                with suppress(ValueError):  # the call has ended
+                    ray.cancel(flight.ref)
+        for queue in (self._flying, self._waiting, self._suspects, self._finished):
+            queue.clear()
+
+    def _place(self) -> None:
+        """Send waiting requests to replicas that have room. The first replica is reserved while there are suspects."""
+        ready = self._fleet.ready
+        reserved = next(iter(ready.values()), None) if self._suspects else None
+        if reserved is not None and not reserved.running and self._suspects[0].ref is None:
+            self._send(self._suspects[0], reserved)
+        while self._waiting:
+            free = [each.id for each in ready.values() if each.running < self._most and each is not reserved]
+            if not free:
+                return
+            flight = self._waiting.popleft()
+            self._send(flight, ready[self._fleet.router.rank(flight.work, free)[0]])
+
+    def _send(self, flight: _Flight, replica: FleetReplica) -> None:
+        try:
+            request = flight.request if replica.sees_files else _with_contents(flight.request)
+        except ImageError as error:
+            self._finish(flight, Result.unanswered(flight.request.id, flight.accepted, error))
+            return
+        flight.ref = replica.actor.answer.remote(request, flight.work)
+        replica.running += 1
+        self._fleet.router.assign(flight.name, replica.id, flight.work)
+        self._fleet.call(flight.ref, partial(self._replied, flight, replica))
+
+    def _replied(self, flight: _Flight, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
+        """Handle the reply of a replica.
+
+        Raises:
+            EngineError: see :meth:`ReplicaFleet.lose`.
+        """
+        replica.running -= 1
+        self._fleet.router.release(flight.name, replica.id)
+        flight.ref = None
+        lost = isinstance(error, ReplicaLostError)
+        if lost:
+            self._fleet.lose(replica, str(error))
+        if self._flying.get(flight.index) is not flight:
+            return  # cancelled
+        if lost:
+            self._retry(flight)
+        elif isinstance(reply, InvisibleFiles):
+            replica.sees_files = False
+            if not self._suspects or self._suspects[0] is not flight:
+                self._waiting.appendleft(flight)
+        else:
+            self._fleet.answered()
+            self._finish(flight, reply if error is None else _failed(flight, error))
+
+    def _retry(self, flight: _Flight) -> None:
+        flight.lost += 1
+        if flight.lost == _ATTEMPTS:
+            error = InputError(f"{_ATTEMPTS} replicas were lost while computing this request")
+            self._finish(flight, Result.unanswered(flight.request.id, flight.accepted, error))
+        elif flight.lost == _ATTEMPTS - 1:
+            self._suspects.append(flight)
+        else:
+            self._waiting.appendleft(flight)
+
+    def _finish(self, flight: _Flight, result: Result) -> None:
+        if self._suspects and self._suspects[0] is flight:
+            self._suspects.popleft()
+        result.retries = min(flight.lost, _ATTEMPTS - 1)
+        self._finished.append((flight.index, result))
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request in flight.
+
+    Args:
+        index: its index in the stream.
+        name: its name in the router.
+        request: request to answer.
+        work: estimated work.
+        accepted: time of acceptance, seconds of :func:`panscan.core.now`.
+        ref: pending call to a replica; None while it waits for one.
+        lost: number of replicas that died while computing it.
+    """
+
+    index: int
+    name: str
+    request: Request
+    work: Work
+    accepted: float
+    ref: Any = None
+    lost: int = 0
+
+
+def _work(request: Request) -> Work:
+    """Return the estimated work of a request. No image is opened, so each counts as one view."""
+    names = [image.name if isinstance(image, Page | PageBytes) else image for image in request.images]
+    keys = tuple(_digest(os.fspath(name)) for name in names if isinstance(name, str | os.PathLike))
+    views = len(names)
+    return Work(views, views * _TOKENS_PER_VIEW, request.sampling.max_new_tokens, keys if len(keys) == views else ())
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _with_contents(request: Request) -> Request:
+    """Return a request with the contents of its local files in place of their paths.
+
+    Raises:
+        ImageError: a file cannot be read.
+    """
+    images: list[Any] = []
+    for image in request.images:
+        if isinstance(image, str | os.PathLike) and "://" not in os.fspath(image):
+            images += [_content(page) for page in expand_images([os.fspath(image)], max_pages=request.max_pages)]
+        else:
+            images.append(image)
+    return replace(request, images=images)
+
+
+def _content(page: Any) -> PageBytes:
+    try:
+        return PageBytes(Path(page.source).read_bytes(), page.page or 1, page.name)
+    except OSError as error:
+        raise ImageError(f"{page.name}: {error.strerror or error}") from error
+
+
+def _failed(flight: _Flight, error: Exception) -> Result:
+    """Return the result of a request whose call raised an error in the replica."""
+    known = error if isinstance(error, PanscanError) else InputError(f"{type(error).__name__}: {error}")
+    return Result.unanswered(flight.request.id, flight.accepted, known)

@@ -1,0 +1,135 @@
+"""A Ray cluster for the duration of a command: joined, or started on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from panscan.core import SettingError, UnsupportedError
+from panscan.settings import Settings
+
+__all__ = ["check_gpus", "gpus_per_replica", "ray_session"]
+
+log = logging.getLogger("panscan.serve")
+
+_OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk
+_CONNECT_SECONDS = 10.0
+_LOCAL_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
+    "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds Ray's ports to the loopback interface, on every platform
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # Ray's own messages stay in its log directory
+}
+
+
+@contextmanager
+def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> Iterator[None]:
+    """Join a Ray cluster, or start one on this machine and shut it down afterwards.
+
+    Args:
+        ray_address: address of a Ray cluster; None: start one.
+        replicas: maximum number of replicas.
+        show_logs: whether to print the output of Ray's processes, which goes to Ray's log directory in any case.
+
+    Raises:
+        SettingError: there is no cluster at the address.
+        UnsupportedError: Ray is not installed.
+    """
+    if ray_address is None:
+        os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    try:
+        import ray
+        from ray import serve  # noqa: F401 - ray can be installed without it
+    except ImportError as error:
+        raise UnsupportedError(f"--replicas needs Ray Serve: pip install 'panscan[cluster]' ({error})") from error
+    if ray_address is None:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=max(os.cpu_count() or 1, replicas + 2),  # logical CPUs, used for placement only
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
+            log_to_driver=show_logs,
+        )
+    else:
+        _join(ray_address, show_logs=show_logs)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def gpus_per_replica(settings: Settings) -> int:
+    """Return the number of GPUs per replica. With ``--device auto``, Ray must be connected.
+
+    Raises:
+        SettingError: ``--device`` names one GPU, although Ray assigns GPUs.
+    """
+    if settings.device.startswith("cuda:"):
+        raise SettingError(f"--device {settings.device}: Ray assigns GPUs to replicas; use --device cuda")
+    if settings.device in ("cpu", "mps"):
+        return 0
+    import ray
+
+    on_gpu = settings.device == "cuda" or ray.cluster_resources().get("GPU", 0) > 0
+    return settings.tensor_parallel_size if on_gpu else 0
+
+
+def check_gpus(replicas: int, gpus: int, *, local: bool) -> None:
+    """Check that this machine has enough GPUs; other clusters may still grow.
+
+    Args:
+        replicas: maximum number of replicas.
+        gpus: GPUs per replica.
+        local: whether the cluster is this machine.
+
+    Raises:
+        SettingError: the machine has too few GPUs.
+    """
+    import ray
+
+    found = int(ray.cluster_resources().get("GPU", 0))
+    if replicas * gpus <= found:
+        return
+    if local:
+        raise SettingError(
+            f"--replicas: {replicas} replicas need {replicas * gpus} GPUs, but this machine has {found};"
+            " use fewer, or join a cluster with --ray-address"
+        )
+    log.warning("%d replicas need %d GPUs, but the cluster has %d: waiting for more", replicas, replicas * gpus, found)
+
+
+def _join(address: str, *, show_logs: bool) -> None:
+    """Connect to a running cluster.
+
+    Raises:
+        SettingError: there is no cluster at the address, or it runs another version of Ray or Python.
+    """
+    import ray
+
+    _check_listening(address)
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=show_logs)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+        raise SettingError(f"--ray-address {address}: cannot join a Ray cluster: {reason}") from error
+
+
+def _check_listening(address: str) -> None:
+    """Check that something listens at an address with a port. Ray would try for minutes.
+
+    Raises:
+        SettingError: nothing does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingError(f"--ray-address {address}: no Ray cluster answers there: {reason}") from error

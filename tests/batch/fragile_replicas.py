@@ -1,0 +1,58 @@
+"""A program that runs a job on replicas of which some requests kill the process: python -m tests.batch.fragile_replicas
+
+Writes one JSON line per request into ``results.jsonl``, as they finish: id, text, error and retries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from PIL import Image
+
+from panscan.core import Request, Result, Stamps, now
+from panscan.images.files import PageBytes, expand_images
+from panscan.serve.backend import ModelInfo, Work
+from panscan.serve.batch_replica import BatchReplica, InvisibleFiles
+from panscan.serve.cluster_engine import ClusterEngine
+from panscan.settings import Settings
+
+INNOCENT = 40
+ELSEWHERE = "elsewhere.png"
+
+
+class FragileReplica(BatchReplica):
+    """A replica without a model, whose machine lacks one file. The prompt ``crash`` kills its process."""
+
+    async def load(self) -> ModelInfo:
+        return ModelInfo("engine", 1024, None, 1, "float32", 4)
+
+    async def check_health(self) -> None:
+        pass
+
+    async def answer(self, request: Request, work: Work) -> Result | InvisibleFiles:
+        if request.prompt == "crash":
+            os._exit(1)
+        if ELSEWHERE in request.images:
+            return InvisibleFiles()
+        pages = expand_images(request.images)
+        text = ", ".join(f"{type(page).__name__} {page.name}" for page in pages if isinstance(page, PageBytes))
+        return Result(request.id, text or "here", [], "stop", 1, 0, 0, 0, Stamps(now()))
+
+
+def main() -> None:
+    Image.new("RGB", (8, 8)).save(ELSEWHERE)
+    requests = [Request(prompt="fine", id=str(number)) for number in range(INNOCENT)]
+    requests.insert(5, Request(prompt="crash", id="crash"))
+    requests += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
+    settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
+    with ClusterEngine(settings, 2, actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
+        for index, result in engine.stream_results(requests):
+            error = None if result.error is None else str(result.error)
+            line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}
+            file.write(f"{json.dumps(line)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""``panscan load`` from the command line: known figures, files, exit codes and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import noise
+from tests.load.fake_server import fake_server
+
+from panscan.cli.main import run
+from panscan.core import from_perf_counter
+from panscan.records.store import Run, read_run
+from panscan.records.summary import cell_metrics
+
+QUICK = ["--num-warmups", "0", "--ready-check-timeout-sec", "0"]
+TTFT_MS, ITL_MS, TOKENS = 40.0, 6.0, 8
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with fake_server(ttft_ms=TTFT_MS, itl_ms=ITL_MS) as url:
+        yield url
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two documents."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "docs").mkdir()
+    noise(100, 150).save("docs/a.png")
+    noise(200, 90, 1).save("docs/b.jpg")
+    return tmp_path
+
+
+def load(*words: str, code: int = 0) -> Run:
+    """Run ``panscan load`` on the documents and return its run."""
+    assert run(["load", *words, "--images", "docs", "-p", "What is it?", *QUICK]) == code
+    [directory] = Path("runs").iterdir()
+    return read_run(directory)
+
+
+def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--request-rate", "20,40", "--arrival", "constant", "--num-prompts", "12", "--max-tokens", str(TOKENS)]
+    words += ["--goodput", "ttft:5000", "tpot:500", "--save-result", "--include-content", "--api-key", "secret-key"]
+    found = load(*words, url, "--header", "X-Team: hidden-team")
+    assert list(found.cells) == ["rate-20", "rate-40"]
+    for cell in found.cells:
+        for record in found.requests[cell, 0]:
+            received, *sent = (from_perf_counter(float(text)) for text in record["answer"].split())
+            stamps = record["stamps"]
+            assert len(sent) == record["chunks"] == record["output_tokens"] == TOKENS
+            assert record["image_tokens"] == 256 and stamps["accepted"] <= received <= sent[0]
+            late = [at - true for at, true in zip(stamps["tokens"], sent, strict=True)]
+            assert min(late) > 0 and float(np.median(late)) < 0.02
+    [directory] = Path("runs").iterdir()
+    check_metrics(found, directory)
+    assert "20 req/s" in capsys.readouterr().out and (directory / "report.html").exists()
+    everything = b"".join(file.read_bytes() for file in directory.iterdir())
+    assert b"secret-key" not in everything and b"hidden-team" not in everything
+    assert found.header["command"][:3] == ["panscan", "load", url]
+
+
+def check_metrics(found: Run, directory: Path) -> None:
+    """Compare the metrics, and vLLM's result, with the times at which the server sent: within 2 ms or 2%."""
+    for cell in found.cells:
+        records, window = found.requests[cell, 0], found.repeats[cell, 0]
+        sent = [[from_perf_counter(float(at)) for at in record["answer"].split()][1:] for record in records]
+        ttft = [times[0] - record["stamps"]["accepted"] for times, record in zip(sent, records, strict=True)]
+        true = {
+            "median_ttft_ms": 1e3 * np.median(ttft),
+            "median_tpot_ms": 1e3 * np.median([(times[-1] - times[0]) / (TOKENS - 1) for times in sent]),
+            "mean_itl_ms": 1e3 * np.mean([later - earlier for times in sent for earlier, later in pairwise(times)]),
+        }
+        seconds = max(map(max, sent)) - window["started"]
+        metrics = cell_metrics(found, cell)
+        assert metrics is not None and metrics.values["median_ttft_ms"] >= TTFT_MS
+        result: dict[str, Any] = json.loads((directory / f"vllm-{cell}.json").read_text())
+        for values in (metrics.values, result):
+            for name, value in true.items():
+                assert values[name] == pytest.approx(value, rel=0.02, abs=2.0), name
+            assert values["request_throughput"] == pytest.approx(12 / seconds, rel=0.02)
+            assert (values["completed"], values["total_output_tokens"]) == (12, 12 * TOKENS)
+        assert result["request_goodput"] == result["request_throughput"]
+        assert {"p99_ttft_ms", "std_tpot_ms", "mean_e2el_ms", "duration", "model_id", "request_rate"} <= result.keys()
+
+
+def test_a_level_without_an_answer_is_code_4(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = load(url, "--model", "fake:500", "--max-concurrency", "2", "--num-prompts", "3", code=4)
+    assert found.outcomes["concurrency-2"]["reason"] == "no request succeeded: HTTP 500: CUDA out of memory"
+    said = capsys.readouterr()
+    assert "refused a prompt with an image" in said.err and "Traceback" not in said.err + said.out
+
+
+def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if b'"cell":"rate-40","outcome"' in b"".join(
+                file.read_bytes() for file in folder.glob("runs/*/records.jsonl")
+            ):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.02)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    found = load(url, "--request-rate", "40,0.05", "--num-prompts", "4", "--arrival", "constant", code=130)
+    stopper.join()
+    assert found.outcomes["rate-40"]["outcome"] == "done"
+    assert "interrupted" in found.outcomes.get("rate-0.05", {"reason": "interrupted"})["reason"]
+    assert "figures so far" in capsys.readouterr().err
+    assert next(Path("runs").iterdir()).joinpath("report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "URL is missing"),
+        (["http://a:1", "http://b:1"], "URL is given 2 times"),
+        (["ftp://a"], "expected the URL of an endpoint"),
+        (["http://a:1", "tpot:50"], "unexpected argument 'tpot:50'"),
+        (["http://a:1", "--goodput", "ttfb:5"], "--goodput: unknown metric 'ttfb'"),
+        (["http://a:1", "--goodput", "ttft:0"], "--goodput ttft: expected milliseconds above 0"),
+        (["http://a:1", "--find-max-rate"], "--find-max-rate needs limits"),
+        (["http://a:1", "--request-rate", "0"], "--request-rate is out of range"),
+        (["http://a:1", "--max-concurrency", "2.5"], "--max-concurrency takes a whole number"),
+        (["http://a:1", "--ramp-up-strategy", "linear"], "--ramp-up-start-rps is missing"),
+        (["http://a:1", "--scenario", "w3"], "--scenario: expected distinct-documents"),
+        (["http://a:1", "--scenario", "mixed-documents", "--images", "x"], "draws its documents"),
+        (["http://a:1", "--header", "nonsense"], "--header: expected NAME:VALUE"),
+        (["http://a:1", "--trace", "none.jsonl"], "--trace none.jsonl: cannot be read"),
+        (["http://a:1", "--max-num-crops", "0"], "out of range"),
+    ],
+)
+def test_wrong_options_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(["load", *words]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("panscan: ")]
+    assert message in line
+
+
+def test_an_endpoint_that_is_down_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["load", "http://127.0.0.1:9", "--images", "docs", *QUICK]) == 3
+    assert capsys.readouterr().err.splitlines()[-1].endswith("connection refused; is the server running?")
+    assert not Path("runs").exists()

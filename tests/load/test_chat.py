@@ -1,0 +1,347 @@
+"""Endpoints, request bodies, and streamed answers in the dialects of several servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.load.fake_server import fake_server
+
+from panscan.core import EndpointError, SettingError, now
+from panscan.load.chat import ChatStream, Endpoint, Exchange, chat_body, data_url, fetch_json
+
+EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+def content(text: str, **choice: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **choice}]}
+
+
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+
+
+def stream_of(events: Sequence[Any], done: str = "[DONE]") -> bytes:
+    texts = [*(json.dumps(event) for event in events), *([done] if done else [])]
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
+
+
+def answer(body: bytes, step: int | None = None, headers: dict[str, str] | None = None, status: int = 200) -> Exchange:
+    """The outcome of a response whose body arrives in pieces of ``step`` bytes; the stamps are the pieces' numbers."""
+    ended: list[Exchange] = []
+    stream = ChatStream(Exchange("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    stream.on_head(status, EVENT_STREAM if headers is None else headers)
+    for number, start in enumerate(range(0, len(body), step or len(body) or 1)):
+        stream.on_data(body[start : start + (step or len(body))], float(number))
+    stream.on_end(99.0)
+    assert len(ended) == 1
+    return ended[0]
+
+
+# Endpoints
+
+
+@pytest.mark.parametrize(
+    ("url", "chat", "models", "tokenize"),
+    [
+        ("http://host:8000", "/v1/chat/completions", "/v1/models", "/tokenize"),
+        ("http://host:8000/", "/v1/chat/completions", "/v1/models", "/tokenize"),
+        ("https://host/v1", "/v1/chat/completions", "/v1/models", "/tokenize"),
+        ("https://host/v1/chat/completions", "/v1/chat/completions", "/v1/models", "/tokenize"),
+        ("https://host/team/v1/", "/team/v1/chat/completions", "/team/v1/models", "/team/tokenize"),
+        ("https://host/openai", "/openai/v1/chat/completions", "/openai/v1/models", "/openai/tokenize"),
+        ("https://host/api/chat/completions", "/api/chat/completions", "/api/models", "/api/tokenize"),
+        ("https://host/v1?version=2", "/v1/chat/completions?version=2", "/v1/models?version=2", "/tokenize?version=2"),
+    ],
+)
+def test_an_endpoint_may_be_given_as_server_prefix_or_full_url(
+    url: str, chat: str, models: str, tokenize: str
+) -> None:  # fmt: skip
+    endpoint = Endpoint(url, "m")
+    assert [endpoint.path(each) for each in ("/v1/chat/completions", "/v1/models", "/tokenize")] == [
+        chat, models, tokenize,
+    ]  # fmt: skip
+
+
+def test_the_address_has_the_scheme_s_port_unless_one_is_given() -> None:
+    assert (Endpoint("http://host", "m").address.port, Endpoint("https://host", "m").address.port) == (80, 443)
+    address = Endpoint("https://[::1]:8443/v1", "m").address
+    assert (address.host, address.port, address.tls) == ("::1", 8443, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"url": "localhost:8000"}, "expected the URL of an endpoint"),
+        ({"url": "ftp://host"}, "expected the URL of an endpoint"),
+        ({"url": "http://host:99999"}, "not a URL"),
+        ({"url": "http://user:key@host"}, "give an API key instead"),
+        ({"url": "http://host/a b\r\nX: y"}, "remove spaces"),
+        ({"timeout": 0.0}, "timeout"),
+        ({"api_key": "a\r\nX: y"}, "API key"),
+        ({"headers": (("X Y", "1"),)}, "'X Y'"),
+        ({"headers": (("X", "1\r\nY: 2"),)}, "'X'"),
+        ({"headers": (("Content-Length", "1"),)}, "'Content-Length' is set already"),
+        ({"headers": (("Authorization", "Basic x"),), "api_key": "k"}, "either the API key or"),
+    ],
+)
+def test_an_unusable_endpoint_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Endpoint(**{"url": "http://host", "model": "m", **given})
+
+
+def test_an_endpoint_sends_its_key_but_does_not_show_it() -> None:
+    endpoint = Endpoint("http://host", "m", api_key="secret", headers=(("X-Team", "private"),))
+    head = endpoint.head("POST", "/v1/chat/completions")
+    assert b"\r\nauthorization: Bearer secret\r\n" in head and b"\r\nX-Team: private\r\n" in head
+    assert "secret" not in repr(endpoint) and "private" not in repr(endpoint)
+
+
+# Bodies
+
+
+def test_bodies_share_their_images() -> None:
+    image = data_url("image/png", b"\x89PNG" * 100)
+    parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": 'What "total"? é'}]
+    bodies = [chat_body("m", [{"role": "user", "content": [*parts[:each], *parts]}], 8) for each in (0, 1)]
+    assert [sum(segment is image for segment in body) for body in bodies] == [1, 2]
+    found = json.loads(b"".join(bodies[1]))
+    assert found == {
+        "model": "m", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
+        "messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": image.decode()}},
+            {"type": "image_url", "image_url": {"url": image.decode()}},
+            {"type": "text", "text": 'What "total"? é'},
+        ]}],
+    }  # fmt: skip
+
+
+def test_optional_fields_are_sent_only_if_given() -> None:
+    kwargs = {"do_pan_and_scan": False}
+    body = chat_body(
+        "m",
+        [],
+        1,
+        stream=False,
+        temperature=None,
+        ignore_eos=True,
+        mm_processor_kwargs=kwargs,
+        extra={"logprobs": True},
+    )
+    assert json.loads(b"".join(body)) == {
+        "model": "m", "messages": [], "max_tokens": 1, "stream": False, "ignore_eos": True,
+        "mm_processor_kwargs": kwargs, "logprobs": True,
+    }  # fmt: skip
+
+
+def test_a_body_refuses_repeated_fields_and_broken_segments() -> None:
+    with pytest.raises(SettingError, match="model: this request field is set already"):
+        chat_body("m", [], 1, extra={"model": "other"})
+    with pytest.raises(SettingError, match="a segment of a request body"):
+        chat_body("m", [{"role": "user", "content": b'"}'}], 1)
+    with pytest.raises(SettingError, match="cannot contain a set"):
+        chat_body("m", [], 1, extra={"stop": {"a"}})
+
+
+# Streams
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 50, None])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_an_answer_does_not_depend_on_how_it_is_cut_into_packets(step: int | None, line_end: bytes) -> None:
+    body = b": keep-alive\n\nevent: message\n" + stream_of([content("Hé"), content("llo"), END, USAGE])
+    exchange = answer(body.replace(b"\n", line_end), step)
+    assert (exchange.error, exchange.error_kind, exchange.text) == (None, None, "Héllo")
+    assert (exchange.finish_reason, exchange.output_tokens, exchange.prompt_tokens) == ("stop", 2, 9)
+    assert len(exchange.tokens) == 2 and exchange.end >= exchange.tokens[1] >= exchange.tokens[0]
+
+
+def test_a_chunk_is_stamped_when_its_event_is_complete() -> None:
+    head, tail = b'data: {"choices":[{"delta":{"conte', b'nt":"a"}}]}\n\n'
+    ended: list[Exchange] = []
+    stream = ChatStream(Exchange("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    stream.on_head(200, EVENT_STREAM)
+    stream.on_data(head, 1.0)
+    stream.on_data(tail, 2.0)
+    stream.on_data(stream_of([END]), 3.0)
+    stream.on_data(stream_of([USAGE]), 4.0)
+    stream.on_end(5.0)
+    assert (ended[0].tokens, ended[0].end) == ([2.0], 3.0)
+
+
+def test_an_event_may_have_several_lines_and_no_final_empty_line() -> None:
+    pretty = "".join(f"data: {line}\n" for line in json.dumps(content("a"), indent=1).splitlines())
+    body = f"{pretty}\n".encode() + stream_of([END, USAGE], done="") + b"data: [DONE]"
+    assert (answer(body).text, answer(body).error) == ("a", None)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (  # panscan
+            {"usage": {"prompt_tokens": 520, "completion_tokens": 3, "views": 2,
+                       "prompt_tokens_details": {"cached_tokens": 16, "image_tokens": 512}},
+             "panscan": {"views": 2, "crops": 1, "image_tokens": 512}},
+            (3, 520, 16, 512, 2),
+        ),
+        (  # vLLM, SGLang
+            {"usage": {"prompt_tokens": 520, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}},
+            (3, 520, 16, None, None),
+        ),
+        (  # vLLM without --enable-prompt-tokens-details, TGI, Ollama
+            {"usage": {"prompt_tokens": 520, "completion_tokens": 3, "prompt_tokens_details": None}},
+            (3, 520, None, None, None),
+        ),
+        ({"timings": {"cache_n": 20, "prompt_n": 500, "predicted_n": 3}}, (3, 520, 20, None, None)),  # llama.cpp
+        (  # counts that are none
+            {"usage": {"prompt_tokens": -1, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": True}}},
+            (3, None, None, None, None),
+        ),
+    ],
+)  # fmt: skip
+def test_token_counts_are_read_in_every_dialect(last: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    exchange = answer(stream_of([content("a"), END, {"choices": [], **last}]))
+    assert exchange.error_kind is None
+    assert (
+        exchange.output_tokens, exchange.prompt_tokens, exchange.cached_tokens, exchange.image_tokens, exchange.views
+    ) == expected  # fmt: skip
+
+
+def test_an_answer_without_usage_counts_chunks_and_is_no_failure() -> None:
+    exchange = answer(stream_of([content("a"), content("b"), END]))
+    assert (exchange.error, exchange.error_kind, exchange.output_tokens, exchange.prompt_tokens) == (
+        None, "usage", 2, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_counts_as_tokens_but_is_not_the_answer(field: str) -> None:
+    thought = {"choices": [{"delta": {field: "hm", "content": None}}]}
+    exchange = answer(stream_of([thought, content("a"), END, USAGE]), step=None)
+    assert (len(exchange.tokens), exchange.text) == (2, "a")
+
+
+def test_an_immediate_end_is_an_answer_without_tokens() -> None:
+    exchange = answer(stream_of([{"choices": [{"delta": {"role": "assistant", "content": ""}}]}, END, USAGE]))
+    assert (exchange.error, exchange.tokens, exchange.finish_reason) == (None, [], "stop")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"data: {nonsense}\n\n" + stream_of([END, USAGE]), "malformed event: not JSON"),
+        (b"data: \xff\n\n" + stream_of([END, USAGE]), "malformed event: not JSON"),
+        (b"data: " + b"[" * 100_000 + b"\n\n" + stream_of([END, USAGE]), "malformed event: not JSON"),
+        (stream_of([[1], END, USAGE]), "malformed event: not a JSON object"),
+        (stream_of([{"choices": [1]}, END, USAGE]), "malformed event: a choice without a delta"),
+        (stream_of([{"choices": {"a": 1}}, END, USAGE]), "malformed event: a choice without a delta"),
+        (stream_of([{"choices": [{"delta": "a"}]}, END, USAGE]), "malformed event: a choice without a delta"),
+        (stream_of([{"object": "ping"}, END, USAGE]), "malformed event: no choices"),
+        (stream_of([{"error": {"message": "out\nof memory"}}]), r"out\nof memory"),
+        (stream_of([{"error": "x" * 500}]), "x" * 196 + " ..."),
+        (stream_of([content("a")], done=""), "the stream ended before the answer was complete"),
+        (stream_of([]), "the stream has no tokens"),
+        (b"", "the stream ended before the answer was complete"),
+    ],
+)
+def test_a_broken_stream_is_a_failure_with_a_short_message(body: bytes, message: str) -> None:
+    exchange = answer(body)
+    assert (exchange.error_kind, exchange.error) == ("stream", message)
+    assert exchange.end == 99.0
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.binary(max_size=40).map(lambda text: b"data: " + text + b"\n\n"),
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+                st.sampled_from(["choices", "delta", "content", "usage", "error", "finish_reason", "timings"]),
+                inner, max_size=3,
+            ),
+        ).map(lambda event: stream_of([event], done="")),
+        st.sampled_from([stream_of([content("a")], done=""), stream_of([END], done=""), stream_of([])]),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@given(EVENTS, st.sampled_from([None, 1, 5]))
+@settings(max_examples=150, deadline=None)
+def test_no_stream_raises(events: list[bytes], step: int | None) -> None:
+    exchange = answer(b"".join(events), step)
+    assert (exchange.error is None) == (exchange.error_kind in (None, "usage"))
+    assert exchange.output_tokens >= 0 and exchange.tokens == sorted(exchange.tokens)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "expected"),
+    [
+        (429, "application/json", b'{"error": {"message": "slow down"}}', ("http", "HTTP 429: slow down")),
+        (422, "application/json", b'{"detail": [{"loc": ["x"]}]}', ("http", 'HTTP 422: [{"loc": ["x"]}]')),
+        (400, "application/json", b'{"object": "error", "message": "no images"}', ("http", "HTTP 400: no images")),
+        (502, "text/html", b"<html>Bad gateway</html>", ("http", "HTTP 502 (an HTML page)")),
+        (500, "text/plain", b"oops", ("http", "HTTP 500")),
+        (200, "text/html", b"<html></html>", ("protocol", "the response is an HTML page: check the URL")),
+        (200, "application/json", b'{"error": "no such model"}', ("protocol", "no such model")),
+        (200, "application/json", b"{}", ("protocol", "the response is not a stream (application/json)")),
+        (200, "", b"hello", ("protocol", "the response is not a stream of events")),
+        (200, "", b"", ("protocol", "the response is empty")),
+    ],
+)
+def test_a_response_that_is_no_stream_is_a_failure(
+    status: int, kind: str, body: bytes, expected: tuple[str, str]
+) -> None:  # fmt: skip
+    exchange = answer(body, headers={"content-type": kind}, status=status)
+    assert (exchange.error_kind, exchange.error) == expected
+    assert exchange.status == status
+
+
+def test_a_stream_is_recognised_without_its_content_type() -> None:
+    assert answer(stream_of([content("a"), END, USAGE]), headers={}).error is None
+
+
+# Single requests
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with fake_server() as url:
+        yield url
+
+
+def test_fetch_json_returns_the_response(url: str) -> None:
+    endpoint = Endpoint(f"{url}/v1", "fake")
+    assert fetch_json(endpoint, "GET", "/v1/models")["data"][0]["id"] == "fake"
+    messages = [{"role": "user", "content": "Hello there"}]
+    assert fetch_json(endpoint, "POST", "/tokenize", {"messages": messages})["count"] == 6
+    body = chat_body("fake", messages, 2, stream=False)
+    found = fetch_json(endpoint, "POST", "/v1/chat/completions", body, deadline=now() + 60)
+    assert found["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "seconds", "kind", "status", "message"),
+    [
+        ("fake", "/nowhere", 60, "http", 404, "GET /nowhere: HTTP 404: Not Found"),
+        ("fake", "/health", 60, "protocol", 200, "GET /health: the response is not JSON: check the URL"),
+        ("fake:silent", "/v1/chat/completions", 0.2, "timeout", None, "no response within the timeout"),
+        ("fake:500", "/v1/chat/completions", 60, "http", 500, "HTTP 500: CUDA out of memory"),
+        ("fake", "/v1/models", -1, "timeout", None, "no time left to ask"),
+    ],
+)
+def test_fetch_json_names_what_was_wrong(
+    url: str, model: str, path: str, seconds: float, kind: str, status: int | None, message: str
+) -> None:
+    body = None if model == "fake" else {"model": model, "messages": []}
+    method = "GET" if body is None else "POST"
+    with pytest.raises(EndpointError) as caught:
+        fetch_json(Endpoint(url, model), method, path, body, deadline=now() + seconds)
+    assert message in str(caught.value)
+    assert (caught.value.kind, caught.value.status) == (kind, status)

@@ -1,0 +1,240 @@
+"""Load levels against a fake endpoint in another process: known answers, concurrency, faults, subprocesses."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.load.fake_server import fake_server
+
+from panscan.core import SettingError, from_perf_counter
+from panscan.load.arrivals import ConstantArrivals
+from panscan.load.chat import ChatRequest, Endpoint, Exchange, chat_body, data_url, fetch_json
+from panscan.load.generator import run_level
+
+TTFT, ITL, TOKENS = 0.030, 0.004, 6
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with fake_server(ttft_ms=1e3 * TTFT, itl_ms=1e3 * ITL) as url:
+        yield url
+
+
+def requests(count: int, model: str = "fake", image: bytes | None = None) -> list[ChatRequest]:
+    content: Any = "Hello there"
+    if image is not None:
+        content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": content}]
+    body = chat_body(model, [{"role": "user", "content": content}], TOKENS)
+    return [ChatRequest(f"r{number}", body, TOKENS) for number in range(count)]
+
+
+def counts(url: str) -> dict[str, int]:
+    found: dict[str, int] = fetch_json(Endpoint(url, "fake"), "GET", "/counts")
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_figure_is_that_of_the_server(url: str, processes: int) -> None:
+    """A busy machine may delay a request, but not all of them: the smallest error is the load generator's own."""
+    arrivals = ConstantArrivals(50.0).times(40)
+    result = run_level(Endpoint(url, "fake"), requests(40), arrivals, processes=processes)
+    errors: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2e": []}
+    for number, exchange in enumerate(result.exchanges):
+        assert (exchange.error, exchange.error_kind, exchange.id) == (None, None, f"r{number}")
+        assert exchange.due == result.started + arrivals[number]
+        assert exchange.queued == 0 and exchange.accepted >= exchange.due
+        assert (exchange.output_tokens, len(exchange.tokens)) == (TOKENS, TOKENS)
+        received, *sent = [from_perf_counter(float(stamp)) for stamp in exchange.text.split()]
+        tokens = exchange.tokens
+        slack = 1e-5  # the server prints microseconds
+        assert exchange.accepted <= received + slack
+        assert all(at >= left - slack for at, left in zip(tokens, sent, strict=True))
+        assert tokens[-1] <= exchange.end <= result.ended
+        pairs = {
+            "ttft": (tokens[0] - exchange.accepted, sent[0] - received),
+            "tpot": ((tokens[-1] - tokens[0]) / (TOKENS - 1), (sent[-1] - sent[0]) / (TOKENS - 1)),
+            "itl": (max(b - a for a, b in pairwise(tokens)), max(b - a for a, b in pairwise(sent))),
+            "e2e": (tokens[-1] - exchange.accepted, sent[-1] - received),
+        }
+        for name, (measured, known) in pairs.items():
+            errors[name].append(abs(measured - known))
+        assert pairs["ttft"][1] >= TTFT - slack  # the server keeps its own times
+    assert {name: min(each) for name, each in errors.items() if min(each) >= 2e-3} == {}
+    assert result.client.processes == processes and 0 < result.client.cpu_share <= 1
+
+
+def test_a_closed_loop_keeps_its_concurrency_and_its_connections() -> None:
+    with fake_server(ttft_ms=5) as url:
+        result = run_level(Endpoint(url, "fake"), requests(30), None, max_concurrency=4)
+        found = counts(url)
+    assert [exchange.id for exchange in result.exchanges] == [f"r{number}" for number in range(30)]
+    assert all(exchange.queued == 0 and exchange.lag >= 0 for exchange in result.exchanges)
+    assert found == {"connections": 5, "requests": 30, "most_at_once": 4}  # the fifth asks for the counts
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_requests_beyond_the_concurrency_wait_in_a_queue(processes: int) -> None:
+    with fake_server(ttft_ms=40) as url:
+        result = run_level(Endpoint(url, "fake"), requests(8), [0.0] * 8, max_concurrency=4, processes=processes)
+        assert counts(url)["most_at_once"] <= 4
+    assert [exchange.queued > 0 for exchange in result.exchanges] == [False] * 4 + [True] * 4
+    for exchange in result.exchanges[4:]:
+        assert exchange.queued >= 0.040
+        assert exchange.lag >= -1e-6
+    assert not result.client.reason.startswith("requests were sent late")  # a burst cannot be sent at once
+
+
+FAULTS = {
+    "html": ("protocol", "the response is an HTML page: check the URL"),
+    "early-close": ("stream", "the connection was closed during the response"),
+    "malformed": ("stream", "malformed event: not JSON"),
+    "no-usage": ("usage", None),
+    "refuse-images": ("http", "HTTP 400: this model does not support image inputs"),
+    "429": ("http", "HTTP 429: too many requests"),
+    "500": ("http", "HTTP 500: CUDA out of memory"),
+    "no-end": (None, None),
+    "error-event": ("stream", "the engine died"),
+    "not-http": ("protocol", "the response is not HTTP"),
+    "close": ("protocol", "the endpoint closed the connection without a response"),
+    "no-stream": ("protocol", "the response is not a stream (application/json)"),
+    "redirect": ("http", "HTTP 307 to https://example.com/v1"),
+    "endless-line": ("stream", "malformed event: too long"),
+}
+
+
+def test_endpoint_faults_are_outcomes(url: str) -> None:
+    image = data_url("image/png", b"x" * 100)
+    sent = [requests(1, f"fake:{fault}", image)[0] for fault in FAULTS]
+    result = run_level(Endpoint(url, "fake"), sent, [0.0] * len(sent))
+    found = [(exchange.error_kind, exchange.error) for exchange in result.exchanges]
+    assert dict(zip(FAULTS, found, strict=True)) == FAULTS
+    partial = result.exchanges[list(FAULTS).index("early-close")]
+    assert len(partial.tokens) == 1 and partial.end >= partial.tokens[0]
+
+
+@pytest.mark.parametrize("fault", ["silent", "slow"])
+def test_an_endpoint_that_does_not_answer_costs_the_timeout(url: str, fault: str) -> None:
+    result = run_level(Endpoint(url, "fake", timeout=0.2), requests(4, f"fake:{fault}"), None, max_concurrency=2)
+    assert {exchange.error_kind for exchange in result.exchanges} == {"timeout"}
+    assert all(exchange.end - exchange.accepted >= 0.2 for exchange in result.exchanges)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_endpoint_that_is_down_is_an_outcome(processes: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = run_level(Endpoint(f"http://localhost:{port}", "m"), requests(4), [0.0] * 4, processes=processes)
+    assert [(each.error_kind, each.error) for each in result.exchanges] == [("connect", "connection refused")] * 4
+    assert not any(each.tokens or each.status for each in result.exchanges)
+
+
+def test_a_host_without_an_address_is_an_outcome() -> None:
+    result = run_level(Endpoint("http://no-such-host.invalid", "m"), requests(1), [0.0])
+    assert result.exchanges[0].error == "the host name no-such-host.invalid cannot be resolved"
+    result = run_level(Endpoint("http://a..b", "m"), requests(1), [0.0])
+    assert result.exchanges[0].error == "a..b is not a host name"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
+    image = data_url("image/png", bytes(3_000_000))
+    result = run_level(
+        Endpoint(url, "fake"), requests(6, image=image), None, max_concurrency=3, processes=processes
+    )  # fmt: skip
+    assert [(each.error, each.prompt_tokens, each.image_tokens, each.views) for each in result.exchanges] == [
+        (None, 262, 256, 1)
+    ] * 6
+
+
+def test_the_requests_of_a_killed_process_are_failures() -> None:
+    def kill_one(exchange: Exchange) -> None:
+        if killed:
+            return
+        workers = [each for each in psutil.Process().children() if "panscan.load.workers" in " ".join(each.cmdline())]
+        killed.append(workers[0].pid)
+        workers[0].kill()
+
+    killed: list[int] = []
+    with fake_server(ttft_ms=20) as url:
+        result = run_level(
+            Endpoint(url, "fake"), requests(40), None, max_concurrency=2, processes=2, on_done=kill_one
+        )  # fmt: skip
+    lost = [exchange for exchange in result.exchanges if exchange.error is not None]
+    assert len(result.exchanges) == 40 and 0 < len(lost) <= 20
+    assert {(exchange.error_kind, exchange.error) for exchange in lost} == {
+        ("client", "a load process was killed by SIGKILL")
+    }
+    assert (result.client.limited, result.client.reason) == (True, "a load process was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> None:
+    cancelled, done = threading.Event(), []
+
+    def count(exchange: Exchange) -> None:
+        done.append(exchange)
+        if len(done) == 3:
+            cancelled.set()
+
+    result = run_level(
+        Endpoint(url, "fake"), requests(10_000), None, max_concurrency=2, processes=processes, on_done=count,
+        cancelled=cancelled,
+    )  # fmt: skip
+    assert sorted(each.id for each in done) == sorted(each.id for each in result.exchanges)
+    assert 3 <= len(done) < 10_000 and all(each.error is None for each in done)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
+        "-out", str(certificate),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+def test_tls_endpoints(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_server("--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])) as url:
+        wrong = [Endpoint(url, "fake"), Endpoint(url.replace("https", "http"), "fake")]
+        unverified, plain = (run_level(each, requests(1), [0.0]).exchanges[0] for each in wrong)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        trusted = run_level(Endpoint(url, "fake"), requests(8, image=bytes(1_000_000).hex().encode()), [0.0] * 8)
+    assert unverified.error is not None and unverified.error.startswith("the TLS certificate is not valid: ")
+    assert plain.error_kind == "protocol"
+    assert {each.error for each in trusted.exchanges} == {None}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"arrivals": None}, "--max-concurrency is required without --request-rate"),
+        ({"arrivals": [0.0]}, "expected one arrival time per request, got 1 for 2 requests"),
+        ({"arrivals": [0.0, 0.0], "max_concurrency": 0}, "--max-concurrency: expected at least 1, got 0"),
+        ({"arrivals": [0.0, 0.0], "processes": 0}, "the number of processes"),
+        ({"arrivals": [1.0, 0.0]}, "ascending"),
+    ],
+)
+def test_impossible_levels_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        run_level(Endpoint("http://127.0.0.1:1", "m"), requests(2), **given)
+
+
+def test_a_level_without_requests_ends() -> None:
+    result = run_level(Endpoint("http://127.0.0.1:1", "m"), [], [])
+    assert (result.exchanges, result.client.limited) == ([], False)

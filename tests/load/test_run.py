@@ -1,0 +1,186 @@
+"""Load runs against an endpoint with known times: what is recorded when it is right, wrong, overloaded or gone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import noise
+from tests.load.fake_server import fake_server
+
+from panscan.bench.workload import DocumentFile, Item
+from panscan.core import EndpointError
+from panscan.load.chat import Endpoint, Exchange
+from panscan.load.content import Pile
+from panscan.load.generator import LevelResult
+from panscan.load.options import LoadLevel, LoadOptions
+from panscan.load.probe import Probe, probe_endpoint
+from panscan.load.run import LoadPlan, run_load
+from panscan.load.variants import VariantImage
+from panscan.records.store import FILE_NAME, Run, read_run
+
+PROBE = Probe("fake", None, None, None, None, ())
+DOCUMENT = DocumentFile("page.png", 120, 200, "0" * 64)
+FAULTS = {  # the kind of error that each fault is recorded as; None: answered
+    "html": "protocol", "429": "http", "refuse-images": "http", "malformed": "stream", "early-close": "stream",
+    "silent": "timeout", "no-usage": None,
+}  # fmt: skip
+
+
+class Observer:
+    """Keeps the remarks of a run, and cancels it after some requests."""
+
+    def __init__(self, cancel_after: int | None = None) -> None:
+        self.cancelled = threading.Event()
+        self.remarks: list[str] = []
+        self.ended = 0
+        self._cancel_after = cancel_after
+
+    def preparing(self, level: LoadLevel | None) -> None: ...
+    def warming_up(self, count: int) -> None: ...
+    def measuring(self, level: LoadLevel, count: int) -> None: ...
+    def measured(self, level: LoadLevel, result: LevelResult) -> None: ...
+
+    def done(self, exchange: Exchange) -> None:
+        self.ended += 1
+        if self.ended == self._cancel_after:
+            self.cancelled.set()
+
+    def remark(self, text: str, *, warning: bool = False) -> None:
+        self.remarks.append(text)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with fake_server(ttft_ms=10, itl_ms=2, dialect="vllm") as url:
+        yield url
+
+
+def load(
+    url: str, directory: Path, observer: Observer, model: str = "fake", timeout: float = 20.0, **given: Any
+) -> Run:
+    """Run a load of small requests."""
+    options = LoadOptions(**{"num_prompts": 4, "num_warmups": 0, "max_tokens": 4, **given})
+    image = VariantImage(noise(120, 200))
+    pile = Pile([Item("0", (DOCUMENT,), "What is it?")], None, lambda document: image)
+    plan = LoadPlan(Endpoint(url, model, timeout=timeout), options, pile, PROBE)
+    return run_load(plan, directory, ["panscan", "load"], observer, observer.cancelled)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_counted_and_the_run_ends(url: str, tmp_path: Path, fault: str) -> None:
+    timeout = 0.5 if fault == "silent" else 20.0
+    run = load(url, tmp_path, Observer(), f"fake:{fault}", timeout, max_concurrencies=(2,))
+    records, kind = run.requests["concurrency-2", 0], FAULTS[fault]
+    outcome = run.outcomes["concurrency-2"]
+    assert len(records) == 4 and outcome["outcome"] == ("done" if kind is None else "failed")
+    for record in records:
+        assert (record["error"] is None) == (kind is None)
+        assert record["error_kind"] == ("usage" if fault == "no-usage" else kind)
+    if kind is not None:
+        assert outcome["reason"] == f"no request succeeded: {records[0]['error']}"
+    assert (tmp_path / "summary.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "warning"),
+    [
+        ("ignore-images", "the image added 0 prompt tokens.* treats the request as text"),
+        ("refuse-images", "refused a prompt with an image: .*does not support image inputs"),
+        ("500", "refused a prompt without an image: .*CUDA out of memory"),
+    ],
+)
+def test_the_probe_warns(url: str, fault: str, warning: str) -> None:
+    probe = probe_endpoint(Endpoint(url, f"fake:{fault}"))
+    assert any(re.search(warning, each) for each in probe.warnings), probe.warnings
+
+
+def test_the_probe_compares_image_tokens(url: str) -> None:
+    plain = probe_endpoint(Endpoint(url, ""))
+    assert (plain.model, plain.warnings, plain.expected_image_tokens) == ("fake", (), None)
+    assert plain.image_prompt_tokens is not None and plain.text_prompt_tokens is not None
+    assert plain.image_prompt_tokens - plain.text_prompt_tokens == 256
+    gemma = probe_endpoint(Endpoint(url, "google/gemma-3-4b-it"), {"do_pan_and_scan": True})
+    assert gemma.expected_image_tokens == 4 * 256
+    [listed, cropped] = gemma.warnings  # the server has another model, and takes two crops, not three
+    assert "the server lists fake" in listed and "added 768 prompt tokens, expected 1,024" in cropped
+
+
+def test_an_endpoint_that_is_down_or_somewhere_else_is_one_error(url: str) -> None:
+    with pytest.raises(EndpointError, match="connection refused; is the server running"):
+        probe_endpoint(Endpoint("http://127.0.0.1:9", "", timeout=5.0))
+    with pytest.raises(EndpointError, match=r"/nowhere: GET .*: HTTP 404: Not Found"):
+        probe_endpoint(Endpoint(f"{url}/nowhere", "", timeout=5.0))
+
+
+def test_levels_are_recorded_with_their_arrivals(url: str, tmp_path: Path) -> None:
+    observer = Observer()
+    run = load(url, tmp_path, observer, rates=(50.0, None), max_concurrencies=(2,), arrival="constant", num_prompts=8)
+    assert list(run.cells) == ["rate-50-concurrency-2", "concurrency-2"]
+    assert run.header["settings"]["load"]["arrival"] == "constant"
+    due = [record["due"] for record in run.requests["rate-50-concurrency-2", 0]]
+    started = run.repeats["rate-50-concurrency-2", 0]["started"]
+    assert [at - started for at in due] == pytest.approx([number / 50 for number in range(8)], abs=1e-6)
+    for record in run.requests["concurrency-2", 0]:
+        assert (record["image"], record["image_size"], record["output_tokens"]) == (["page.png"], [[120, 200]], 4)
+        assert (record["views"], record["crops"], record["image_tokens"]) == (None, None, None)  # vLLM reports none
+
+
+def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
+    run = load(url, tmp_path, Observer(cancel_after=12), max_concurrencies=(4, 1, 2), num_prompts=10, max_tokens=20)
+    assert run.outcomes["concurrency-4"]["reason"] is None
+    assert run.outcomes["concurrency-1"]["reason"].endswith(" of 10 requests")
+    assert 2 <= len(run.requests["concurrency-1", 0]) < 10
+    assert "concurrency-2" not in run.outcomes
+
+
+def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path) -> None:
+    with fake_server(ttft_ms=20, slots=1) as url:  # 50 requests per second
+        run = load(
+            url, tmp_path, Observer(), find_max_rate=True, rates=(20.0,), goodput={"ttft": 90.0}, arrival="constant",
+            level_seconds=0.5, num_prompts=8, max_tokens=1,
+        )  # fmt: skip
+    search = run.search
+    assert search is not None
+    rates = [trial["rate"] for trial in search["levels"]]
+    assert len(rates) >= 2 and [f"rate-{rate:g}" for rate in rates] == list(run.cells)
+    assert all(trial["attainment"] < 0.95 for trial in search["levels"] if trial["rate"] > 65)
+    passing = [trial["rate"] for trial in search["levels"] if trial["attainment"] >= 0.95 and not trial["limited"]]
+    assert search["rate"] in (passing or [None])
+    assert len(run.requests[f"rate-{max(rates):g}", 0]) == max(8, math.ceil(max(rates) * 0.5))
+
+
+def test_a_killed_run_loses_only_the_level_in_progress(tmp_path: Path) -> None:
+    noise(90, 90).save(tmp_path / "page.png")
+    with fake_server(ttft_ms=5) as url:
+        words = ["load", url, "--images", "page.png", "-p", "What?", "--arrival", "constant", "--max-tokens", "2"]
+        words += ["--request-rate", "40,0.05", "--num-prompts", "4"]
+        command = [sys.executable, "-m", "panscan", *words]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                wait_for_level(tmp_path / "runs", "rate-40")
+            finally:
+                process.kill()
+    run = read_run(next((tmp_path / "runs").iterdir()))
+    assert list(run.outcomes) == ["rate-40"] and len(run.requests["rate-40", 0]) == 4
+    assert list(run.cells) == ["rate-40", "rate-0.05"]
+
+
+def wait_for_level(folder: Path, cell: str) -> None:
+    """Wait until a level of the run in a folder is on disk."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = [line for file in folder.glob(f"*/{FILE_NAME}") for line in file.read_bytes().splitlines()]
+        if any(record["type"] == "cell" and record["cell"] == cell for record in map(json.loads, lines)):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{cell} was not recorded")

@@ -1,0 +1,192 @@
+"""Scenarios, traces and option values: what they mean, and that anything unknown or impossible is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from panscan.core import SettingError
+from panscan.load.options import (
+    LoadOptions,
+    RampUp,
+    Trace,
+    parse_goodput,
+    parse_latency_metrics,
+    parse_percentiles,
+    parse_rates,
+    read_trace,
+)
+from panscan.load.scenario import load_scenario, scenario_names
+from panscan.load.search import RateSearch, Trial
+from panscan.records.goodput import Goodput
+
+
+def test_every_bundled_scenario_can_be_drawn() -> None:
+    for name in scenario_names():
+        scenario = load_scenario(name)
+        assert scenario.description
+        for entry in scenario.documents:
+            document = entry.draw(0, 0, scenario.columns)
+            assert document.image.size == (entry.width, entry.height) and document.asks
+
+
+def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "documents: {kind: form, width: 500, height: 700}\nprompts: What?\nrequest_rate: [0.5, inf]\n"
+        "max_concurrency: 4\ngoodput: {ttft: 500}\nignore_eos: true\n"
+    )
+    scenario = load_scenario(str(path))
+    assert (scenario.name, scenario.prompts, scenario.ignore_eos) == ("mine", ("What?",), True)
+    assert (scenario.request_rate, scenario.max_concurrency, scenario.goodput) == ((0.5, None), (4,), {"ttft": 500.0})
+    assert scenario.documents[0].name == "form-500x700"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("documnets: []", "unknown field 'documnets' .did you mean 'documents'"),
+        ("- 1", "expected lines of 'field: value'"),
+        ("num_prompts: 0", "num_prompts is out of range"),
+        ("num_prompts: true", "num_prompts is out of range"),
+        ("request_rate: [1, -2]", "request_rate is out of range"),
+        ("ignore_eos: 1", "ignore_eos: expected true or false"),
+        ("goodput: {ttfb: 3}", "goodput: unknown field 'ttfb' .did you mean 'ttft'"),
+        ("goodput: {ttft: 0}", "goodput: ttft is out of range"),
+        ("documents: [{kind: poem, width: 100, height: 100}]", "documents 1: unknown kind 'poem'"),
+        ("documents: [{kind: form, width: 100}]", "documents 1: height is missing"),
+        ("documents: [{kind: form, width: 100, height: 10.5}]", "documents 1: height is out of range"),
+        ("documents: [{kind: form, width: 100, height: 100, x: 1}]", "documents 1: unknown field 'x'"),
+        ("prompts: What?", "prompts need documents"),
+        ("num_prompts: 1\nnum_prompts: 2", "'num_prompts' is set twice"),
+        ("a: &a [1]\nb: *a", "aliases and tags are not supported"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_a_wrong_scenario_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=f"--scenario .*{message}"):
+        load_scenario(str(path))
+
+
+def test_an_unknown_scenario_names_the_nearest() -> None:
+    with pytest.raises(SettingError, match="did you mean 'mixed-documents'"):
+        load_scenario("mixed-document")
+    with pytest.raises(SettingError, match=r"none\.yaml: cannot be read"):
+        load_scenario("none.yaml")
+
+
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": at, "output_length": 5, "input_length": 9, "hash_ids": [1]} for at in (1000, 1500, 3000)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = LoadOptions(trace=read_trace(path), trace_speedup=2.0, num_prompts=3)
+    [level] = options.levels
+    assert (level.cell, level.rate, options.arrival_name) == ("trace", None, "trace")
+    assert options.arrivals(level, 3) == [0.0, 0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 requests"),
+        ("[1]", "line 1: expected a JSON object"),
+        ('{"timestamp": -1}', "line 1: timestamp: expected milliseconds"),
+        ('{"timestamp": 1, "tokens": 3}', "line 1: unknown field 'tokens'"),
+        ('{"timestamp": 1, "output_length": 0}', "line 1: output_length is out of range"),
+        ('{"timestamp": 2}\n{"timestamp": 1}', "not ascending"),
+        ('{"timestamp": 1, "output_length": 1}\n{"timestamp": 2}', "output_length is missing in 1 lines"),
+    ],
+)
+def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=message):
+        read_trace(path)
+
+
+def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
+    mixed = LoadOptions(rates=(2.0, None), max_concurrencies=(None, 8), num_prompts=4)
+    assert [level.cell for level in mixed.levels] == ["rate-2", "rate-inf", "rate-2-concurrency-8", "concurrency-8"]
+    assert [None if (at := mixed.arrivals(level, 2)) is None else len(at) for level in mixed.levels] == [2, 2, 2, None]
+    assert mixed.arrivals(mixed.levels[1], 3) == [0.0, 0.0, 0.0]
+    assert LoadOptions(max_concurrencies=(1, 2)).arrival_name == "closed"
+    assert LoadOptions().arrival_name == "burst"
+    assert LoadOptions(rates=(1.0,), burstiness=0.5).arrival_name == "gamma"
+    assert LoadOptions(goodput={"ttft": 2000.0, "tpot": 50.0}).search_seconds == 22.0
+    assert LoadOptions(goodput={"tpot": 50.0}).search_seconds == 10.0
+    ramp = LoadOptions(ramp_up=RampUp("linear", 1.0, 4.0), num_prompts=10)
+    assert [level.cell for level in ramp.levels] == ["ramp"] and ramp.arrival_name == "ramp"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_prompts": 0}, "--num-prompts is out of range"),
+        ({"image_reuse": 1.5}, "--image-reuse is out of range"),
+        ({"rates": (0.0,)}, "--request-rate is out of range"),
+        ({"max_concurrencies": (0,)}, "--max-concurrency is out of range"),
+        ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9: more than --max-tokens 8"),
+        ({"find_max_rate": True}, "--find-max-rate needs limits: add --goodput"),
+        ({"find_max_rate": True, "goodput": {"ttft": 1.0}, "rates": (1.0, 2.0)}, "takes one --request-rate"),
+        ({"goodput": {"itl": 5.0}}, "--goodput: unknown metric 'itl'"),
+        ({"goodput": {"ttft": -5.0}}, "--goodput ttft: expected milliseconds above 0"),
+        ({"goodput_attainment": 0.0}, "--goodput-attainment is out of range"),
+        ({"burstiness": 0.5}, "--burstiness needs a finite --request-rate"),
+        ({"burstiness": 0.5, "arrival": "constant", "rates": (1.0,)}, "--burstiness has no effect"),
+        ({"trace": Trace((0.0,)), "rates": (1.0,)}, "--request-rate and --trace exclude each other"),
+        ({"trace": Trace((0.0,)), "num_prompts": 2}, "--num-prompts 2: the trace has 1 requests"),
+        ({"trace_speedup": 2.0}, "--trace-speedup needs --trace"),
+    ],
+)
+def test_impossible_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        LoadOptions(**given)
+
+
+def test_option_values_are_parsed() -> None:
+    assert parse_rates("1, 2.5,inf") == (1.0, 2.5, None)
+    assert parse_goodput(["ttft:500 tpot:50", "e2el:2000"]) == {"ttft": 500.0, "tpot": 50.0, "e2el": 2000.0}
+    assert parse_percentiles("99.9,50") == (50.0, 99.9)
+    assert parse_latency_metrics("itl,ttft") == ("itl", "ttft")
+    for call, text, message in (
+        (parse_rates, "1,,2", "--request-rate: empty value"),
+        (parse_rates, "fast", "--request-rate takes a number"),
+        (parse_percentiles, "100", "100 is the maximum"),
+        (parse_latency_metrics, "ttff", "unknown metric 'ttff' .did you mean 'ttft'"),
+        (lambda word: parse_goodput([word]), "ttft", "expected metric:milliseconds"),
+        (lambda word: parse_goodput([word, word]), "ttft:1", "ttft is given twice"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            call(text)
+
+
+def trial(rate: float, attainment: float, *, limited: bool = False) -> Trial:
+    return Trial(rate, Goodput(200, round(200 * attainment), 10.0, {}), limited)
+
+
+@pytest.mark.parametrize("capacity", [0.3, 1.0, 3.7, 57.0, 4000.0])
+def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
+    search = RateSearch(start=2.0, most=20)
+    while (rate := search.next_rate()) is not None:
+        search.add(trial(rate, 1.0 if rate <= capacity else 0.5))
+    best = search.best()
+    assert best is not None and best.rate <= capacity <= best.rate * 1.11
+    above = min(each.rate for each in search.trials if each.rate > capacity)
+    assert len(search.trials) <= 17 and search.note.endswith(f"at {best.rate:g} req/s, not at {above:g} req/s")
+
+
+def test_the_search_ends_without_a_capacity() -> None:
+    hopeless = RateSearch()
+    while (rate := hopeless.next_rate()) is not None:
+        hopeless.add(trial(rate, 0.0))
+    assert hopeless.best() is None and "at no measured rate" in hopeless.note
+    limited = RateSearch()
+    limited.add(trial(1.0, 1.0))
+    limited.add(trial(2.0, 0.4, limited=True))
+    assert limited.next_rate() is None and limited.best() == trial(1.0, 1.0)
+    assert "client became the limit" in limited.note

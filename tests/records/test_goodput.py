@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from tests.records.load_runs import (
+    START,
+    failed_request,
+    level,
+    level_records,
+    load_header,
+    load_request,
+    load_run,
+    saturated,
+    steady,
+)
+from tests.records.synthetic import write_run
+
+from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
+from panscan.records.load_runs import keeps_up, level_goodput, offered_rate
+from panscan.records.metrics import LEAST_SAMPLES, least_samples
+from panscan.records.requests import RequestMetrics
+from panscan.records.summary import cell_metrics, summary_columns, write_summary
+
+LIMITS = {"ttft": 100.0, "tpot": 20.0, "e2el": 500.0}
+
+
+def test_times_of_chunks_that_hold_several_tokens() -> None:
+    record = load_request("c", 0, 10.0, 0.5, 0.1, chunks=4, output_tokens=13)
+    times = RequestMetrics.from_record(record)
+    assert times.ttft == pytest.approx(0.5)
+    assert times.itl == pytest.approx((0.1, 0.1, 0.1))
+    assert times.tpot == pytest.approx(0.3 / 12)
+    assert times.e2e == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("ttft", "itl", "chunks", "missed"),
+    [
+        (0.099, 0.019, 5, []),
+        (0.101, 0.019, 5, ["ttft"]),
+        (0.099, 0.021, 5, ["tpot"]),
+        (0.090, 0.019, 30, ["e2el"]),
+        (0.101, 0.5, 2, ["ttft", "tpot", "e2el"]),
+        (0.099, 0.0, 1, []),  # one token has no TPOT
+        (0.0, 0.0, 0, ["ttft", "e2el"]),  # an answer without content
+    ],
+)
+def test_a_request_meets_its_limits_or_not(ttft: float, itl: float, chunks: int, missed: list[str]) -> None:
+    assert missed_limits(load_request("c", 0, 10.0, ttft, itl, chunks=chunks), LIMITS) == missed
+
+
+def test_failed_requests_count_as_missed() -> None:
+    lines = [load_request("c", n, START, 0.05 if n else 0.2, 0.01) for n in range(8)]
+    found = goodput_of([*lines, failed_request("c", 8, START), failed_request("c", 9, START)], LIMITS, 2.0)
+    assert (found.sent, found.met, found.throughput) == (10, 7, 3.5)
+    assert found.attainment == pytest.approx(0.7)
+    assert found.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
+
+
+def level_of(met: int, sent: int = 100) -> Goodput:
+    return Goodput(sent, met, 10.0, {})
+
+
+def test_the_highest_rate_stops_at_the_first_that_clearly_falls_short() -> None:
+    found = highest_rate([(8.0, level_of(75)), (2.0, level_of(100)), (4.0, level_of(95)), (16.0, level_of(96))], 0.9)
+    assert (found.rate, found.short, found.later) == (4.0, 8.0, (16.0,))
+    assert found.estimate == pytest.approx(5.0)
+    assert highest_rate([(2.0, level_of(80))], 0.9).rate is None
+    assert highest_rate([(2.0, level_of(95))], 0.9).short is None
+    assert highest_rate([(2.0, level_of(80)), (2.0, level_of(100))], 0.9).rate == 2.0
+
+
+def test_a_lower_rate_that_falls_short_by_chance_rules_nothing_out() -> None:
+    few = highest_rate([(2.0, level_of(18, 20)), (8.0, level_of(20, 20))], 0.95)
+    assert (few.rate, few.doubtful) == (8.0, (2.0,))
+    many = highest_rate([(2.0, level_of(900, 1000)), (8.0, level_of(20, 20))], 0.95)
+    assert (many.rate, many.short) == (None, 2.0)
+
+
+def test_a_level_keeps_up_unless_its_queue_grows(tmp_path: Path) -> None:
+    cells = {"slow": level(4.0), "busy": level(16.0), "few": level(1.0)}
+    lines = [*steady("slow", 4.0, 3.0), *saturated("busy", 16.0, 10.0, 0.1), *steady("few", 1.0, 0.1, count=3)]
+    run = write_run(tmp_path, [load_header(cells), *lines])
+    assert [keeps_up(run, cell) for cell in cells] == [True, False, None]
+
+
+def test_the_offered_rate_of_a_ramp_is_measured(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [load_header({"c": level()}, arrival="ramp"), *steady("c", 5.0, 0.1)])
+    assert offered_rate(run, "c") == pytest.approx(5.0)
+    closed = write_run(tmp_path, [load_header({"c": level(None, 4)}, arrival="closed"), *steady("c", 5.0, 0.1)])
+    assert offered_rate(closed, "c") is None
+
+
+def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
+    run = write_run(tmp_path, load_run(metric_percentiles=[25, 50, 99.9]))
+    values = [cell_metrics(run, cell).values for cell in run.cells]
+    assert [each["median_ttft_ms"] for each in values[:2]] == pytest.approx([50.0, 80.0])
+    assert [each["p99.9_e2el_ms"] for each in values[:2]] == pytest.approx([90.0, 120.0])
+    assert values[0]["p25_itl_ms"] == pytest.approx(10.0)
+    assert values[0]["request_throughput"] == pytest.approx(20 / (19 / 4 + 0.09))
+    assert values[0]["mean_views"] is None
+    assert [level_goodput(run, cell).attainment for cell in run.cells][:2] == [1.0, 1.0]
+    # At 16 req/s request n waits n * (1/10 - 1/16) s: only the first has a TTFT of at most 100 ms.
+    assert level_goodput(run, "rate-16").met == 1
+
+
+def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
+    """Eight requests start and end together: blocks of fewer would have all of their time or none of it."""
+    lines = [load_request("c", n, START + n // 8, 0.98, 0.005) for n in range(80)]
+    cells = {"c": level(None, 8)}
+    run = write_run(tmp_path, [load_header(cells, arrival="closed"), *level_records("c", lines)])
+    metrics = cell_metrics(run, "c")
+    assert metrics is not None
+    assert metrics.intervals["request_throughput"] == pytest.approx((8.0, 8.0), rel=1e-6)
+
+
+def test_the_summary_has_goodput_and_the_percentiles_asked_for(tmp_path: Path) -> None:
+    lines = [load_request("bad", n, START + n, 0.05, 0.01) for n in range(9)]
+    bad = level_records("bad", [*lines, failed_request("bad", 9, START + 9)])
+    run = write_run(tmp_path, [load_header({"bad": level(1.0), "no": level(2.0)}, metric_percentiles=[99.9]), *bad])
+    write_summary(run, tmp_path / "summary.csv")
+    with (tmp_path / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == summary_columns(run)
+    assert [row["level"] for row in rows] == ["bad", "no"]
+    assert (rows[0]["attainment"], rows[0]["sent"], rows[0]["failed"]) == ("0.9", "10", "1")
+    assert (rows[0]["request_rate"], rows[0]["offered_rate"], rows[0]["max_concurrency"]) == ("1.0", "1.0", "")
+    assert float(rows[0]["p99.9_ttft_ms"]) == pytest.approx(50.0)
+    assert (rows[0]["client_limited"], rows[0]["outcome"], rows[1]["outcome"]) == ("false", "done", "unfinished")
+    assert not {"verdict", "cell", "exact_match", "mean_vision_ms", "peak_rss_bytes"} & rows[0].keys()
+
+
+def test_certified_percentiles_follow_the_binomial_distribution() -> None:
+    assert LEAST_SAMPLES == {50: 11, 90: 64, 95: 130, 99: 662}
+    for percent in (75, 99.9):
+        share = percent / 100
+        tails = [
+            share**n + n * share ** (n - 1) * (1 - share) for n in (least_samples(percent) - 1, least_samples(percent))
+        ]
+        assert tails[1] <= 0.01 < tails[0]
+    assert least_samples(1) == least_samples(99)

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.records.load_runs import CLIENT, LOAD, level, load_header, load_request, load_run, steady
+from tests.records.synthetic import request, write_run
+
+from panscan.core import RecordsError
+from panscan.records.store import RecordWriter, read_run
+
+PROBE = {
+    "type": "probe",
+    "model": "mini",
+    "text_prompt_tokens": 12,
+    "image_prompt_tokens": 270,
+    "expected_image_tokens": 256,
+    "warnings": [],
+}
+SEARCH = {"type": "search", "rate": 6.0, "attainment": 0.97, "note": "", "levels": [{"rate": 6.0, "attainment": 0.97}]}
+
+
+def test_levels_that_a_search_adds_are_read_after_those_of_the_run(tmp_path: Path) -> None:
+    more = {"type": "cells", "cells": [{"cell": "rate-6", "settings": level(6.0)}]}
+    with RecordWriter(tmp_path) as writer:
+        for lines in (load_run()[:1], load_run()[1:], [PROBE], [more, *steady("rate-6", 6.0, 0.07)], [SEARCH]):
+            writer.write(lines)
+    run = read_run(tmp_path)
+    assert list(run.cells) == ["rate-4", "rate-8", "rate-16", "rate-6"]
+    assert run.cells["rate-6"] == level(6.0)
+    assert len(run.requests["rate-6", 0]) == 20
+    assert (run.probe, run.search) == (PROBE, SEARCH)
+
+
+def test_a_level_is_added_once_and_before_its_requests(tmp_path: Path) -> None:
+    more = {"type": "cells", "cells": [{"cell": "rate-4", "settings": level(4.0)}]}
+    with pytest.raises(RecordsError, match="line 2: there are two cells 'rate-4'"):
+        write_run(tmp_path, [load_run()[0], more])
+    with pytest.raises(RecordsError, match="line 2: the run has no cell 'rate-6'"):
+        write_run(tmp_path, [load_run()[0], load_request("rate-6", 0, 1.0, 0.1, 0.1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arrival": "weekly"}, "'arrival': 'weekly'"),
+        ({"goodput": {"p99": 5.0}}, "'goodput': 'p99'"),
+        ({"percentile_metrics": ["ttft", "speed"]}, "'percentile_metrics': 'speed'"),
+        ({"metric_percentiles": [50, 100]}, "'metric_percentiles': 100"),
+        ({"attainment": "most"}, "unexpected 'load'"),
+    ],
+)
+def test_load_settings_of_unknown_meaning_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with RecordWriter(tmp_path) as writer, pytest.raises(RecordsError, match=message):
+        writer.write([load_header({}, **settings)])
+
+
+def test_only_a_request_of_an_endpoint_may_lack_counts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [load_header({"c": level(1.0)}), *steady("c", 1.0, 0.1)])
+    assert run.requests["c", 0][0]["views"] is None
+    assert run.repeats["c", 0]["load"] == {"client": CLIENT}
+    with RecordWriter(tmp_path) as writer, pytest.raises(RecordsError, match="a request record needs 'views'"):
+        writer.write([request("c", "q", 1.0, [2.0], views=None)])
+    assert LOAD.keys() == run.header["settings"]["load"].keys()

@@ -1,0 +1,171 @@
+"""Reports of load runs: known figures in every form, foreign text, runs without a result."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.records.load_runs import (
+    CLIENT,
+    START,
+    failed_request,
+    level,
+    level_records,
+    load_header,
+    load_request,
+    load_run,
+)
+from tests.records.synthetic import write_run
+from tests.report.report_page import Element, parse, rows_of, section
+
+from panscan.analysis.levels import levels_of
+from panscan.core import RecordsError
+from panscan.records.load_runs import load_settings
+from panscan.records.store import Run
+from panscan.report import to_markdown, write_gallery, write_pictures, write_report
+from panscan.report.load_charts import latency_curves, throughput_curves
+from panscan.report.terminal import print_curves, print_summary
+
+HEADLINE = "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 95% of requests"
+HOSTILE = "<script>alert(1)</script> \x1b[31m | `x` @someone {{ 7 * 7 }} \u202eevil"
+
+
+def page(run: Run, directory: Path) -> Element:
+    path = directory / "report.html"
+    write_report(run, path)
+    return parse(path.read_text())
+
+
+def terminal(run: Run, width: int = 100) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    print_summary(run, console)
+    print_curves(run, console)
+    return console.export_text()
+
+
+def broken_run(directory: Path, text: str = "HTTP 500") -> Run:
+    """Write a run with failures, a busy load generator, a probe's warning and a level without a result."""
+    lines = [load_request("rate-2", n, START + n / 2, 0.05, 0.01) for n in range(12)]
+    lines.append(failed_request("rate-2", 12, START + 6, text, text))
+    records: list[dict[str, Any]] = [
+        load_header({"rate-2": level(2.0), "rate-4": level(4.0)}, server=text, scenario=text, goodput={}),
+        *level_records("rate-2", lines, client=CLIENT | {"limited": True, "reason": text}),
+        {
+            "type": "probe",
+            "model": text,
+            "text_prompt_tokens": 10,
+            "image_prompt_tokens": 10,
+            "expected_image_tokens": 256,
+            "warnings": [text],
+        },
+    ]
+    return write_run(directory, records)
+
+
+def test_the_page_leads_with_the_result_and_holds_every_level(tmp_path: Path) -> None:
+    lines = [line | {"cached_tokens": 5} if line["type"] == "request" else line for line in load_run()]
+    root = page(write_run(tmp_path, lines), tmp_path)
+    assert next(section(root, "result").all("h2")).text == HEADLINE
+    levels = {
+        row["level"].text.removesuffix(" ★ the result"): row
+        for row in rows_of(next(section(root, "levels").all("table")))
+    }
+    assert list(levels) == ["4 req/s", "8 req/s", "16 req/s"]
+    assert levels["8 req/s"]["within limits, %"].text.startswith("100")
+    assert levels["16 req/s"]["within limits, %"].text.startswith("5.00")
+    assert [row["keeps up"].text for row in levels.values()] == ["yes", "yes", "no"]
+    assert levels["4 req/s"]["lag ms"].text == "0.200 / 1.50"
+    [_, fast, _] = rows_of(next(section(root, "latency").all("table")))
+    assert fast["TTFT/median"].text.startswith("80.0")
+    assert fast["E2E/p99"].text == "~120"
+    assert fast["ITL/mean"].text.startswith("10.0")
+    assert "20.0 tokens on average, 25% of the tokens cached" in section(root, "settings").text
+    assert not list(root.all("script"))
+    assert not {"cell", "cells", "verdict", "unverified"} & set(re.findall(r"\w+", next(root.all("main")).text.lower()))
+    assert "panscan verify URL" in root.text
+
+
+def test_every_form_tells_the_same_result(tmp_path: Path) -> None:
+    run = write_run(tmp_path, load_run())
+    markdown, text = to_markdown(run), terminal(run)
+    assert f"**{HEADLINE}.**" in markdown
+    assert f"{HEADLINE}." in text
+    assert "limit is near 8.42 req/s" in " ".join(text.split())
+    assert re.search(r"^8 req/s \* +8\.00 +8\.02", text, re.MULTILINE)
+    assert re.search(r"^16 req/s +TTFT +\d", text, re.MULTILINE)
+    assert "TTFT, limit 100 ms" in text
+    assert re.search(r"\| 8 req/s \| 80\.0 \|", markdown)
+    assert [path.name for path in write_pictures(run, tmp_path)] == [
+        "report-load-ttft.png",
+        "report-load-tpot.png",
+        "report-load-e2el.png",
+        "report-load-throughput.png",
+        "report-load-attainment.png",
+    ]
+    assert write_pictures(run, tmp_path)[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_hold_every_level_and_their_limits(tmp_path: Path) -> None:
+    run = write_run(tmp_path, load_run(metric_percentiles=[50, 99.9], percentile_metrics=["ttft", "itl"]))
+    levels, settings = levels_of(run), load_settings(run)
+    [ttft] = latency_curves(levels, settings)
+    assert ([series.label for series in ttft.series], ttft.limit) == (["median", "p99.9"], 100.0)
+    assert [point.y.value for point in ttft.series[0].points][:2] == pytest.approx([50.0, 80.0])
+    assert [point.x for point in ttft.series[0].points] == pytest.approx([each.achieved for each in levels])
+    throughput, attainment = throughput_curves(levels, settings)
+    assert [point.x for point in throughput.series[0].points] == [4.0, 8.0, 16.0]
+    assert [point.y.value for point in attainment.series[0].points] == [100.0, 100.0, 5.0]
+    assert attainment.limit == 95.0
+
+
+def test_warnings_errors_and_levels_without_a_result_are_shown(tmp_path: Path) -> None:
+    run = broken_run(tmp_path)
+    root, text = page(run, tmp_path), " ".join(terminal(run).split())
+    assert [item.text for item in root.of_class("warnings")[0].all("li")] == [
+        "HTTP 500.",
+        "2 req/s: the load generator, not the endpoint, was the limit (HTTP 500);"
+        " this level is left out of the result.",
+        "1 of 13 requests failed: they are in no latency, and count as missed limits.",
+    ]
+    [error] = rows_of(next(section(root, "errors").all("table")))
+    assert [cell.text for cell in error.values()] == ["HTTP 500", "1", "2 req/s", "HTTP 500"]
+    assert "4 req/s: unfinished" in section(root, "levels").text
+    assert "the same prompt with an image has 0 more prompt tokens, 256 expected" in root.text
+    assert "No result: the load generator limited every level" in text
+    assert "Errors (HTTP 500): 1 at 2 req/s: HTTP 500" in text
+
+
+def test_foreign_text_stays_text(tmp_path: Path) -> None:
+    run = broken_run(tmp_path, HOSTILE)
+    root = page(run, tmp_path)
+    assert not list(root.all("script"))
+    assert "alert(1)" in root.text
+    assert "\u202e" not in root.text
+    assert "{{ 7 * 7 }}" in root.text
+    assert "<script>" not in to_markdown(run)
+    assert terminal(run)
+
+
+def test_a_run_without_levels_is_reported_and_has_no_pictures(tmp_path: Path) -> None:
+    run = write_run(tmp_path, load_run()[:1])
+    assert "No result: no level was measured" in page(run, tmp_path).text
+    assert "4 req/s: unfinished" in terminal(run)
+    with pytest.raises(RecordsError, match="no level was measured"):
+        write_pictures(run, tmp_path)
+    with pytest.raises(RecordsError, match="has no gallery of answers"):
+        write_gallery(run, tmp_path / "gallery.html")
+
+
+def test_a_narrow_terminal_of_ascii_shows_all_figures(tmp_path: Path) -> None:
+    written = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(written, encoding="ascii", write_through=True), width=80)
+    run = write_run(tmp_path, load_run())
+    print_summary(run, console)
+    print_curves(run, console)
+    text = written.getvalue().decode("ascii")
+    assert "TTFT <= 100 ms" in text
+    assert "8.02+-" in text
