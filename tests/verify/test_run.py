@@ -147,8 +147,8 @@ def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
 
 def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Callable[[bool], Replies]) -> None:
     with answering(replies(True)) as url:
-        found = verified(url)
-    assert (found.word, found.served_model) == ("close", "served")
+        found = verified(url, CHART)
+    assert (found.word, found.served_model) == ("close", "served"), found.message
     assert "more would need log-probabilities" in found.message
     assert any(
         line.startswith("distributions: the endpoint reports no log-probabilities") for line in found.not_visible
