@@ -18,7 +18,7 @@ from PIL import Image
 from panscan.cli import samples
 from panscan.cli.main import run
 from panscan.core import SettingError
-from panscan.images.request_sets import FORMATS, write_request_set
+from panscan.load.request_sets import FORMATS, write_request_set
 
 
 @pytest.fixture

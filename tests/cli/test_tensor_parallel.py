@@ -100,9 +100,3 @@ def test_a_sweep_compares_sizes(folder: Path) -> None:
     peaks = {sizes[cell]: repeat["peak_rss_bytes"] for (cell, _), repeat in found.repeats.items()}
     if peaks[1] is not None:  # the system can reset the peak of a process
         assert peaks[2] > 1.5 * peaks[1], "the ranks' peaks count"
-
-
-def test_replicas_of_a_split_model(folder: Path) -> None:
-    found = benched(folder, "--tensor-parallel-size", "2", "--replicas", "2", "--repeats", "1", "--no-verify")
-    [answered] = found.requests.values()
-    assert len(answered) == 2 * 2

@@ -13,7 +13,7 @@ from panscan.settings import SAMPLE_RANGES
 __all__ = ["FORMATS", "command", "print_samples"]
 
 FORMATS = ("aiperf", "guidellm", "vllm")
-"""The keys of :data:`panscan.images.request_sets.FORMATS`, without importing Pillow for ``--help``."""
+"""The keys of :data:`panscan.load.request_sets.FORMATS`, without importing Pillow for ``--help``."""
 
 EPILOG = """\b
 Examples
@@ -53,7 +53,7 @@ def command(directory: Path, format: str | None, **options: Any) -> None:
 
         print_samples(write_samples(directory, **options), options["count"])
     else:
-        from panscan.images.request_sets import write_request_set
+        from panscan.load.request_sets import write_request_set
 
         written = write_request_set(directory, format, **options)
         mix = ", ".join(f"{count} with {views} view{'s'[: views > 1]}" for views, count in written.views.items())
