@@ -187,14 +187,14 @@ def measure(*, short: bool) -> dict[str, Any]:
             )  # fmt: skip
             assert search.search is not None  # the run ended
             best = search.search["rate"] or min(rates)
+            highest = {**{key: search.search[key] for key in ("rate", "attainment", "note")}, "levels": levels(search)}
             kills = [
                 with_kill(server, dataset, folder / "runs", round(share * best, 2), after, kill_seconds)
                 for share in SHARES[: 1 if short else None]
             ]
         finally:
             asyncio.run(server.end())
-    found = {key: search.search[key] for key in ("rate", "attainment", "note")}
-    return {"curve": curve, "highest_rate": {**found, "levels": levels(search)}, "kills": kills}
+    return {"curve": curve, "highest_rate": highest, "kills": kills}
 
 
 def main() -> None:

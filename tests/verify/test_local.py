@@ -186,7 +186,7 @@ def test_token_texts_lead_back_to_their_ids(local: LocalModel) -> None:
         assert token in local.token_ids(local.token_text(token))
     assert local.token_text(6) == b"<end_of_turn>"
     assert local.token_ids("\n") == local.token_ids(b"\n") == [10, 24]  # the line break, and its byte
-    assert local.token_ids("▁") == local.token_ids(" ")
+    assert local.token_ids("▁") == [271] and 271 in local.token_ids(" ")
     assert local.token_ids("token_id:305") == [305] and local.token_ids("token_id:99999") == []
     assert len(local.token_ids("\ufffd")) == 128  # the bytes that begin no character
     assert local.token_ids("no such token") == []
