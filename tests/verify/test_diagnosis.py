@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from panscan.verify.diagnosis import Candidate, NoiseLevel, best_candidates, explain, judge_fit, summary
+from panscan.verify.diagnosis import HypothesisFit, NoiseLevel, best_candidates, explain, judge_fit, summary
 from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import REFERENCE, hypothesis
 
@@ -16,10 +16,10 @@ def fit(kl: float | None, agree: int = 50, deviation: float | None = None, promp
     return Fit(kl, kl, 60, 0.0 if agree == 50 else 1.0, 50, agree, deviation, 5, prompts_agree)
 
 
-def candidate(name: str, kl: float | None, text: float | None = None, **others: float) -> Candidate:
+def candidate(name: str, kl: float | None, text: float | None = None, **others: float) -> HypothesisFit:
     own = {key: int(value) if key == "agree" else value for key, value in others.items() if key != "base_score"}
     text_fit = None if text is None else fit(text, deviation=own.get("deviation"))
-    return Candidate(hypothesis(name), fit(kl, **own), text_fit, others.get("base_score"))
+    return HypothesisFit(hypothesis(name), fit(kl, **own), text_fit, others.get("base_score"))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_tokens_alone_never_show_that_an_endpoint_is_exact() -> None:
 def test_a_hypothesis_within_the_noise_explains_the_answers() -> None:
     causal, crops = candidate("causal-image-tokens", 1e-4), candidate("no-pan-and-scan", 0.2)
     both = candidate("causal-image-tokens+no-pan-and-scan", 5e-5)
-    found = explain(Candidate(REFERENCE, fit(0.5)), [both, crops, causal], NOISE)
+    found = explain(HypothesisFit(REFERENCE, fit(0.5)), [both, crops, causal], NOISE)
     assert (found.candidate, found.strength, found.rivals) == (causal, "matches", ())
     assert [each.hypothesis.name for each in best_candidates([crops, both, causal], NOISE)][:1] == [
         "causal-image-tokens"
@@ -50,14 +50,14 @@ def test_a_hypothesis_within_the_noise_explains_the_answers() -> None:
 
 
 def test_prompt_token_counts_outweigh_distributions() -> None:
-    right = Candidate(hypothesis("no-pan-and-scan"), fit(0.1))
-    wrong = Candidate(hypothesis("resize-bicubic"), fit(0.05, prompts_agree=2))
+    right = HypothesisFit(hypothesis("no-pan-and-scan"), fit(0.1))
+    wrong = HypothesisFit(hypothesis("resize-bicubic"), fit(0.05, prompts_agree=2))
     assert best_candidates([wrong, right], NOISE) == [right, wrong]
-    assert explain(Candidate(REFERENCE, fit(0.5, prompts_agree=2)), [wrong, right], NOISE).candidate == right
+    assert explain(HypothesisFit(REFERENCE, fit(0.5, prompts_agree=2)), [wrong, right], NOISE).candidate == right
 
 
 def test_quantised_weights_are_recognised_by_the_size_of_the_deviation() -> None:
-    reference = Candidate(REFERENCE, fit(0.01), fit(0.01))
+    reference = HypothesisFit(REFERENCE, fit(0.01), fit(0.01))
     four = candidate("int4-weights", 0.02, 0.02, deviation=0.012, base_score=0.01)
     eight = candidate("int8-weights", 0.01, 0.01, deviation=3e-4, base_score=0.01)
     found = explain(reference, [eight, four, candidate("bgr-channels", 0.011)], NOISE)
@@ -66,7 +66,7 @@ def test_quantised_weights_are_recognised_by_the_size_of_the_deviation() -> None
 
 
 def test_what_explains_a_part_only_is_called_the_closest() -> None:
-    found = explain(Candidate(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.1)], NOISE)
+    found = explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.1)], NOISE)
     assert found.strength == "closest"
     assert "no known fault explains the answers; the closest is: images resized" in summary("different", found)
-    assert explain(Candidate(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.45)], NOISE).strength == "none"
+    assert explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.45)], NOISE).strength == "none"

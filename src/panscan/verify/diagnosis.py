@@ -11,7 +11,7 @@ from panscan.records.verdict import CLOSE_TOP1, EXACT_RATIO, FLOOR, Divergence, 
 from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import CHANGES, Hypothesis
 
-__all__ = ["Candidate", "Explanation", "NoiseLevel", "Word", "best_candidates", "explain", "judge_fit", "summary"]
+__all__ = ["Explanation", "HypothesisFit", "NoiseLevel", "Word", "best_candidates", "explain", "judge_fit", "summary"]
 
 Word = Literal["exact", "close", "different", "unknown"]
 Strength = Literal["matches", "consistent", "closest", "none"]
@@ -53,7 +53,7 @@ class NoiseLevel:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class HypothesisFit:
     """A hypothesis and how well it explains the answers.
 
     Args:
@@ -90,7 +90,7 @@ class Explanation:
         rivals: other hypotheses that the answers do not rule out.
     """
 
-    candidate: Candidate | None
+    candidate: HypothesisFit | None
     strength: Strength
     rivals: tuple[Hypothesis, ...] = ()
 
@@ -111,7 +111,7 @@ def judge_fit(fit: Fit, noise: NoiseLevel) -> Word:
     return "exact" if word == "exact" else "close" if word == "close" else "different"
 
 
-def best_candidates(candidates: Sequence[Candidate], noise: NoiseLevel) -> list[Candidate]:
+def best_candidates(candidates: Sequence[HypothesisFit], noise: NoiseLevel) -> list[HypothesisFit]:
     """Return candidates, best first.
 
     Prompt token counts come first, if any candidate has them all right. Candidates within the noise are equal; the one
@@ -119,7 +119,7 @@ def best_candidates(candidates: Sequence[Candidate], noise: NoiseLevel) -> list[
     """
     counted = any(each.counts_fit for each in candidates)
 
-    def order(each: Candidate) -> tuple[bool, bool, float, int]:
+    def order(each: HypothesisFit) -> tuple[bool, bool, float, int]:
         explained = noise.explains(each.fit)
         size = 0.0 if explained else _unexplained(each)
         return counted and not each.counts_fit, not explained, size, each.plain_changes
@@ -127,12 +127,12 @@ def best_candidates(candidates: Sequence[Candidate], noise: NoiseLevel) -> list[
     return sorted(candidates, key=order)
 
 
-def _unexplained(candidate: Candidate) -> float:
+def _unexplained(candidate: HypothesisFit) -> float:
     fit = candidate.fit
     return fit.clear - fit.agree + fit.regret if fit.kl is None else max(fit.kl, FLOOR)
 
 
-def explain(reference: Candidate, candidates: Sequence[Candidate], noise: NoiseLevel) -> Explanation:
+def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise: NoiseLevel) -> Explanation:
     """Return what explains answers that the reference does not.
 
     Args:
@@ -157,13 +157,13 @@ def explain(reference: Candidate, candidates: Sequence[Candidate], noise: NoiseL
     return Explanation(closest, "closest") if gain else Explanation(None, "none")
 
 
-def _halves(closest: Candidate, similar: Candidate) -> bool:
+def _halves(closest: HypothesisFit, similar: HypothesisFit) -> bool:
     """Whether a hypothesis leaves less than half of what the other one starts from."""
     start = similar.base_score if similar.base_score is not None else inf
     return _unexplained(closest) <= _LEAST_GAIN * start
 
 
-def _deviates_as_much(candidate: Candidate, noise: NoiseLevel) -> bool:
+def _deviates_as_much(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
     """Whether answers deviate as much as approximate changes make them, with images and without."""
     fit, text = candidate.fit, candidate.text_fit
     if not candidate.hypothesis.approximate or not fit.deviation or noise.kl is None:
@@ -173,7 +173,7 @@ def _deviates_as_much(candidate: Candidate, noise: NoiseLevel) -> bool:
     return fit.deviation > limit and text_too and _size_gap(candidate) <= log(_SAME_SIZE)
 
 
-def _size_gap(candidate: Candidate) -> float:
+def _size_gap(candidate: HypothesisFit) -> float:
     deviation, base = candidate.fit.deviation, candidate.base_score
     if not deviation or not base:
         return inf

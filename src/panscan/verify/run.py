@@ -8,14 +8,14 @@ from typing import Any
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
-from panscan.verify.diagnosis import Candidate, Explanation, NoiseLevel, Word, judge_fit, summary
+from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, Word, judge_fit, summary
 from panscan.verify.endpoint import EndpointAnswer, EndpointSession
 from panscan.verify.evidence import MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
 from panscan.verify.options import VerifyOptions
 from panscan.verify.probes import sample_probes
-from panscan.verify.search import Evaluator, Probe, find_explanation, unseen_changes
+from panscan.verify.search import AskedProbe, Evaluator, find_explanation, unseen_changes
 
 __all__ = ["Verification", "as_json", "verify_endpoint"]
 
@@ -52,8 +52,8 @@ class Verification:
     message: str
     explanation: Explanation
     noise: NoiseLevel
-    reference: Candidate | None
-    candidates: list[Candidate]
+    reference: HypothesisFit | None
+    candidates: list[HypothesisFit]
     tested: int
     answers: list[dict[str, Any]]
     not_visible: list[str]
@@ -160,7 +160,7 @@ def _repeated(session: EndpointSession, first: _Asked) -> list[str]:
     return []
 
 
-def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> tuple[list[Probe], list[_Asked]]:
+def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> tuple[list[AskedProbe], list[_Asked]]:
     """Return the usable answers in token ids, and the failed requests."""
     found, dropped = [], 0
     for each in asked:
@@ -169,7 +169,7 @@ def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> 
         steps = each.answer.steps or _steps_of_text(each.answer, local)
         tokens, mapped = _mapped(steps, each.request, local)
         dropped += mapped.dropped
-        found.append(Probe(each.request, tokens, mapped, each.answer.prompt_tokens))
+        found.append(AskedProbe(each.request, tokens, mapped, each.answer.prompt_tokens))
         if len(mapped) < len(steps):
             notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens behind one without a certain id")
     if dropped:
@@ -207,7 +207,7 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
 
 
 def _concluded(
-    options: VerifyOptions, session: EndpointSession, local: LocalModel, probes: Sequence[Probe], notes: list[str],
+    options: VerifyOptions, session: EndpointSession, local: LocalModel, probes: Sequence[AskedProbe], notes: list[str],
     failed: Sequence[_Asked], on_progress: OnProgress,
 ) -> Verification:  # fmt: skip
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
@@ -261,7 +261,7 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
     )
 
 
-def _answer_row(probe: Probe, local: LocalModel) -> dict[str, Any]:
+def _answer_row(probe: AskedProbe, local: LocalModel) -> dict[str, Any]:
     text = b"".join(local.token_text(token) for token in probe.tokens).decode(errors="replace")
     return {
         "id": probe.request.id, "tokens": list(probe.tokens), "text": text, "images": len(probe.request.images),
@@ -269,7 +269,7 @@ def _answer_row(probe: Probe, local: LocalModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _not_visible(session: EndpointSession, probes: Sequence[Probe], failed: Sequence[_Asked]) -> list[str]:
+def _not_visible(session: EndpointSession, probes: Sequence[AskedProbe], failed: Sequence[_Asked]) -> list[str]:
     """Return what the endpoint's refusals hide."""
     can, found = session.capabilities, []
     reasons = can.refusals

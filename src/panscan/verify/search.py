@@ -9,7 +9,7 @@ from statistics import fmean
 
 from panscan.core import Request, SettingError
 from panscan.records.verdict import EXACT_RATIO, FLOOR
-from panscan.verify.diagnosis import Candidate, Explanation, NoiseLevel, best_candidates, explain
+from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, best_candidates, explain
 from panscan.verify.evidence import (
     AnswerEvidence,
     Fit,
@@ -23,7 +23,7 @@ from panscan.verify.evidence import (
 from panscan.verify.hypotheses import CHANGES, REFERENCE, Hypothesis, combine, hypothesis
 from panscan.verify.local import LocalModel
 
-__all__ = ["Evaluator", "Probe", "find_explanation", "unseen_changes"]
+__all__ = ["AskedProbe", "Evaluator", "find_explanation", "unseen_changes"]
 
 _SCREENED = 2  # answers with images, those that deviate most, on which all hypotheses are compared
 _FINALISTS = 4  # hypotheses that are then compared on all answers
@@ -32,7 +32,7 @@ _SENSITIVE = 4  # answers on which changes are told apart from the reference
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class AskedProbe:
     """A question and its answer in token ids.
 
     Args:
@@ -57,7 +57,7 @@ class Evaluator:
         on_progress: called with what is computed next.
     """
 
-    def __init__(self, local: LocalModel, probes: Sequence[Probe], on_progress: Callable[[str], None]) -> None:
+    def __init__(self, local: LocalModel, probes: Sequence[AskedProbe], on_progress: Callable[[str], None]) -> None:
         self.local, self.probes, self._on_progress = local, list(probes), on_progress
         self._known: dict[tuple[str, int], tuple[AnswerEvidence, list[float]]] = {}
         self.noise = self._noise_level()
@@ -72,12 +72,12 @@ class Evaluator:
         found = [each for probe in self.probes for each in self.local.hypotheses(probe.request)]
         return list({each.name: each for each in found}.values())
 
-    def candidate(self, tried: Hypothesis, probes: Sequence[Probe] | None = None) -> Candidate:
+    def candidate(self, tried: Hypothesis, probes: Sequence[AskedProbe] | None = None) -> HypothesisFit:
         """Return how well a hypothesis explains some answers, by default all of them."""
         chosen = self.probes if probes is None else probes
         text = [probe for probe in chosen if not probe.request.images]
         base = _without_approximate(tried)
-        return Candidate(
+        return HypothesisFit(
             tried, self._fit(tried, chosen), self._fit(tried, text) if text else None,
             self._fit(base, chosen).kl if base != tried else None,
         )  # fmt: skip
@@ -86,22 +86,22 @@ class Evaluator:
         """Return whether all reported prompt token counts are those of a hypothesis."""
         return all(self._counts(tried, self.probes))
 
-    def evidence(self, tried: Hypothesis, probe: Probe) -> AnswerEvidence:
+    def evidence(self, tried: Hypothesis, probe: AskedProbe) -> AnswerEvidence:
         """Return the comparison of one answer with a hypothesis."""
         return self._compared(tried, probe)[0]
 
-    def _fit(self, tried: Hypothesis, probes: Sequence[Probe]) -> Fit:
+    def _fit(self, tried: Hypothesis, probes: Sequence[AskedProbe]) -> Fit:
         compared = [self._compared(tried, probe) for probe in probes]
         return merged_fit(
             [each for each, _ in compared], self.noise.clear_margin, prompts=self._counts(tried, probes),
             deviations=[value for _, values in compared for value in values],
         )  # fmt: skip
 
-    def _counts(self, tried: Hypothesis, probes: Iterable[Probe]) -> list[bool]:
+    def _counts(self, tried: Hypothesis, probes: Iterable[AskedProbe]) -> list[bool]:
         counted = [probe for probe in probes if probe.prompt_tokens is not None]
         return [self.local.prompt_tokens(probe.request, tried) == probe.prompt_tokens for probe in counted]
 
-    def _compared(self, tried: Hypothesis, probe: Probe) -> tuple[AnswerEvidence, list[float]]:
+    def _compared(self, tried: Hypothesis, probe: AskedProbe) -> tuple[AnswerEvidence, list[float]]:
         """The comparison of an answer, and how far the hypothesis is from the one that it changes."""
         key = tried.name, id(probe)
         if key not in self._known:
@@ -135,14 +135,14 @@ def _without_approximate(tried: Hypothesis, exact: Hypothesis | None = None) -> 
     return hypothesis("+".join(name for name in tried.changes if not CHANGES[name].approximate) or REFERENCE.name)
 
 
-def find_explanation(evaluator: Evaluator, reference: Candidate) -> tuple[Explanation, list[Candidate]]:
+def find_explanation(evaluator: Evaluator, reference: HypothesisFit) -> tuple[Explanation, list[HypothesisFit]]:
     """Return what explains the answers, and the hypotheses that were compared on all of them, best first.
 
     All hypotheses are compared on the answers that deviate most, the best of them on all answers. What they leave
     unexplained is searched again, in combination with one more change.
     """
     noise = evaluator.noise
-    finalists: dict[str, Candidate] = {}
+    finalists: dict[str, HypothesisFit] = {}
     tried = evaluator.hypotheses()
     explanation = Explanation(None, "none")
     for _ in range(1 + _ROUNDS):
@@ -163,7 +163,7 @@ def find_explanation(evaluator: Evaluator, reference: Candidate) -> tuple[Explan
     return explanation, best_candidates(list(finalists.values()), noise)
 
 
-def _screened(evaluator: Evaluator, reference: Candidate, tried: Sequence[Hypothesis]) -> list[Hypothesis]:
+def _screened(evaluator: Evaluator, reference: HypothesisFit, tried: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Return the hypotheses that explain best the answers that deviate most.
 
     If some hypotheses predict all prompt token counts, the others are not computed. Quantised weights are compared
@@ -182,7 +182,7 @@ def _screened(evaluator: Evaluator, reference: Candidate, tried: Sequence[Hypoth
     return exact[:_FINALISTS] + [each.hypothesis for each in ranked if each.hypothesis.approximate]
 
 
-def _size(evaluator: Evaluator, probe: Probe) -> float:
+def _size(evaluator: Evaluator, probe: AskedProbe) -> float:
     """How much the reference leaves unexplained of an answer, in nats."""
     found = evaluator.evidence(REFERENCE, probe)
     return sum(found.kl) if found.kl else sum(value for value in found.regret if value is not None)
@@ -198,7 +198,7 @@ def _extended(best: Hypothesis, evaluator: Evaluator) -> list[Hypothesis]:
     return found
 
 
-def _pruned(evaluator: Evaluator, found: Candidate) -> Candidate:
+def _pruned(evaluator: Evaluator, found: HypothesisFit) -> HypothesisFit:
     """Return an explanation without the changes that it does not need."""
     for name in found.hypothesis.changes:
         rest = [each for each in found.hypothesis.changes if each != name]
@@ -208,7 +208,7 @@ def _pruned(evaluator: Evaluator, found: Candidate) -> Candidate:
     return found
 
 
-def unseen_changes(evaluator: Evaluator, reference: Candidate) -> list[str]:
+def unseen_changes(evaluator: Evaluator, reference: HypothesisFit) -> list[str]:
     """Return the changes that the answers do not rule out, although they concern the questions."""
     singles = [each for each in evaluator.hypotheses() if len(each.changes) == 1 and not each.equivalent]
     counted = reference.fit.prompts > 0 and reference.counts_fit
