@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,15 @@ def main(rounds: int) -> None:
         base: [one["seconds"] / two["seconds"] for one, two in zip(runs[base], runs["2"], strict=True)]
         for base in ("engine", "1")
     }
-    record = {"pages": PAGES, "runs": runs, "ratios": ratios, "environment": environment(), **SETTINGS}
+    record = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python benchmarks/batch_replicas.py {rounds}",
+        "environment": environment(),
+        "settings": SETTINGS,
+        "pages": PAGES,
+        "runs": runs,
+        "ratios": ratios,
+    }
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     for base, found in ratios.items():
         name = "the engine in one process" if base == "engine" else "one replica"
