@@ -101,7 +101,7 @@ def test_a_prefix_stands_for_its_documents_in_natural_order_and_pages_are_counte
         ("s3://nowhere/scans", "no such bucket"),
         ("s3:///scans", "the bucket is missing"),
         ("s3://in/none.parquet", "s3://in/none.parquet: no such object"),
-        ("file://elsewhere/a.png", "file:// URLs name files of this machine"),
+        ("file://elsewhere/a.png", "file:// URLs must name local files"),
     ],
 )
 def test_a_source_that_is_not_there_is_refused_in_one_line(store: S3Server, source: str, reason: str) -> None:
@@ -152,7 +152,7 @@ def test_a_store_that_fails_in_the_middle_fails_pages_but_one_that_is_gone_ends_
         run_job(file, items, Shuffling())
         assert [line["error"] is not None for line in file.records()] == [False, True, False, True, False]
     gone = [BatchItem(f"{n}", (), (), problem=StorageError("s3://in: gone")) for n in range(30)]
-    with opened(tmp_path / "gone.jsonl") as file, pytest.raises(StorageError, match="8 documents in succession"):
+    with opened(tmp_path / "gone.jsonl") as file, pytest.raises(StorageError, match="8 documents failed in a row"):
         run_job(file, [*items[:1], *gone], Shuffling())
     assert [line["id"] for line in lines((tmp_path / "gone.jsonl").read_bytes())] == ["0.png"]
 

@@ -119,7 +119,7 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
     stopper.join()
     assert found.outcomes["rate-40"]["outcome"] == "done"
     assert "interrupted" in found.outcomes.get("rate-0.05", {"reason": "interrupted"})["reason"]
-    assert "figures so far" in capsys.readouterr().err
+    assert "results so far" in capsys.readouterr().err
     assert next(Path("runs").iterdir()).joinpath("report.html").exists()
 
 

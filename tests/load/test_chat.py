@@ -333,7 +333,7 @@ def test_fetch_json_returns_the_response(url: str) -> None:
         ("fake", "/health", 60, "protocol", 200, "GET /health: the response is not JSON: check the URL"),
         ("fake:silent", "/v1/chat/completions", 0.2, "timeout", None, "no response within the timeout"),
         ("fake:500", "/v1/chat/completions", 60, "http", 500, "HTTP 500: CUDA out of memory"),
-        ("fake", "/v1/models", -1, "timeout", None, "no time left to ask"),
+        ("fake", "/v1/models", -1, "timeout", None, "the deadline has passed"),
     ],
 )
 def test_fetch_json_names_what_was_wrong(

@@ -128,8 +128,8 @@ def test_warnings_errors_and_levels_without_a_result_are_shown(tmp_path: Path) -
     assert [item.text for item in root.of_class("warnings")[0].all("li")] == [
         "HTTP 500.",
         "2 req/s: the load generator, not the endpoint, was the limit (HTTP 500);"
-        " this level is left out of the result.",
-        "1 of 13 requests failed: they are in no latency, and count as missed limits.",
+        " this level is excluded from the result.",
+        "1 of 13 requests failed: excluded from latencies, counted as missed limits.",
     ]
     [error] = rows_of(next(section(root, "errors").all("table")))
     assert [cell.text for cell in error.values()] == ["HTTP 500", "1", "2 req/s", "HTTP 500"]

@@ -81,7 +81,7 @@ def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An endpoint that has no log-probabilities, refuses unknown fields and answers as it is told."""
+    """An endpoint that has no log-probabilities, refuses unknown fields and gives fixed answers."""
 
     replies: Replies
     broken: str
@@ -149,7 +149,7 @@ def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Call
     with answering(replies(True)) as url:
         found = verified(url, CHART)
     assert (found.word, found.served_model) == ("close", "served"), found.message
-    assert "more would need log-probabilities" in found.message
+    assert "exact needs log-probabilities" in found.message
     assert any(
         line.startswith("distributions: the endpoint reports no log-probabilities") for line in found.not_visible
     )
@@ -162,13 +162,13 @@ def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Call
 
 @pytest.mark.parametrize(
     ("broken", "why"),
-    [("refuses images", "this model does not accept images"), ("not a completion", "no chat completion")],
+    [("refuses images", "this model does not accept images"), ("not a completion", "not a chat completion")],
 )
 def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: str) -> None:
     with answering({}, broken) as url:
         found = verified(url)
     assert found.word == "unknown"
-    assert found.message.startswith("could not tell")
+    assert found.message.startswith("no verdict")
     assert why in found.message
 
 

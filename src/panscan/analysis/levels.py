@@ -311,8 +311,8 @@ def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
         if level.client is not None and level.client.limited:
             reason = f" ({level.client.reason})" if level.client.reason else ""
             found.append(
-                f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is left out of"
-                " the result"
+                f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is excluded"
+                " from the result"
             )
     found += [
         f"{level.name}: {outcome_of(run, level.cell)[1]}"
@@ -321,7 +321,7 @@ def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     ]
     failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
     if failed:
-        found.append(f"{failed:,} of {sent:,} requests failed: they are in no latency, and count as missed limits")
+        found.append(f"{failed:,} of {sent:,} requests failed: excluded from latencies, counted as missed limits")
     return [*found, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
 
 
@@ -337,8 +337,8 @@ def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
                     tokens, chunks = tokens + record["output_tokens"], chunks + record["chunks"]
     if shapes["one chunk"] > shapes["chunks"]:
         return [
-            "Most answers arrive in one chunk: the endpoint, or a proxy before it, does not stream; TTFT is the whole"
-            " latency, TPOT and ITL have no meaning"
+            "Most answers arrive in one chunk: the endpoint, or a proxy before it, does not stream; TTFT equals E2E,"
+            " and TPOT and ITL are meaningless"
         ]
     if chunks and tokens / chunks > _WIDE_CHUNK:
         return [

@@ -86,7 +86,7 @@ def answer(
     Raises:
         EngineError: the engine broke or was closed. What it had not answered is not written, so that it can be asked.
         SettingError: the first requests all failed with it, and nothing else is known of the settings.
-        StorageError: several requests in succession failed with it. None of them is written, so that all can be asked
+        StorageError: several requests in a row failed with it. None of them is written, so that all can be asked
             again; a few such failures among answers are the documents' own and are written.
     """
     lines = _OrderedWriter(output, window)
@@ -174,7 +174,7 @@ class _Asking:
         if isinstance(result.error, StorageError):
             self._unstored.append((number, task, result))
             if len(self._unstored) == _STORAGE_ERRORS:
-                raise StorageError(f"{len(self._unstored)} documents in succession failed, the last: {result.error}")
+                raise StorageError(f"{len(self._unstored)} documents failed in a row; last error: {result.error}")
             return
         self._write_unstored()
         self._done(number, task, result)

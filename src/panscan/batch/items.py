@@ -119,9 +119,9 @@ def find_work(
     sources = [named_url(local_path(source)) for source in sources]
     if any(is_table(source) for source in sources):
         if not all(is_table(source) for source in sources):
-            raise SettingError(f"Parquet files are a job of their own: give {' '.join(sources)} to separate jobs")
+            raise SettingError(f"Parquet files need a separate job: do not combine {' '.join(sources)}")
         if whole_files:
-            raise SettingError("--whole-files does not go with Parquet files: each row is one request already")
+            raise SettingError("--whole-files: not supported for Parquet files, where each row is one request")
         return _table_work(sources, columns or TableColumns(), limit, on_problem, has_prompt, external=external_images)
     if columns is not None:
         raise SettingError("--image-column, --id-column and --prompt-column are for Parquet files (.parquet)")
@@ -149,7 +149,7 @@ def _is_dataset(source: str) -> bool:
 def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     """The files of one source. A misspelt one is refused now, before a model is loaded for nothing."""
     if is_stored(source) and source.lower().endswith(".jsonl"):
-        raise SettingError(f"{source}: JSON Lines are read from this machine only: download the file first")
+        raise SettingError(f"{source}: JSON Lines can only be read from a local file: download it first")
     problems: list[ImageError] = []
     files = find_files([source], on_problem=problems.append)
     if not files:

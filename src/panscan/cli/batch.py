@@ -70,7 +70,7 @@ takes the place of what had failed. Beside it, answers.jsonl.run.json says how i
 --resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
 ...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
 done, answers.jsonl.held keeps answers that wait for a slower one before them. Half a line that a crash left at the end
-moves to answers.jsonl.torn. Pages, tokens, retries and times of all starts are in answers.jsonl.ledger.json.
+moves to answers.jsonl.torn. The ledger, answers.jsonl.ledger.json, counts pages, tokens, retries and time.
 
 Answers for a Parquet file or an object store are written to JSON Lines on this machine first; see docs/batch.md.
 """
@@ -101,7 +101,7 @@ Answers for a Parquet file or an object store are written to JSON Lines on this 
 @click.option("--image-column", metavar="NAME", help="Image column of Parquet input.  [default: image]")
 @click.option("--id-column", metavar="NAME", help="Id column of Parquet input.  [default: id]")
 @click.option("--prompt-column", metavar="NAME", help="Prompt column of Parquet input.  [default: question]")
-@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Price of the machines, for the price per page.")
+@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Machine cost per hour, to report page prices.")
 @storage_option
 @click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
 @click.option("--replicas", type=_REPLICAS, help="Run this many replicas of the engine on Ray.")
@@ -182,7 +182,7 @@ class _Keeper:
 
 @contextmanager
 def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_Keeper]:
-    """Yield what counts and uploads answers; complete the output when the job ends."""
+    """Yield an object that counts and uploads answers; complete the output when the job ends."""
     from panscan.batch.destination import Uploader
 
     uploader = None if target.url is None else Uploader(target, replace=mode == "force")

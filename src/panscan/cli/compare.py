@@ -20,7 +20,7 @@ Examples
 
 A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict" (became worse). METRIC is
 request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match, anls, ...;
-of load runs attainment, the share of answered requests within the goodput's limits).
+for load runs, attainment: the share of answered requests that meet the goodput limits).
 Exit code 5: a condition holds beyond the noise. See docs/compare.md.
 """
 
@@ -42,7 +42,7 @@ _MOST = 26  # one letter each
 )
 @common_options
 def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form: str) -> int:
-    """Compare each run with the first, A: the baseline. Runs are directories of panscan bench, or of panscan load.
+    """Compare each run with the baseline A. Runs are run directories of panscan bench or panscan load.
 
     Cells or load levels pair by their settings, requests by their id, images and prompt. A difference counts only
     beyond the noise.

@@ -75,10 +75,10 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 @click.command("load", epilog=EPILOG, short_help="Measure an OpenAI-compatible endpoint under traffic.")
 @click.argument("words", nargs=-1, metavar="URL")
 @click.option("--request-rate", metavar="RATES", help="Requests/s, comma list; inf: all at once.  [default: inf]")
-@click.option("--max-concurrency", metavar="INTS", help="Requests in flight at most, comma list.")
-@click.option("--arrival", type=click.Choice(["poisson", "constant"]), help="Intervals.  [default: poisson]")
-@_number("burstiness", "Below 1: burstier than Poisson.  [default: 1]")
-@click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), help="Grow the rate in a level.")
+@click.option("--max-concurrency", metavar="INTS", help="Maximum requests in flight, comma list.")
+@click.option("--arrival", type=click.Choice(["poisson", "constant"]), help="Arrival process.  [default: poisson]")
+@_number("burstiness", "Gamma shape; below 1 is burstier.  [default: 1]")
+@click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), help="Ramp up the rate per level.")
 @click.option("--ramp-up-start-rps", type=InRange(RATE), help="First rate of the ramp, requests/s.")
 @click.option("--ramp-up-end-rps", type=InRange(RATE), help="Last rate of the ramp, requests/s.")
 @click.option("--trace", metavar="FILE", help="Replay arrivals: JSON Lines with timestamp in ms.")
@@ -86,14 +86,14 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 @_number("num_prompts", "Requests per level.  [default: 64]")
 @_number("num_warmups", "Discarded requests before the first level.", default=1, show_default=True)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms, such as ttft:500 tpot:50.")
-@_number("goodput_attainment", "Share of requests to meet the limits.", default=0.95, show_default=True)
+@_number("goodput_attainment", "Share of requests that must meet the limits.", default=0.95, show_default=True)
 @click.option("--find-max-rate", is_flag=True, help="Search for the highest rate that meets --goodput.")
-@_number("level_seconds", "Shortest level of the search, s.  [default: by the limits]")
+@_number("level_seconds", "Minimum seconds per search level.  [default: by the limits]")
 @click.option("--percentile-metrics", help="Times to report.  [default: ttft,tpot,itl,e2el]")
 @click.option("--metric-percentiles", help="Percentiles to report.  [default: 50,90,95,99]")
-@_number("max_tokens", "Output tokens at most.  [default: 128]")
-@_number("min_tokens", "Draw lengths from here to --max-tokens.")
-@click.option("--ignore-eos", is_flag=True, help="Ask for exactly that many output tokens.")
+@_number("max_tokens", "Maximum output tokens.  [default: 128]")
+@_number("min_tokens", "Draw output lengths from this to --max-tokens.")
+@click.option("--ignore-eos", is_flag=True, help="Ignore end tokens: always generate the full length.")
 @click.option("--scenario", metavar="NAME|FILE", help=f"{', '.join(scenario_names())}, or a YAML file.")
 @click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
 @click.option("--prompts", help="A file with one prompt per line; every document gets every prompt.")
@@ -105,7 +105,7 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
 @click.option(
     "--api-key",
     envvar=["PANSCAN_API_KEY", "OPENAI_API_KEY"],
-    help="Bearer token; better in PANSCAN_API_KEY or OPENAI_API_KEY.",
+    help="Bearer token; prefer PANSCAN_API_KEY or OPENAI_API_KEY.",
 )
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Request header; may be repeated.")
 @click.option("--timeout", type=InRange(_TIMEOUT), default=600.0, show_default=True, help="Seconds per request.")
@@ -114,7 +114,7 @@ def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command
     type=InRange(Range(least=0, most=86_400)),
     default=60.0,
     show_default=True,
-    help="Seconds to wait for a server that starts.",
+    help="Seconds to wait for the server to start.",
 )
 @_number("processes", "Client processes.  [default: by the rate]")
 @click.option("--save-result", is_flag=True, help="Also write each level as vLLM's result JSON.")
@@ -142,7 +142,7 @@ def command(**options: Any) -> int:
     chosen = _load_options(options, limits, scenario)
     endpoint = _endpoint(url, options)
     pile, source = _pile(options, scenario)
-    with errors().status("asking the endpoint") as status:
+    with errors().status("probing the endpoint") as status:
         probe = probe_endpoint(
             endpoint,
             chosen.mm_processor_kwargs,
@@ -158,10 +158,10 @@ def command(**options: Any) -> int:
 
 
 def _words(options: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
-    """Return the URL and the limits of ``--goodput``, whose further words click takes as arguments.
+    """Return the URL and the limits of ``--goodput``; click parses its second and later values as arguments.
 
     Raises:
-        SettingError: there is no URL, more than one, or a word that is no limit.
+        SettingError: there is no URL, more than one, or a value that is not a limit.
     """
     words = list(options["words"])
     urls = [word for word in words if "//" in word] or [word for word in words if not _is_limit(word)][:1]
@@ -469,7 +469,7 @@ def _show(run: Any, directory: Path, *, interrupted: bool) -> int:
     from panscan.report import HTML_NAME, write_report
 
     if interrupted:
-        errors().print("interrupted: these are the figures so far", style="yellow", soft_wrap=True)
+        errors().print("interrupted: showing the results so far", style="yellow", soft_wrap=True)
     if run.repeats:
         print_run(run)
     with errors().status("writing the report"):

@@ -132,7 +132,7 @@ def url_options(command: Command) -> Command:
 
 
 def storage_option(command: Command) -> Command:
-    """``--storage-timeout``, on every verb that reads object stores. The environment carries it to other processes."""
+    """Add ``--storage-timeout`` to a command. Subprocesses inherit the value through the environment."""
 
     def keep(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
         if value is not None:

@@ -42,7 +42,7 @@ Examples
 def command(run: Path, form: str, output: Path | None, quality_metric: str | None) -> None:
     """Show a RUN directory: the recommendation, every cell with its verdict, curves, the Pareto front, stages.
 
-    Of a panscan load run: the highest rate that meets the goodput, every level, throughput-latency curves, errors.
+    For a panscan load run: the highest rate that meets the goodput, every level, throughput-latency curves, errors.
 
     Everything is derived from the run's records; nothing is measured again.
     """

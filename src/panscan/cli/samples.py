@@ -1,4 +1,4 @@
-"""``panscan samples``: documents to try things on, and request sets for load generators."""
+"""``panscan samples``: sample documents, and request sets for load generators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Examples
     --profile kind=poisson,rate=2 --data kind=json_file,path=requests/guidellm.jsonl
 \b
 A request set is one JSON Lines file with the images as data: URLs. Each request
-has a document of its own, so that caches do not help. 60% of the prompts are
+uses a different document, so caches do not help. 60% of the prompts are
 questions (32 output tokens), 25% ask for the fields as JSON (128), 15% for a
 transcription (256). vllm bench serve reads no output tokens from its file; set
 --custom-output-len there.

@@ -113,7 +113,7 @@ def local_path(source: str) -> str:
         return source
     parts = urlsplit(source)
     if parts.netloc not in ("", "localhost"):
-        raise ImageError(f"{source}: file:// URLs name files of this machine: write file:///path")
+        raise ImageError(f"{source}: file:// URLs must name local files: use file:///path")
     fragment = f"#{parts.fragment}" if parts.fragment else ""
     return unquote(parts.path) + fragment
 
@@ -381,7 +381,7 @@ def _reason(url: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "no such object"
     if "169.254" in text or "metadata.google" in text or "Account must be specified" in text:
-        return f"no credentials found: {fix}"  # the last place where they are looked for is the cloud's own host
+        return f"no credentials found: {fix}"  # the cloud's metadata service is tried last
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or " 403 " in text or " 401 " in text:
         return f"access denied{f' ({code[1]})' if code else ''}: check the credentials ({fix})"
     last = text.rpartition(" - ")[2].removeprefix("Server returned non-2xx status code: ").partition(": <")[0]

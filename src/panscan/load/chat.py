@@ -543,7 +543,7 @@ def fetch_json(endpoint: Endpoint, method: str, path: str, body: Any = None, dea
 async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, ...], seconds: float) -> Any:
     shown = f"{method} {endpoint.path(path)}"
     if seconds <= 0:
-        raise EndpointError(f"{shown}: no time left to ask", kind="timeout")
+        raise EndpointError(f"{shown}: the deadline has passed", kind="timeout")
     pool, response = ConnectionPool(endpoint.address), _WholeResponse()
     head = endpoint.head(method, path) + b"%d\r\n\r\n" % sum(map(len, body))
     try:

@@ -1,4 +1,4 @@
-"""What an endpoint says before the load: is it there, which model does it serve, does it count image tokens.
+"""Check an endpoint before the load: whether it answers, which model it serves, whether it counts image tokens.
 
 A server that drops images, or reads their base64 as text, answers a load test with fast, meaningless figures. The same
 prompt with and without an image shows it in the prompt tokens.

@@ -16,7 +16,7 @@ Limits = Mapping[str, float]
 """Milliseconds that the times of a request may take, by name of :data:`panscan.records.schema.LIMITED_TIMES`."""
 
 FAILED = "failed"
-"""The name of what a request missed that has no answer."""
+"""The name under which a request without an answer counts as missed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ METRICS = {
 """The names of all metrics, and what people call them."""
 
 TIMES = ("ttft", "tpot", "itl", "e2el")
-"""The times that percentiles are shown of."""
+"""The times whose percentiles are shown."""
 LIMITED_TIMES = ("ttft", "tpot", "e2el")
 """The times of one request that goodput can limit."""
 ARRIVALS = ("poisson", "gamma", "constant", "ramp", "trace", "burst", "closed")

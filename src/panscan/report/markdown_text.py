@@ -6,13 +6,13 @@ import re
 
 __all__ = ["code_block", "plain_text", "table_lines"]
 
-_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word means itself
-_SUMMONING = re.compile(r"(?<=[@#])(?=\w)")
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word is literal
+_MENTION = re.compile(r"(?<=[@#])(?=\w)")
 
 
 def plain_text(text: str) -> str:
-    """Return text that means itself: no markup, no mention, no reference."""
-    return _SUMMONING.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
+    """Return text escaped to render literally: no markup, no mentions, no references."""
+    return _MENTION.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
 
 
 def table_lines(headings: list[str], rows: list[list[str]]) -> str:

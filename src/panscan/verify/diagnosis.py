@@ -158,7 +158,7 @@ def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise
 
 
 def _halves(closest: HypothesisFit, similar: HypothesisFit) -> bool:
-    """Whether a hypothesis leaves less than half of what the other one starts from."""
+    """Return whether a hypothesis leaves at most half of the divergence that the other one starts from."""
     start = similar.base_score if similar.base_score is not None else inf
     return _unexplained(closest) <= _LEAST_GAIN * start
 
@@ -189,7 +189,7 @@ def summary(word: Word, explanation: Explanation, reason: str = "") -> str:
         reason: why there is no verdict, or what else decided it.
     """
     if word == "unknown":
-        return f"could not tell: {reason}"
+        return f"no verdict: {reason}"
     found = explanation.candidate
     if word == "exact":
         return f"exact: {reason}"

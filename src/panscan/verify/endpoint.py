@@ -141,7 +141,7 @@ class EndpointSession:
 
     def _fetch(self, method: str, path: str, body: tuple[bytes, ...] | None = None) -> Any:
         if self.left <= 0:
-            raise EndpointError(f"the limit of {self.max_requests} requests is used up", kind="client")
+            raise EndpointError(f"the limit of {self.max_requests} requests is reached", kind="client")
         self.requests += 1
         return fetch_json(self.endpoint, method, path, body)
 
@@ -194,7 +194,7 @@ def _fewer(count: int) -> int | None:
 
 
 def _reason(error: EndpointError) -> str:
-    """Return an endpoint's own words, without what was requested."""
+    """Return the message of an error, without the request that it names."""
     return str(error).partition(": ")[2] or str(error)
 
 
@@ -235,7 +235,7 @@ def _answer(reply: Any) -> EndpointAnswer:
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, Mapping) else None
     if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
-        raise EndpointError("the response is no chat completion: check the URL")
+        raise EndpointError("the response is not a chat completion: check the URL")
     text, finish = message.get("content"), choice.get("finish_reason")
     usage = reply.get("usage")
     usage = usage if isinstance(usage, Mapping) else {}

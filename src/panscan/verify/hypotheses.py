@@ -82,7 +82,7 @@ _CHANGES = (
         " TGI, Ollama and llama.cpp never crop, so send the crops as images.",
     ),
     Change(
-        "pan-and-scan", "views", "the default pan and scan, whatever the request says",
+        "pan-and-scan", "views", "the default pan and scan, regardless of the request",
         "The server crops by its own configuration (--mm-processor-kwargs, or the checkpoint's processor) and ignores"
         " mm_processor_kwargs of a request: set the wanted values there.",
     ),
@@ -93,7 +93,7 @@ _CHANGES = (
         " llama.cpp without the vision projector): enable image input.",
     ),
     Change(
-        "zero-image-features", "features", "image tokens are present but show nothing",
+        "zero-image-features", "features", "image tokens are present but carry no image",
         "The image features never reach the language model (a vision projector that was not loaded): load the complete"
         " checkpoint.",
     ),
@@ -103,12 +103,12 @@ _CHANGES = (
     ),
     Change(
         "last-image-only", "images", "only the last image is used",
-        "The server keeps the last image of a request only: send one image per request.",
+        "The server keeps only the last image of a request: send one image per request.",
     ),
     # Pixels.
     Change(
         "resize-torchvision", "resize", "images resized by torchvision instead of Pillow",
-        "Nothing to fix: Transformers' fast processor rounds pixels in another way than its Pillow processor.",
+        "Nothing to fix: Transformers' fast processor rounds pixels differently from its Pillow processor.",
         equivalent=True,
     ),
     Change(
@@ -146,7 +146,7 @@ _CHANGES = (
     ),
     # The prompt.
     Change(
-        "split-line-breaks", "line-breaks", "line breaks around images are tokens of their own",
+        "split-line-breaks", "line-breaks", "line breaks around images are separate tokens",
         "Ollama encodes the text around an image piece by piece, so line breaks do not merge into one token as in"
         " Gemma 3's processor: no option changes it.",
     ),

@@ -111,7 +111,7 @@ class LocalModel:
     def hypotheses(self, request: Request) -> list[Hypothesis]:
         """Return the hypotheses that change this request, most frequent first, without the reference.
 
-        Of a combination, every change has an effect beside the others.
+        In a combination, every change has an effect in addition to the others.
         """
         known = self._known(request)
         if known.hypotheses is None:

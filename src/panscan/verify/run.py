@@ -80,7 +80,7 @@ def verify_endpoint(
     session = EndpointSession(
         endpoint, max_requests=options.max_requests, max_tokens=options.max_tokens, top_logprobs=options.top_logprobs
     )
-    on_progress("asking for the served model")
+    on_progress("looking up the served model")
     session.identify()
     on_progress(f"loading {options.settings.model_name}")
     with LocalModel.open(options.settings) as local:
@@ -171,9 +171,9 @@ def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> 
         dropped += mapped.dropped
         found.append(AskedProbe(each.request, tokens, mapped, each.answer.prompt_tokens))
         if len(mapped) < len(steps):
-            notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens behind one without a certain id")
+            notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens after one that cannot be identified")
     if dropped:
-        notes.append(f"reported tokens whose text fits several tokens or none: {dropped}, counted among all others")
+        notes.append(f"reported tokens that cannot be identified: {dropped}, counted with all others")
     return found, [each for each in asked if each.answer is None]
 
 
@@ -241,10 +241,10 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
             result.word, right = "exact", True
         elif right and result.explanation.strength == "matches" and found is not None and found.counts_fit:
             result.word, right = "different", False
-            notes.append("the prompts differ by their token counts; the answers alone would not show it")
+            notes.append("only the prompt token counts show the difference; the answers do not")
         elif right:
             result.explanation = Explanation(None, "none")
-            notes.append("prompt token counts: the reported ones fit no known prompt, so they were not used")
+            notes.append("prompt token counts: ignored, because the reported counts match no known prompt")
     if not right:
         return "" if result.word != "unknown" else "the answers have no token that the reference clearly prefers"
     unseen = unseen_changes(evaluator, reference)
@@ -252,7 +252,7 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
         titles = "; ".join(CHANGES[name].title for name in unseen)
         notes.append(f"these questions do not rule out: {titles}")
     if noise.kl is None:
-        return f"all {reference.fit.agree} clear greedy tokens are the reference's; more would need log-probabilities"
+        return f"all {reference.fit.agree} clear greedy tokens match the reference; exact needs log-probabilities"
     count = reference.fit.positions
     best = result.explanation.candidate or reference
     return (
