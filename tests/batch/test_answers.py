@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.batch.answers import AnswerFile, Mode, refuse_sources
+from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError
 
 HEADER = {"schema": 1, "prompt": "What is the total?"}
@@ -134,6 +135,15 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
         file.write(answer(2))
     with opened(path, "resume") as file:
         assert (list(file.records()), list(file.held())) == ([answer(2)], [])
+
+
+def test_a_forced_job_discards_the_ledger_of_the_one_before(tmp_path: Path) -> None:
+    ledger = ledger_path(tmp_path / "a.jsonl")
+    ledger.write_text("{}")
+    with opened(tmp_path / "a.jsonl", "force") as file:
+        assert ledger.exists(), "a job that never begins discards nothing"
+        file.write(answer(0))
+    assert not ledger.exists()
 
 
 def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.batch.object_store import ACCESS_KEY, FaultyProxy, S3Server
 from tests.batch.shuffling import JOB, Shuffling, opened, run_job
 from tests.conftest import noise
 
+from panscan.batch.destination import destination
 from panscan.batch.items import BatchItem, find_work
 from panscan.batch.tables import TableColumns
 from panscan.cli.main import run
@@ -268,6 +269,13 @@ def test_a_killed_job_over_a_table_and_a_store_resumes_without_asking_twice(stor
     rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
     assert [row["id"] for row in rows] == [f"row {number}" for number in range(count)]
     assert lines(store.buckets["out"]["a.parquet.jsonl"])[: len(before)] == before
+
+
+@pytest.mark.parametrize("url", ["gcs://out/a.jsonl", "https://user:secret@example.org/a.jsonl"])
+def test_an_output_at_an_unsupported_url_is_refused(url: str) -> None:
+    with pytest.raises(SettingError, match=r"unsupported URL: use s3://") as caught:
+        destination(url)
+    assert "secret" not in str(caught.value)
 
 
 def test_an_output_never_replaces_a_foreign_table(

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 from filelock import FileLock, Timeout
 
 from panscan.batch.jsonl import JsonLines, Record, encode, unwritable
+from panscan.batch.ledger import ledger_path
 from panscan.batch.outbox import Outbox
 from panscan.core import RecordsError
 from panscan.records.store import write_atomically
@@ -189,6 +190,7 @@ class AnswerFile:
             try:
                 self.path.unlink(missing_ok=True)
                 self._held_path.unlink(missing_ok=True)
+                ledger_path(self.path).unlink(missing_ok=True)
             except OSError as error:
                 raise unwritable(self.path, error) from error
             write_atomically(self.header_path, json.dumps(self.begun_with, indent=2).encode() + b"\n")

@@ -21,6 +21,7 @@ from panscan.batch.jsonl import JsonLines, unwritable
 from panscan.batch.ledger import ledger_path
 from panscan.batch.tables import is_table, write_answers
 from panscan.core import RecordsError, SettingError, StorageError, cache_directory, now
+from panscan.images.fetch import conceal
 from panscan.images.storage import (
     delete_object,
     download,
@@ -92,7 +93,7 @@ def destination(output: str) -> Destination:
     """Return where the answers of ``-o`` go. Nothing is created.
 
     Raises:
-        SettingError: the URL names no object.
+        SettingError: the URL names no object, or its scheme is not supported.
         UnsupportedError: pyarrow is missing for a Parquet file.
     """
     place = local_path(output)
@@ -100,6 +101,8 @@ def destination(output: str) -> Destination:
     if table:
         require_pyarrow(f"-o {output}")
     if not is_stored(place):
+        if "://" in place:
+            raise SettingError(f"-o {conceal(output)}: unsupported URL: use s3://, gs://, az://, file:// or a path")
         path = Path(place)
         return Destination(output, path.with_name(f"{path.name}.jsonl"), path) if table else Destination(output, path)
     if place.count("/") < 3 or place.endswith("/"):
@@ -237,6 +240,7 @@ class Uploader:
         path = self._target.path
         if self._replace:  # in this order: answers never stand beside the description of others
             delete_object(self._url)
+            delete_object(f"{self._url}.ledger.json")
             self._replace = False
         upload(f"{self._url}.run.json", path.with_name(f"{path.name}.run.json"))
         upload(self._url, path)

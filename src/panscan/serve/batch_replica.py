@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,9 +32,19 @@ class BatchReplica:
         id: name of the replica.
         threads: number of CPU threads; None: an equal share of the machine's cores.
         folder: working directory of the job, to which relative paths refer. Replicas on other machines may lack it.
+        environment: environment variables of the job. On a cluster, actors start with those of their machine.
     """
 
-    def __init__(self, settings: Settings, replicas: int, id: str, threads: int | None, folder: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: int,
+        id: str,
+        threads: int | None,
+        folder: str,
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)
         self._settings, self._replicas, self._id, self._threads = settings, replicas, id, threads
         with suppress(OSError):
             os.chdir(folder)

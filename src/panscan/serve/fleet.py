@@ -21,6 +21,8 @@ import ray
 from ray.exceptions import RayTaskError, TaskCancelledError
 
 from panscan.core import EngineError, PanscanError
+from panscan.images.fetch import ALLOW_PRIVATE
+from panscan.images.storage import STORAGE_TIMEOUT
 from panscan.serve.batch_replica import BatchReplica, ReplicaLostError
 from panscan.serve.routing import Router
 from panscan.settings import Settings
@@ -33,6 +35,7 @@ _HEALTH_SECONDS = 5.0
 _START_SECONDS = 1800.0  # a first start may download the checkpoint
 _CALLS = 65_536  # concurrent calls to a replica; the engine bounds requests in flight
 _LOSSES = 6  # losses in a row, besides one of each replica, without an answer in between
+_ENVIRONMENT = (ALLOW_PRIVATE, STORAGE_TIMEOUT)  # options that a replica reads from its environment
 
 OnDone = Callable[[Any, Exception | None], None]
 
@@ -138,7 +141,8 @@ class ReplicaFleet:
         id = f"replica-{next(self._numbers)}"
         options = {"num_cpus": 1, "num_gpus": self._gpus, "max_concurrency": _CALLS, "max_restarts": 0}
         remote = ray.remote(**options)(self._actor)
-        actor = remote.remote(self._settings, self._replicas, id, _threads(), str(Path.cwd()))
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        actor = remote.remote(self._settings, self._replicas, id, _threads(), str(Path.cwd()), environment)
         self._starting[id] = actor
         self.call(actor.load.remote(), partial(self._loaded, id))
 
