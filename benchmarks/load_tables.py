@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from panscan.records.store import read_run
+from panscan.report.load_data import load_report_of
 
-__all__ = ["load_crosscheck", "load_kills", "load_replicas"]
+__all__ = ["load_crosscheck", "load_generator", "load_kills", "load_mixed", "load_replicas"]
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -53,6 +55,50 @@ def load_crosscheck() -> str:
         f"Medians; median of {rounds} rounds in which the clients take turns. guidellm {record['guidellm']},"
         f" {record['tokens']} output tokens, one document per request; "
         + _where(record, "load_crosscheck", " --guidellm PROGRAM")
+    )
+    return table(headings, rows) + "\n\n" + notes
+
+
+def load_mixed() -> str:
+    """Return the table of a 27B model on one GPU under mixed documents that arrive over time."""
+    run = read_run(RECORDS / "load-27b")
+    report = load_report_of(run)
+    median, p95 = report.percentiles.index("median"), report.percentiles.index("p95")
+    rows = [
+        [
+            row.offered.text, row.achieved.text, row.output.text, row.times["ttft"][median].text,
+            row.times["ttft"][p95].text, row.times["tpot"][median].text, row.times["tpot"][p95].text,
+            row.times["e2el"][p95].text, f"{row.attainment.text}%", str(row.failed),
+        ]
+        for row in report.rows
+    ]  # fmt: skip
+    headings = [
+        "offered req/s", "req/s", "tokens/s", "TTFT ms", "TTFT p95", "TPOT ms", "TPOT p95", "E2E p95 ms",
+        "within the limits", "failed",
+    ]  # fmt: skip
+    facts, kept = run.header["environment"], run.header["settings"]["load"]
+    notes = (
+        f"**{report.result.headline}.** {kept['model']}, {len(facts['gpus'])} x {facts['gpus'][0]['name']},"
+        f" {facts['cpu_count']} cores for the server and the client, torch {facts['packages']['torch']}, transformers"
+        f" {facts['packages']['transformers']}, {run.header['created'][:10]}; ~ has too few samples for 99% confidence. Record: `benchmarks/records/load-27b`."
+        f" Command: `{' '.join(run.header['command'])}`"
+    )
+    return table(headings, rows) + "\n\n" + notes
+
+
+def load_generator() -> str:
+    """Return the table of what the load generator sustains, and what it adds to latencies."""
+    record = _record("load-generator")
+    rows = [
+        [f"{found['rate']:,.0f}", f"{found['sent_per_s']:,.0f}", f"{found['answered_per_s']:,.0f}",
+         str(found["requests"] - found["answered"]), f"{found['added_ttft_ms']['median']:.2f}",
+         f"{found['added_ttft_ms']['p99']:.2f}"]
+        for name in ("sustained", "added_latency") for found in record[name]["rounds"]
+    ]  # fmt: skip
+    headings = ["offered req/s", "sent/s", "answered/s", "failed", "added TTFT ms", "added TTFT p99"]
+    notes = (
+        "Rounds of a short stream each, against a server with a set latency; two client processes at the higher rate. "
+        + _where(record, "load_generator")
     )
     return table(headings, rows) + "\n\n" + notes
 

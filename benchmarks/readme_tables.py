@@ -22,7 +22,7 @@ from panscan.records.summary import replica_shares
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
-from benchmarks.load_tables import load_crosscheck, load_kills, load_replicas
+from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
@@ -321,6 +321,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "routing": serving_routing,
     "serve-faults": serving_faults,
     "serve-fuzz": serving_fuzz,
+    "load-mixed": load_mixed,
+    "load-generator": load_generator,
     "load-crosscheck": load_crosscheck,
     "load-replicas": load_replicas,
     "load-kills": load_kills,
