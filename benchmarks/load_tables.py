@@ -80,7 +80,8 @@ def load_mixed() -> str:
     notes = (
         f"**{report.result.headline}.** {kept['model']}, {len(facts['gpus'])} x {facts['gpus'][0]['name']},"
         f" {facts['cpu_count']} cores for the server and the client, torch {facts['packages']['torch']}, transformers"
-        f" {facts['packages']['transformers']}, {run.header['created'][:10]}; ~ has too few samples for 99% confidence. Record: `benchmarks/records/load-27b`."
+        f" {facts['packages']['transformers']}, {run.header['created'][:10]};"
+        " ~ has too few samples for 99% confidence. Record: `benchmarks/records/load-27b`."
         f" Command: `{' '.join(run.header['command'])}`"
     )
     return table(headings, rows) + "\n\n" + notes

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import noise
 
 from panscan.cli.main import run
+from panscan.records.store import SCHEMA
 
 
 @pytest.fixture
@@ -208,7 +209,7 @@ def test_torn_and_foreign_runs(folder: Path, capsys: pytest.CaptureFixture[str])
     assert run(["bench", "--resume", str(records.parent)]) == 0
     assert records.read_bytes() == whole
     assert b"repeat" in records.with_name("records.jsonl.torn").read_bytes()
-    records.write_bytes(whole.replace(b'"schema":2', b'"schema":99', 1))
+    records.write_bytes(whole.replace(f'"schema":{SCHEMA}'.encode(), b'"schema":99', 1))
     capsys.readouterr()
     assert run(["bench", "--resume", str(records.parent)]) == 3
     assert "99" in capsys.readouterr().err
