@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = ["Verification", "as_json", "verify_endpoint"]
 
 _MOST_FAILURES = 3  # in a row
 _IMAGES_REFUSED = (400, 415, 422, 501)  # HTTP statuses; others, such as 408, 413 or 429, may pass
+_INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens
 OnProgress = Callable[[str], None]
 
 
@@ -96,7 +98,7 @@ def verify_endpoint(
     with LocalModel.open(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         asked, notes = _ask_all(session, questions, on_progress)
-        found, failed = _probes_of(asked, local, notes)
+        found, failed = _probes_of(asked, local, options.max_tokens, notes)
         return _concluded(options, session, local, found, notes, failed, on_progress)
 
 
@@ -171,13 +173,20 @@ def _repeated(session: EndpointSession, first: _Asked) -> list[str]:
     return []
 
 
-def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> tuple[list[AskedProbe], list[_Asked]]:
-    """Return the usable answers in token ids, and the failed requests."""
+def _probes_of(
+    asked: Sequence[_Asked], local: LocalModel, max_tokens: int, notes: list[str]
+) -> tuple[list[AskedProbe], list[_Asked]]:
+    """Return the usable answers in token ids, at most ``max_tokens`` each, and the failed requests."""
     found, dropped = [], 0
     for each in asked:
         if each.answer is None:
             continue
         steps = each.answer.steps or _steps_of_text(each.answer, local)
+        if len(steps) > max_tokens:
+            notes.append(
+                f"{each.request.id}: {len(steps) - max_tokens} tokens beyond the limit of {max_tokens}: ignored"
+            )
+        steps = steps[:max_tokens]
         tokens, mapped = _mapped(steps, each.request, local)
         dropped += mapped.dropped
         found.append(AskedProbe(each.request, tokens, mapped, each.answer.prompt_tokens))
@@ -191,11 +200,17 @@ def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> 
 def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedStep, ...]:
     """Return the tokens of an answer without log-probabilities, as the tokenizer writes its text.
 
-    The last token of an unfinished answer is left out: the tokenizer may join it with what would follow.
+    The last token of an unfinished answer is omitted, because the tokenizer may join it with what would follow. So is
+    everything from an incomplete character on. A finished answer ends with a step for the end, unless the endpoint
+    counted more tokens: then it removed some from the text.
     """
-    ids = local.encode(answer.text)
-    kept = ids if answer.finish_reason == "stop" else ids[:-1]
-    return tuple(ReportedStep(ReportedToken(f"token_id:{id}")) for id in kept)
+    text = _INCOMPLETE.split(answer.text, maxsplit=1)[0]
+    ids = local.encode(text)
+    finished = answer.finish_reason == "stop" and text == answer.text
+    steps = [ReportedStep(ReportedToken(f"token_id:{id}")) for id in (ids if finished else ids[:-1])]
+    if finished and (answer.output_tokens or 0) <= len(ids) + 1:
+        steps.append(ReportedStep(ReportedToken("", ends=True)))
+    return tuple(steps)
 
 
 def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) -> tuple[list[int], MappedAnswer]:
