@@ -27,9 +27,11 @@ from panscan.verify.run import Verification, as_json, verify_endpoint
 LOAD_SECONDS = 120.0
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
+EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
 DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
 PROBES = [Request(each.asks[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
 CHART = PROBES[:1]
+TEXT = Request("List the months of the year.", id="text")
 
 
 def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Verification:
@@ -99,6 +101,11 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": {"message": "this model does not accept images"}})
         if self.broken == "not a completion":
             return self._send(200, {"answer": "42"})
+        if self.broken == "limits images" and not isinstance(content, str):
+            return self._send(429, {"error": {"message": "too many requests"}})
+        if self.broken in EMPTY and not isinstance(content, str):
+            choice = {"message": {"content": EMPTY[self.broken]}, "finish_reason": "stop"}
+            return self._send(200, {"choices": [choice]})
         prompt = content if isinstance(content, str) else content[-1]["text"]
         return self._send(200, self.replies[prompt])
 
@@ -117,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
 def answering(replies: Replies, broken: str = "") -> Iterator[str]:
     handler = type("_Handler", (Handler,), {"replies": replies, "broken": broken})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
@@ -132,7 +139,7 @@ def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
     with LocalModel(mini.loaded, mini.settings) as local:
         for crops in (True, False):
             found[crops] = {}
-            for probe in PROBES:
+            for probe in [*PROBES, TEXT]:
                 request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=crops))
                 tokens = local.greedy(request, STEPS)
                 text = b"".join(local.token_text(token) for token in tokens if token not in local.eos_ids).decode()
@@ -170,6 +177,24 @@ def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: st
     assert found.word == "unknown"
     assert found.message.startswith("no verdict")
     assert why in found.message
+
+
+@pytest.mark.parametrize(
+    ("broken", "word", "why"),
+    [
+        ("limits images", "unknown", "no question about an image was answered: POST"),
+        ("cuts a character", "unknown", "no question about an image was answered"),
+        ("answers nothing", "different", ""),
+    ],
+)
+def test_right_answers_to_text_do_not_make_an_endpoint_right(
+    replies: Callable[[bool], Replies], broken: str, word: str, why: str
+) -> None:
+    with answering(replies(True), broken) as url:
+        found = verified(url, [*CHART, TEXT])
+    assert (found.word, len(found.answers)) == (word, 2), found.message
+    assert why in found.message
+    assert broken != "limits images" or "images: the endpoint refuses them" not in found.not_visible
 
 
 def test_a_limit_on_requests_is_kept(replies: Callable[[bool], Replies]) -> None:
