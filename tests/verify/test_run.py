@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         for field in ("mm_processor_kwargs", "logprobs"):
-            if field in body:
+            if field in body and self.broken != "samples":
                 return self._send(400, {"error": {"message": f"{field}: extra fields not permitted"}})
         content = body["messages"][-1]["content"]
         if self.broken == "refuses images" and not isinstance(content, str):
@@ -150,6 +150,27 @@ def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
                 }
                 found[crops][str(probe.prompt)] = {"choices": [choice], "usage": {"prompt_tokens": count}}
     return lambda crops: found[crops]
+
+
+def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) -> None:
+    [probe] = CHART
+    request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=True))
+    tokens: list[int] = []
+    with LocalModel(mini.loaded, mini.settings) as local:
+        for _ in range(STEPS):  # always the second choice
+            rows = local.log_probabilities(request, [*tokens, 0], hypothesis("reference"))
+            tokens.append(int(rows[-1].argsort()[-2]))
+        best = [row.argsort()[::-1][:5] for row in rows]
+    content = [
+        {"token": f"token_id:{token}", "logprob": float(row[token]), "top_logprobs": [
+            {"token": f"token_id:{id}", "logprob": float(row[id])} for id in ids]}
+        for token, row, ids in zip(tokens, rows, best, strict=True)
+    ]  # fmt: skip
+    choice = {"message": {"content": "sampled"}, "finish_reason": "length", "logprobs": {"content": content}}
+    with answering({str(probe.prompt): {"choices": [choice]}}, "samples") as url:
+        found = verified(url, CHART)
+    assert found.word == "different"
+    assert "does not decode greedily" in found.message
 
 
 def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Callable[[bool], Replies]) -> None:
