@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from panscan.verify.diagnosis import HypothesisFit, NoiseLevel, best_candidates, explain, judge_fit, summary
+from panscan.verify.diagnosis import (
+    Explanation,
+    HypothesisFit,
+    NoiseLevel,
+    best_candidates,
+    explain,
+    explained_word,
+    judge_candidate,
+    judge_fit,
+    summary,
+)
 from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import REFERENCE, hypothesis
 
@@ -24,7 +34,13 @@ def candidate(name: str, kl: float | None, text: float | None = None, **others: 
 
 @pytest.mark.parametrize(
     ("kl", "agree", "word"),
-    [(2e-4, 50, "exact"), (9e-4, 50, "close"), (9e-4, 49, "different"), (2e-3, 50, "different")],
+    [
+        (2e-4, 50, "exact"),
+        (9e-4, 50, "close"),
+        (9e-4, 49, "different"),
+        (2e-3, 50, "different"),
+        (1e-4, 31, "different"),  # the right distributions, but sampled tokens
+    ],
 )
 def test_the_limits_are_those_of_every_verdict(kl: float, agree: int, word: str) -> None:
     assert judge_fit(fit(kl, agree), NOISE) == word
@@ -70,3 +86,53 @@ def test_what_explains_a_part_only_is_called_the_closest() -> None:
     assert found.strength == "closest"
     assert "no known fault explains the answers; the closest is: images resized" in summary("different", found)
     assert explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.45)], NOISE).strength == "none"
+
+
+@pytest.mark.parametrize(
+    ("image_fit", "word"),
+    [
+        (fit(1e-4), "exact"),
+        (fit(None), "close"),  # answers about images without log-probabilities
+        (Fit(None, None, 3, 0.0, 0, 0), "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_a_checkpoint_that_reads_images_needs_answers_about_images(image_fit: Fit | None, word: str) -> None:
+    candidate = HypothesisFit(REFERENCE, fit(1e-4), fit(1e-4), image_fit=image_fit)
+    assert judge_candidate(candidate, NOISE, images=True) == word
+    assert judge_candidate(candidate, NOISE, images=False) == "exact"
+    wrong = HypothesisFit(REFERENCE, fit(0.5), fit(0.5), image_fit=image_fit)
+    assert judge_candidate(wrong, NOISE, images=True) == "different"
+
+
+def test_sampled_tokens_are_not_explained_by_an_equivalent_computation() -> None:
+    sampled = candidate("resize-torchvision", 1e-4, agree=31)
+    assert explain(HypothesisFit(REFERENCE, fit(1e-4, agree=31)), [sampled], NOISE).strength == "none"
+
+
+def test_tokens_alone_explain_nothing_without_a_clear_one() -> None:
+    unclear = Fit(None, None, 3, 0.0, 0, 0)
+    found = explain(
+        HypothesisFit(REFERENCE, unclear), [HypothesisFit(hypothesis("bgr-channels"), unclear)], TOKENS_ONLY
+    )
+    assert found.strength != "matches"
+
+
+@pytest.mark.parametrize(("kl", "noise", "word"), [(1e-4, NOISE, "exact"), (None, TOKENS_ONLY, "close")])
+def test_an_equivalent_computation_is_judged_like_the_reference(kl: float | None, noise: NoiseLevel, word: str) -> None:
+    reference = HypothesisFit(REFERENCE, fit(None if kl is None else 0.5, agree=40))
+    found = Explanation(HypothesisFit(hypothesis("resize-torchvision"), fit(kl), image_fit=fit(kl)), "matches")
+    assert explained_word("different", reference, found, noise, images=True) == word
+
+
+@pytest.mark.parametrize(
+    ("kl", "found_kl", "prompts_agree", "word"),
+    [(9e-4, 1e-5, 5, "different"), (3e-4, 2e-4, 5, "close"), (3e-4, 2e-4, 2, "different"), (2e-4, 1e-5, 5, "exact")],
+)
+def test_a_known_fault_with_a_small_effect_is_different_if_it_is_proven(
+    kl: float, found_kl: float, prompts_agree: int, word: str
+) -> None:
+    reference = HypothesisFit(REFERENCE, fit(kl, prompts_agree=prompts_agree))
+    found = Explanation(candidate("causal-image-tokens", found_kl), "matches")
+    before = judge_fit(reference.fit, NOISE)
+    assert explained_word(before, reference, found, NOISE, images=True) == word

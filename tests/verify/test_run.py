@@ -27,9 +27,11 @@ from panscan.verify.run import Verification, as_json, verify_endpoint
 LOAD_SECONDS = 120.0
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
+EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
 DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
 PROBES = [Request(each.asks[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
 CHART = PROBES[:1]
+TEXT = Request("List the months of the year.", id="text")
 
 
 def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Verification:
@@ -92,13 +94,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         for field in ("mm_processor_kwargs", "logprobs"):
-            if field in body:
+            if field in body and self.broken != "samples":
                 return self._send(400, {"error": {"message": f"{field}: extra fields not permitted"}})
         content = body["messages"][-1]["content"]
         if self.broken == "refuses images" and not isinstance(content, str):
             return self._send(400, {"error": {"message": "this model does not accept images"}})
         if self.broken == "not a completion":
             return self._send(200, {"answer": "42"})
+        if self.broken == "limits images" and not isinstance(content, str):
+            return self._send(429, {"error": {"message": "too many requests"}})
+        if self.broken in EMPTY and not isinstance(content, str):
+            choice = {"message": {"content": EMPTY[self.broken]}, "finish_reason": "stop"}
+            return self._send(200, {"choices": [choice]})
         prompt = content if isinstance(content, str) else content[-1]["text"]
         return self._send(200, self.replies[prompt])
 
@@ -117,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
 def answering(replies: Replies, broken: str = "") -> Iterator[str]:
     handler = type("_Handler", (Handler,), {"replies": replies, "broken": broken})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
@@ -132,7 +139,7 @@ def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
     with LocalModel(mini.loaded, mini.settings) as local:
         for crops in (True, False):
             found[crops] = {}
-            for probe in PROBES:
+            for probe in [*PROBES, TEXT]:
                 request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=crops))
                 tokens = local.greedy(request, STEPS)
                 text = b"".join(local.token_text(token) for token in tokens if token not in local.eos_ids).decode()
@@ -143,6 +150,27 @@ def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
                 }
                 found[crops][str(probe.prompt)] = {"choices": [choice], "usage": {"prompt_tokens": count}}
     return lambda crops: found[crops]
+
+
+def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) -> None:
+    [probe] = CHART
+    request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=True))
+    tokens: list[int] = []
+    with LocalModel(mini.loaded, mini.settings) as local:
+        for _ in range(STEPS):  # always the second choice
+            rows = local.log_probabilities(request, [*tokens, 0], hypothesis("reference"))
+            tokens.append(int(rows[-1].argsort()[-2]))
+        best = [row.argsort()[::-1][:5] for row in rows]
+    content = [
+        {"token": f"token_id:{token}", "logprob": float(row[token]), "top_logprobs": [
+            {"token": f"token_id:{id}", "logprob": float(row[id])} for id in ids]}
+        for token, row, ids in zip(tokens, rows, best, strict=True)
+    ]  # fmt: skip
+    choice = {"message": {"content": "sampled"}, "finish_reason": "length", "logprobs": {"content": content}}
+    with answering({str(probe.prompt): {"choices": [choice]}}, "samples") as url:
+        found = verified(url, CHART)
+    assert found.word == "different"
+    assert "does not decode greedily" in found.message
 
 
 def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Callable[[bool], Replies]) -> None:
@@ -170,6 +198,24 @@ def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: st
     assert found.word == "unknown"
     assert found.message.startswith("no verdict")
     assert why in found.message
+
+
+@pytest.mark.parametrize(
+    ("broken", "word", "why"),
+    [
+        ("limits images", "unknown", "no question about an image was answered: POST"),
+        ("cuts a character", "unknown", "no question about an image was answered"),
+        ("answers nothing", "different", ""),
+    ],
+)
+def test_right_answers_to_text_do_not_make_an_endpoint_right(
+    replies: Callable[[bool], Replies], broken: str, word: str, why: str
+) -> None:
+    with answering(replies(True), broken) as url:
+        found = verified(url, [*CHART, TEXT])
+    assert (found.word, len(found.answers)) == (word, 2), found.message
+    assert why in found.message
+    assert broken != "limits images" or "images: the endpoint refuses them" not in found.not_visible
 
 
 def test_a_limit_on_requests_is_kept(replies: Callable[[bool], Replies]) -> None:

@@ -11,7 +11,18 @@ from panscan.records.verdict import CLOSE_TOP1, EXACT_RATIO, FLOOR, Divergence, 
 from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import CHANGES, Hypothesis
 
-__all__ = ["Explanation", "HypothesisFit", "NoiseLevel", "Word", "best_candidates", "explain", "judge_fit", "summary"]
+__all__ = [
+    "Explanation",
+    "HypothesisFit",
+    "NoiseLevel",
+    "Word",
+    "best_candidates",
+    "explain",
+    "explained_word",
+    "judge_candidate",
+    "judge_fit",
+    "summary",
+]
 
 Word = Literal["exact", "close", "different", "unknown"]
 Strength = Literal["matches", "consistent", "closest", "none"]
@@ -47,9 +58,14 @@ class NoiseLevel:
         return max(fit.kl, FLOOR) / max(self.kl, FLOOR)
 
     def explains(self, fit: Fit) -> bool:
-        """Return whether rounding explains all that is left unexplained."""
+        """Return whether rounding explains the rest of the deviation, in distributions and in tokens.
+
+        Without log-probabilities, at least one clear token is needed.
+        """
         ratio = self.ratio(fit)
-        return fit.agree == fit.clear if ratio is None else ratio <= EXACT_RATIO
+        if ratio is None:
+            return fit.agree == fit.clear > 0
+        return ratio <= EXACT_RATIO and _tokens_agree(fit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +77,14 @@ class HypothesisFit:
         fit: over all answers.
         text_fit: over the answers to prompts without images; None if there are none.
         base_score: score of the same hypothesis without its approximate changes, nats; None if it has none.
+        image_fit: over the answers to prompts with images; None if there are none.
     """
 
     hypothesis: Hypothesis
     fit: Fit
     text_fit: Fit | None = None
     base_score: float | None = None
+    image_fit: Fit | None = None
 
     @property
     def counts_fit(self) -> bool:
@@ -96,19 +114,44 @@ class Explanation:
 
 
 def judge_fit(fit: Fit, noise: NoiseLevel) -> Word:
-    """Return the verdict on a computation: by its divergence, or by the tokens alone.
+    """Return the verdict on a computation, from its divergence and its clear tokens.
 
-    Tokens alone never show that an endpoint is exact.
+    Tokens alone never show that an endpoint is exact, and clear tokens that disagree make it different at any
+    divergence: an endpoint may report the right log-probabilities and choose other tokens.
     """
     if not fit.positions:
         return "unknown"
     if fit.kl is None or noise.kl is None or fit.kl_max is None:
         if not fit.clear:
             return "unknown"
-        return "close" if fit.agree >= CLOSE_TOP1 * fit.clear else "different"
+        return "close" if _tokens_agree(fit) else "different"
+    if not _tokens_agree(fit):
+        return "different"
     divergence = Divergence(fit.positions, fit.kl, fit.kl_max, noise.kl)
     word = judge(divergence, None, Top1(fit.clear, fit.agree), equal_tokens=True, float32=False)
     return "exact" if word == "exact" else "close" if word == "close" else "different"
+
+
+def _tokens_agree(fit: Fit) -> bool:
+    return fit.agree >= CLOSE_TOP1 * fit.clear
+
+
+def judge_candidate(candidate: HypothesisFit, noise: NoiseLevel, *, images: bool) -> Word:
+    """Return the verdict on a hypothesis, limited by what the answers about images show.
+
+    Args:
+        candidate: the hypothesis.
+        noise: what rounding explains.
+        images: whether the checkpoint reads images. If so, ``exact`` and ``close`` need evidence from answers about
+            images, and ``exact`` needs their log-probabilities.
+    """
+    word = judge_fit(candidate.fit, noise)
+    if not images or word not in ("exact", "close"):
+        return word
+    pictured = candidate.image_fit
+    if pictured is None or judge_fit(pictured, noise) == "unknown":
+        return "unknown"
+    return "close" if pictured.kl is None else word
 
 
 def best_candidates(candidates: Sequence[HypothesisFit], noise: NoiseLevel) -> list[HypothesisFit]:
@@ -178,6 +221,33 @@ def _size_gap(candidate: HypothesisFit) -> float:
     if not deviation or not base:
         return inf
     return abs(log(max(base, FLOOR) / max(deviation, FLOOR)))
+
+
+def explained_word(
+    word: Word, reference: HypothesisFit, explanation: Explanation, noise: NoiseLevel, *, images: bool
+) -> Word:
+    """Return the verdict after the search for an explanation.
+
+    An endpoint with a known fault is different, however small its effect, if the fault explains the answers within the
+    noise and the prompt token counts or at least half of the divergence show it.
+
+    Args:
+        word: the verdict on the reference.
+        reference: the reference's fit.
+        explanation: the result of the search.
+        noise: what rounding explains.
+        images: see :func:`judge_candidate`.
+    """
+    found = explanation.candidate
+    if found is None or explanation.strength != "matches":
+        return word
+    if not found.plain_changes:
+        return word if noise.explains(reference.fit) else judge_candidate(found, noise, images=images)
+    if found.counts_fit and not reference.counts_fit:
+        return "different"
+    deviates = noise.kl is not None and not noise.explains(reference.fit)
+    halved = _unexplained(found) <= _LEAST_GAIN * _unexplained(reference)
+    return "different" if deviates and halved else word
 
 
 def summary(word: Word, explanation: Explanation, reason: str = "") -> str:

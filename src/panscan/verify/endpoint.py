@@ -1,6 +1,6 @@
 """An endpoint under verification: what it supports, and its greedy answers with log-probabilities.
 
-A field that an endpoint refuses is left out from then on. All requests count against the limit, refused ones included.
+A field that an endpoint refuses is omitted from then on. All requests count against the limit, refused ones included.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from panscan.verify.evidence import ReportedStep, ReportedToken
 
 __all__ = ["Capabilities", "EndpointAnswer", "EndpointSession", "encoded_image"]
 
-_REFUSED = (400, 413, 415, 422, 500, 501)
-"""HTTP statuses of a request that the endpoint will refuse again."""
+_REFUSED = (400, 415, 422, 500, 501)
+"""HTTP statuses of a request that may succeed with fewer fields."""
+_SERVER_ERROR = 500  # the first HTTP status of failures that may pass
+_ABOUT_IMAGES = re.compile(r"\bimages?\b|multimodal|multi-modal|vision", re.I)
 _LADDER = (20, 10, 5, 1)  # numbers of top log-probabilities to try
 _MOST_STEPS = 4096
 
@@ -87,6 +89,7 @@ class EndpointSession:
         self.endpoint, self.max_requests, self.max_tokens = endpoint, max_requests, max_tokens
         self.capabilities = Capabilities(top_logprobs)
         self.requests = 0
+        self._other_errors: set[str] = set()  # errors that omitting fields did not avoid
         self.server: str | None = None
 
     @property
@@ -125,19 +128,35 @@ class EndpointSession:
         Raises:
             EndpointError: no answer, or one that cannot be used; ``kind`` is ``client`` if no request is left.
         """
+        kept = self._copied_capabilities()
+        first, repeated = "", False
         while True:
             try:
                 reply = self._fetch("POST", "/v1/chat/completions", self._body(request))
             except EndpointError as error:
-                if error.kind != "http" or error.status not in _REFUSED or not self._narrow(request, error):
+                first = first or str(error)
+                named = self._named_field(request, error)
+                passing = error.kind == "http" and (error.status or 0) >= _SERVER_ERROR and named is None
+                if passing and not repeated and self.left > 0:
+                    repeated = True
+                    continue
+                if not self._narrow(request, error, named):
+                    if error.kind == "http" and named is None:
+                        self._other_errors.add(first)
+                    self.capabilities = kept
                     raise
+                if named is not None:
+                    kept = self._copied_capabilities()
             else:
                 found = _answer(reply)
                 self.capabilities.prompt_tokens |= found.prompt_tokens is not None
-                if not found.steps and self.capabilities.top_logprobs is not None:
+                if found.text and not found.steps and self.capabilities.top_logprobs is not None:
                     self.capabilities.top_logprobs = None
                     self.capabilities.refusals["logprobs"] = "accepted, but the response has none"
                 return found
+
+    def _copied_capabilities(self) -> Capabilities:
+        return replace(self.capabilities, refusals=dict(self.capabilities.refusals))
 
     def _fetch(self, method: str, path: str, body: tuple[bytes, ...] | None = None) -> Any:
         if self.left <= 0:
@@ -162,23 +181,26 @@ class EndpointSession:
             extra=extra,
         )
 
-    def _narrow(self, request: Request, error: EndpointError) -> bool:
-        """Leave out what the endpoint refused; return whether a request with less may succeed.
+    def _optional_fields(self, request: Request) -> list[str]:
+        """Return the fields of a request's body that the endpoint may refuse."""
+        can = self.capabilities
+        crops = bool(request.images) and can.mm_processor_kwargs
+        return ["mm_processor_kwargs"] * crops + ["logprobs"] * (can.top_logprobs is not None)
 
-        Endpoints name the field that they refuse. Where the message names none, fields are left out one by one.
+    def _named_field(self, request: Request, error: EndpointError) -> str | None:
+        """Return the field that an error message names; None if it names none."""
+        return next((name for name in self._optional_fields(request) if name in str(error)), None)
+
+    def _narrow(self, request: Request, error: EndpointError, named: str | None) -> bool:
+        """Omit a field that the endpoint may have refused; return whether a request without it may succeed.
+
+        Endpoints name the field that they refuse. Where the message names none, fields are omitted one by one.
         """
         can, message = self.capabilities, str(error)
-        fields = [
-            name
-            for name, used in (
-                ("mm_processor_kwargs", bool(request.images) and can.mm_processor_kwargs),
-                ("logprobs", can.top_logprobs is not None),
-            )
-            if used
-        ]
-        named = [name for name in fields if name in message]
-        refused = next(iter(named or fields), None)
-        if refused is None or (not named and re.search(r"\bimages?\b|multimodal|multi-modal|vision", message, re.I)):
+        refused = named or next(iter(self._optional_fields(request)), None)
+        if refused is None or error.kind != "http" or error.status not in _REFUSED:
+            return False
+        if named is None and (_ABOUT_IMAGES.search(message) or message in self._other_errors):
             return False
         can.refusals[refused] = _reason(error)
         if refused == "mm_processor_kwargs":
@@ -286,4 +308,9 @@ def _top(listed: Any) -> tuple[ReportedToken, ...]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond the range of float
+        return None

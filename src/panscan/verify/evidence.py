@@ -37,6 +37,8 @@ Distributions = NDArray[np.float32]
 
 _LEAST_REST = 1e-6
 """Of a position's probability: less than this cannot be told from the rounding of the reported tokens."""
+_LEAST_PROBABILITY = 1e-12
+"""Servers clamp the log-probability of impossible tokens (to -9999, for instance): less than this counts as this."""
 _DOMINANT = 0.99
 """Of the candidates' probability: a token that has this share is the one that was reported."""
 
@@ -49,11 +51,13 @@ class ReportedToken:
         text: the ``token`` field.
         raw: the ``bytes`` field; None where it is missing.
         log_probability: natural logarithm; None where it is missing or not a number.
+        ends: whether this is the end of an answer, by any end token, although the endpoint reported no token for it.
     """
 
     text: str
     raw: bytes | None = None
     log_probability: float | None = None
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,11 @@ def map_answer(steps: Sequence[ReportedStep], naming: TokenNaming, reference: Di
     mapped = MappedAnswer([], [])
     for step, row in zip(steps, reference, strict=False):
         probabilities = np.exp(row.astype(np.float64))
-        chosen = _certain(candidate_ids(step.chosen, naming), probabilities, ())
+        ids = candidate_ids(step.chosen, naming)
+        if step.chosen.ends:
+            chosen = max(ids, key=lambda id: float(probabilities[id]), default=None)
+        else:
+            chosen = _certain(ids, probabilities, ())
         values: dict[int, float] = {}
         if chosen is not None and _is_value(step.chosen.log_probability):
             values[chosen] = _value(step.chosen)
@@ -189,7 +197,7 @@ def coarse_kl(local: NDArray[np.float32], reported: dict[int, float]) -> float:
     outside = np.ones(len(p), dtype=bool)
     outside[ids] = False
     ours = np.append(p[ids], p[outside].sum())
-    theirs = np.append(q, max(1 - q.sum(), _LEAST_REST))
+    theirs = np.append(np.maximum(q, _LEAST_PROBABILITY), max(1 - q.sum(), _LEAST_REST))
     theirs /= theirs.sum()
     some = ours > 0
     with np.errstate(divide="ignore"):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
-from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, Word, judge_fit, summary
+from panscan.records.verdict import EXACT_RATIO
+from panscan.verify.diagnosis import (
+    Explanation,
+    HypothesisFit,
+    NoiseLevel,
+    Word,
+    explained_word,
+    judge_candidate,
+    summary,
+)
 from panscan.verify.endpoint import EndpointAnswer, EndpointSession
 from panscan.verify.evidence import MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
 from panscan.verify.hypotheses import CHANGES, REFERENCE
@@ -20,6 +30,8 @@ from panscan.verify.search import AskedProbe, Evaluator, find_explanation, unsee
 __all__ = ["Verification", "as_json", "verify_endpoint"]
 
 _MOST_FAILURES = 3  # in a row
+_IMAGES_REFUSED = (400, 415, 422, 501)  # HTTP statuses; others, such as 408, 413 or 429, may pass
+_INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens
 OnProgress = Callable[[str], None]
 
 
@@ -86,7 +98,7 @@ def verify_endpoint(
     with LocalModel.open(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         asked, notes = _ask_all(session, questions, on_progress)
-        found, failed = _probes_of(asked, local, notes)
+        found, failed = _probes_of(asked, local, options.max_tokens, notes)
         return _concluded(options, session, local, found, notes, failed, on_progress)
 
 
@@ -95,6 +107,7 @@ class _Asked:
     request: Request
     answer: EndpointAnswer | None
     error: str | None = None
+    status: int | None = None
 
 
 def _ask_all(
@@ -129,13 +142,13 @@ def _ask(session: EndpointSession, request: Request) -> _Asked:
     try:
         return _Asked(request, session.answer(request))
     except EndpointError as error:
-        return _Asked(request, None, str(error))
+        return _Asked(request, None, str(error), error.status)
 
 
 def _learn_refusal(session: EndpointSession, asked: _Asked) -> None:
     """Remember that images are refused, so that no request is wasted on more of them."""
     can, count = session.capabilities, len(asked.request.images)
-    refused = "HTTP 4" in (asked.error or "")
+    refused = asked.status in _IMAGES_REFUSED
     if refused and count == 1:
         can.images = False
     if refused and count > 1:
@@ -160,13 +173,20 @@ def _repeated(session: EndpointSession, first: _Asked) -> list[str]:
     return []
 
 
-def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> tuple[list[AskedProbe], list[_Asked]]:
-    """Return the usable answers in token ids, and the failed requests."""
+def _probes_of(
+    asked: Sequence[_Asked], local: LocalModel, max_tokens: int, notes: list[str]
+) -> tuple[list[AskedProbe], list[_Asked]]:
+    """Return the usable answers in token ids, at most ``max_tokens`` each, and the failed requests."""
     found, dropped = [], 0
     for each in asked:
         if each.answer is None:
             continue
         steps = each.answer.steps or _steps_of_text(each.answer, local)
+        if len(steps) > max_tokens:
+            notes.append(
+                f"{each.request.id}: {len(steps) - max_tokens} tokens beyond the limit of {max_tokens}: ignored"
+            )
+        steps = steps[:max_tokens]
         tokens, mapped = _mapped(steps, each.request, local)
         dropped += mapped.dropped
         found.append(AskedProbe(each.request, tokens, mapped, each.answer.prompt_tokens))
@@ -180,11 +200,17 @@ def _probes_of(asked: Sequence[_Asked], local: LocalModel, notes: list[str]) -> 
 def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedStep, ...]:
     """Return the tokens of an answer without log-probabilities, as the tokenizer writes its text.
 
-    The last token of an unfinished answer is left out: the tokenizer may join it with what would follow.
+    The last token of an unfinished answer is omitted, because the tokenizer may join it with what would follow. So is
+    everything from an incomplete character on. A finished answer ends with a step for the end, unless the endpoint
+    counted more tokens: then it removed some from the text.
     """
-    ids = local.encode(answer.text)
-    kept = ids if answer.finish_reason == "stop" else ids[:-1]
-    return tuple(ReportedStep(ReportedToken(f"token_id:{id}")) for id in kept)
+    text = _INCOMPLETE.split(answer.text, maxsplit=1)[0]
+    ids = local.encode(text)
+    finished = answer.finish_reason == "stop" and text == answer.text
+    steps = [ReportedStep(ReportedToken(f"token_id:{id}")) for id in (ids if finished else ids[:-1])]
+    if finished and (answer.output_tokens or 0) <= len(ids) + 1:
+        steps.append(ReportedStep(ReportedToken("", ends=True)))
+    return tuple(steps)
 
 
 def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) -> tuple[list[int], MappedAnswer]:
@@ -220,8 +246,10 @@ def _concluded(
     reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
     if evaluator.probes:
         result.reference = evaluator.candidate(REFERENCE)
-        result.word = judge_fit(result.reference.fit, evaluator.noise)
+        result.word = judge_candidate(result.reference, evaluator.noise, images=local.view_size is not None)
         reason = _explained(result, evaluator, notes)
+        if result.word == "unknown":
+            reason = _no_verdict(evaluator, failed)
     result.message = summary(result.word, result.explanation, reason)
     result.tested = evaluator.tested
     result.not_visible = [*_not_visible(session, probes, failed), *notes]
@@ -229,36 +257,68 @@ def _concluded(
 
 
 def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> str:
-    """Find what explains the answers, and return the reason of the verdict."""
+    """Find what explains the answers, set the final word, and return its reason; empty if the explanation is."""
     reference, noise = result.reference, evaluator.noise
     assert reference is not None  # there are answers
-    right = result.word == "exact" or (result.word == "close" and noise.kl is None)
+    if result.word == "unknown":
+        return ""
+    if _chooses_other_tokens(evaluator, reference):
+        return (
+            f"the log-probabilities match the reference, but {reference.fit.clear - reference.fit.agree} of"
+            f" {reference.fit.clear} clear tokens are not the most probable ones. The endpoint does not decode"
+            " greedily: make it apply temperature 0 and no penalties"
+        )
+    right = result.word == "exact" or (result.word == "close" and (noise.kl is None or noise.explains(reference.fit)))
     if not right or not reference.counts_fit:
         result.explanation, result.candidates = find_explanation(evaluator, reference)
-        found = result.explanation.candidate
-        same = found is not None and all(CHANGES[name].equivalent for name in found.hypothesis.changes)
-        if result.explanation.strength == "matches" and same:
-            result.word, right = "exact", True
-        elif right and result.explanation.strength == "matches" and found is not None and found.counts_fit:
-            result.word, right = "different", False
+        images = evaluator.local.view_size is not None
+        word = explained_word(result.word, reference, result.explanation, noise, images=images)
+        if right and word == "different":
             notes.append("only the prompt token counts show the difference; the answers do not")
         elif right:
             result.explanation = Explanation(None, "none")
             notes.append("prompt token counts: ignored, because the reported counts match no known prompt")
+        found = result.explanation.candidate
+        equivalent = found is not None and not found.plain_changes and result.explanation.strength == "matches"
+        result.word, right = word, word in ("exact", "close") and (right or equivalent)
     if not right:
-        return "" if result.word != "unknown" else "the answers have no token that the reference clearly prefers"
+        return ""
     unseen = unseen_changes(evaluator, reference)
     if unseen:
         titles = "; ".join(CHANGES[name].title for name in unseen)
         notes.append(f"these questions do not rule out: {titles}")
-    if noise.kl is None:
-        return f"all {reference.fit.agree} clear greedy tokens match the reference; exact needs log-probabilities"
-    count = reference.fit.positions
-    best = result.explanation.candidate or reference
+    return _agreement(result, evaluator)
+
+
+def _agreement(result: Verification, evaluator: Evaluator) -> str:
+    """Return how well the reference, or an equivalent computation, explains the answers."""
+    best = result.explanation.candidate or result.reference
+    assert best is not None  # there are answers
+    if evaluator.noise.kl is None:
+        tokens = f"{best.fit.agree} of {best.fit.clear} clear greedy tokens"
+        return f"{tokens} match the reference; exact needs log-probabilities"
+    partly = "" if result.word == "exact" else "; exact needs log-probabilities of answers about images"
     return (
-        f"the endpoint computes what {result.model} computes: {noise.ratio(best.fit) or 0:.2g}x the rounding noise over"
-        f" {count} tokens of {len(evaluator.probes)} answers"
+        f"the endpoint computes what {result.model} computes: {evaluator.noise.ratio(best.fit) or 0:.2g}x the rounding"
+        f" noise over {best.fit.positions} tokens of {len(evaluator.probes)} answers{partly}"
     )
+
+
+def _chooses_other_tokens(evaluator: Evaluator, reference: HypothesisFit) -> bool:
+    """Whether all reported distributions are the reference's, but not the tokens chosen from them."""
+    ratio = evaluator.noise.ratio(reference.fit)
+    reported = all(all(probe.mapped.reported) for probe in evaluator.probes)
+    within = reported and ratio is not None and ratio <= EXACT_RATIO
+    return within and not evaluator.noise.explains(reference.fit)
+
+
+def _no_verdict(evaluator: Evaluator, failed: Sequence[_Asked]) -> str:
+    """Return why usable answers give no verdict."""
+    if any(probe.request.images for probe in evaluator.probes) or evaluator.local.view_size is None:
+        which = "" if evaluator.local.view_size is None else " about images"
+        return f"the answers{which} have no token that the reference clearly prefers"
+    error = next((each.error for each in failed if each.request.images), None)
+    return "no question about an image was answered" + (f": {error}" if error else "")
 
 
 def _answer_row(probe: AskedProbe, local: LocalModel) -> dict[str, Any]:

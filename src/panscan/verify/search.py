@@ -76,10 +76,12 @@ class Evaluator:
         """Return how well a hypothesis explains some answers, by default all of them."""
         chosen = self.probes if probes is None else probes
         text = [probe for probe in chosen if not probe.request.images]
+        pictured = [probe for probe in chosen if probe.request.images]
         base = _without_approximate(tried)
         return HypothesisFit(
             tried, self._fit(tried, chosen), self._fit(tried, text) if text else None,
             self._fit(base, chosen).kl if base != tried else None,
+            self._fit(tried, pictured) if pictured else None,
         )  # fmt: skip
 
     def counts_fit(self, tried: Hypothesis) -> bool:

@@ -1,0 +1,110 @@
+"""What a session learns from refusals, passing errors and odd replies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from panscan.core import EndpointError, Request
+from panscan.load.chat import Endpoint
+from panscan.verify.endpoint import EndpointSession, encoded_image
+
+Body = dict[str, Any]
+Reply = Callable[[int, Body], tuple[int, object]]
+IMAGE = Request("What is this?", [encoded_image(Image.new("RGB", (8, 8)))])
+TEXT = Request("Count.")
+
+
+def completion(text: str = "a", logprob: float = -0.1) -> Body:
+    content = [{"token": text, "logprob": logprob, "top_logprobs": []}] if text else []
+    choice = {"message": {"content": text}, "finish_reason": "stop", "logprobs": {"content": content}}
+    return {"choices": [choice]}
+
+
+def failure(status: int, message: str) -> tuple[int, Body]:
+    return status, {"error": {"message": message}}
+
+
+@contextmanager
+def session(reply: Reply) -> Iterator[EndpointSession]:
+    """A session with an endpoint that calls ``reply`` with the number of each request, from 0, and its body."""
+    count = iter(range(100))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            status, value = reply(next(count), body)
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "served", None, timeout=20.0)
+        yield EndpointSession(endpoint, max_requests=32, max_tokens=4, top_logprobs=20)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_passing_server_error_drops_no_field() -> None:
+    with session(lambda number, _: failure(500, "oops") if number == 0 else (200, completion())) as asked:
+        asked.answer(IMAGE)
+    assert asked.requests == 2
+    assert asked.capabilities.mm_processor_kwargs
+    assert asked.capabilities.top_logprobs == 20
+
+
+def test_a_field_that_an_unnamed_error_concerns_is_omitted() -> None:
+    def reply(_: int, body: Body) -> tuple[int, object]:
+        return failure(400, "bad request") if "mm_processor_kwargs" in body else (200, completion())
+
+    with session(reply) as asked:
+        asked.answer(IMAGE)
+        asked.answer(IMAGE)
+    assert asked.requests == 3
+    assert not asked.capabilities.mm_processor_kwargs
+    assert asked.capabilities.top_logprobs == 20
+
+
+def test_an_error_that_no_field_causes_drops_none() -> None:
+    def reply(_: int, body: Body) -> tuple[int, object]:
+        pictures = not isinstance(body["messages"][-1]["content"], str)
+        return failure(400, "bad request") if pictures else (200, completion())
+
+    with session(reply) as asked:
+        with pytest.raises(EndpointError, match="bad request"):
+            asked.answer(IMAGE)
+        sent = asked.requests
+        with pytest.raises(EndpointError, match="bad request"):
+            asked.answer(IMAGE)
+        assert asked.requests == sent + 1
+        assert len(asked.answer(TEXT).steps) == 1
+    assert asked.capabilities.mm_processor_kwargs
+    assert not asked.capabilities.refusals
+
+
+def test_an_empty_answer_does_not_switch_log_probabilities_off() -> None:
+    with session(lambda number, _: (200, completion("" if number == 0 else "a"))) as asked:
+        assert asked.answer(TEXT).steps == ()
+        assert len(asked.answer(TEXT).steps) == 1
+    assert asked.capabilities.top_logprobs == 20
+
+
+def test_a_log_probability_beyond_the_range_of_float_is_ignored() -> None:
+    with session(lambda *_: (200, completion("a", -(10**400)))) as asked:
+        [step] = asked.answer(TEXT).steps
+    assert step.chosen.log_probability is None
