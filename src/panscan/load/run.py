@@ -203,7 +203,8 @@ class _LoadRun:
             processes=processes, on_done=self._observer.done, cancelled=self._cancelled,
         )  # fmt: skip
         records = self._request_records(level, requests, result)
-        goodput = goodput_of(records, options.goodput, result.ended - result.started)
+        seconds, has_rate = result.ended - result.started, level.rate is not None
+        goodput = goodput_of(records, options.goodput, seconds, has_rate=has_rate)
         return _SentLevel(level, count, result, records, goodput)
 
     def _record(self, sent: _SentLevel, *, added: bool) -> None:
