@@ -25,7 +25,7 @@ from panscan.load.content import Content, LoadRequest, Pile, content_digest
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import MAX_PROMPTS, LoadLevel, LoadOptions
 from panscan.load.probe import Probe, address
-from panscan.load.search import RateSearch, Trial
+from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import environment
 from panscan.records.goodput import Goodput, goodput_of
@@ -173,7 +173,8 @@ class _LoadRun:
             self._record(sent, added=True)
             if self._cancelled.is_set():
                 break
-            search.add(Trial(rate, sent.goodput, sent.result.client.limited))
+            alone = goodput_of(undisturbed(sent.records), options.goodput, 0.0)
+            search.add(Trial(rate, sent.goodput, sent.result.client.limited, alone))
             self._observer.remark(f"{rate:g} req/s: {sent.goodput.attainment:.0%} of the requests meet the limits")
         best = search.best()
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
