@@ -174,8 +174,9 @@ class _LoadRun:
             if self._cancelled.is_set():
                 break
             alone = goodput_of(undisturbed(sent.records), options.goodput, 0.0)
-            search.add(Trial(rate, sent.goodput, sent.result.client.limited, alone))
-            self._observer.remark(f"{rate:g} req/s: {sent.goodput.attainment:.0%} of the requests meet the limits")
+            trial = Trial(rate, sent.goodput, sent.result.client.limited, alone)
+            search.add(trial)
+            self._observer.remark(trial.summary)
         best = search.best()
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
         levels = [trial.record for trial in search.trials]

@@ -36,7 +36,16 @@ class Trial:
     @property
     def record(self) -> dict[str, Any]:
         """The trial in the ``search`` record."""
-        return {"rate": self.rate, "attainment": self.goodput.attainment, "limited": self.limited}
+        return {
+            "rate": self.rate, "attainment": self.goodput.attainment, "overloaded": self.goodput.overloaded,
+            "limited": self.limited,
+        }  # fmt: skip
+
+    @property
+    def summary(self) -> str:
+        """The trial as a line of progress."""
+        behind = ", but arrive faster than they are answered" if self.goodput.overloaded else ""
+        return f"{self.rate:g} req/s: {self.goodput.attainment:.0%} of the requests meet the limits{behind}"
 
 
 def undisturbed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
