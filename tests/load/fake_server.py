@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
             self.parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        self.path = url
+        self.path = url.partition(b"?")[0]  # a gateway's key is ignored
 
     def on_body(self, body: bytes) -> None:
         self.body += body

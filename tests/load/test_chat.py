@@ -93,6 +93,29 @@ def test_an_unusable_endpoint_is_refused(given: dict[str, Any], message: str) ->
         Endpoint(**{"url": "http://host", "model": "m", **given})
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "htp://user:hush@host/v1",
+        "http://user:hush@host:x",
+        "http://user:hu/hush@host:x",
+        "user:hush@host",
+        "http://user:hush\u2100@host",
+        "http://host:x/v1?key=hush",
+        "ftp://host/v1?key=hush",
+    ],
+)
+def test_a_refused_url_does_not_show_its_credentials(url: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        Endpoint(url, "m")
+    assert "hush" not in str(refused.value) and "host" in str(refused.value)
+
+
+def test_a_redirect_does_not_show_its_credentials() -> None:
+    found = answer(b"", headers={"location": "https://user:hush@host/v1?key=hush"}, status=307)
+    assert found.error == "HTTP 307 to https://***@host/v1"
+
+
 def test_an_endpoint_sends_its_key_but_does_not_show_it() -> None:
     endpoint = Endpoint("http://host", "m", api_key="secret", headers=(("X-Team", "private"),))
     head = endpoint.head("POST", "/v1/chat/completions")

@@ -105,6 +105,12 @@ def test_a_trace_sets_the_lengths(pile: Pile) -> None:
     assert [each[2] for each in found] == [3, 1, 2]
 
 
+def test_more_warm_up_requests_than_lines_repeat_the_lengths(pile: Pile) -> None:
+    trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
+    content = Content(pile, LoadOptions(trace=trace, num_prompts=3, num_warmups=5), "m")
+    assert [each[2] for each in sent(content, 5)] == [3, 1, 2, 3, 1]
+
+
 def test_too_large_a_load_is_refused_with_the_need(pile: Pile) -> None:
     with pytest.raises(SettingError, match="--images: 1 documents exceed 0 MB"):
         Content(pile, LoadOptions(), "m", most_bytes=1000).requests(2)

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -191,6 +192,27 @@ def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> Non
     )  # fmt: skip
     assert sorted(each.id for each in done) == sorted(each.id for each in result.exchanges)
     assert 3 <= len(done) < 10_000 and all(each.error is None for each in done)
+
+
+def test_a_cancellation_during_the_transfer_of_requests_ends_the_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    def cancel() -> None:
+        deadline = time.monotonic() + 30
+        while len(psutil.Process().children()) < before + 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        cancelled.set()
+
+    cancelled, before = threading.Event(), len(psutil.Process().children())
+    # Images between short segments: sockets are full before a process reads, so the cancellation falls in between.
+    parts = [bytes(63 * 1024), *(bytes(64 * 1024 + index) for index in range(16))]
+    sent = [ChatRequest(f"r{n}", tuple(bytes(bytearray(part)) for part in parts), 1) for n in range(40)]
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    result = run_level(
+        Endpoint("http://127.0.0.1:1", "m"), sent, None, max_concurrency=2, processes=2, cancelled=cancelled
+    )  # fmt: skip
+    canceller.join()
+    assert result.exchanges == [] and len(psutil.Process().children()) == before
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture(scope="module")

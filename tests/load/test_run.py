@@ -143,20 +143,31 @@ def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
     assert "concurrency-2" not in run.outcomes
 
 
-def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None) -> None:
     with fake_server(ttft_ms=20, slots=1) as url:  # 50 requests per second
         run = load(
             url, tmp_path, Observer(), find_max_rate=True, rates=(20.0,), goodput={"ttft": 90.0}, arrival="constant",
-            level_seconds=0.5, num_prompts=8, max_tokens=1,
+            level_seconds=0.5, num_prompts=8, max_tokens=1, max_concurrencies=(limit,),
         )  # fmt: skip
     search = run.search
     assert search is not None
     rates = [trial["rate"] for trial in search["levels"]]
-    assert len(rates) >= 2 and [f"rate-{rate:g}" for rate in rates] == list(run.cells)
+    assert len(rates) >= 2 and [run.cells[cell]["request_rate"] for cell in run.cells] == rates
     assert all(trial["attainment"] < 0.95 for trial in search["levels"] if trial["rate"] > 65)
     passing = [trial["rate"] for trial in search["levels"] if trial["attainment"] >= 0.95 and not trial["limited"]]
     assert search["rate"] in (passing or [None])
-    assert len(run.requests[f"rate-{max(rates):g}", 0]) == max(8, math.ceil(max(rates) * 0.5))
+    fastest = list(run.cells)[rates.index(max(rates))]
+    assert len(run.requests[fastest, 0]) == max(8, math.ceil(max(rates) * 0.5))
+
+
+def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) -> None:
+    run = load(
+        url, tmp_path, Observer(), find_max_rate=True, rates=(8.0,), goodput={"ttft": 1.0}, arrival="constant",
+        level_seconds=0.5, num_prompts=8,
+    )  # fmt: skip
+    assert run.search is not None and run.search["rate"] is None and "out of reach" in run.search["note"]
+    assert len(run.search["levels"]) <= 2
 
 
 def test_a_killed_run_loses_only_the_level_in_progress(tmp_path: Path) -> None:

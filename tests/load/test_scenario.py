@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.records.load_runs import load_request
 
 from panscan.core import SettingError
 from panscan.load.options import (
@@ -20,7 +21,7 @@ from panscan.load.options import (
     read_trace,
 )
 from panscan.load.scenario import load_scenario, scenario_names
-from panscan.load.search import RateSearch, Trial
+from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.records.goodput import Goodput
 
 
@@ -190,3 +191,35 @@ def test_the_search_ends_without_a_capacity() -> None:
     limited.add(trial(2.0, 0.4, limited=True))
     assert limited.next_rate() is None and limited.best() == trial(1.0, 1.0)
     assert "client became the limit" in limited.note
+
+
+def test_the_search_stops_if_undisturbed_requests_miss_the_limits() -> None:
+    search = RateSearch(start=4.0)
+    search.add(Trial(4.0, Goodput(64, 0, 16.0, {}), undisturbed=Goodput(4, 0, 0.0, {})))
+    assert search.next_rate() == 2.0  # too few to tell
+    search.add(Trial(2.0, Goodput(64, 0, 32.0, {}), undisturbed=Goodput(30, 0, 0.0, {})))
+    assert search.next_rate() is None and search.best() is None
+    assert "out of reach" in search.note
+
+
+def test_undisturbed_requests_overlap_no_other_even_in_the_queue_of_the_client() -> None:
+    times = [(0.0, 0.0, 0.5), (1.0, 0.0, 0.5), (1.2, 0.3, 0.5), (3.0, 0.0, 0.5)]  # arrival, wait, TTFT
+    records = [
+        load_request("c", n, due, queued + ttft, 0.0, chunks=1, queued=queued)
+        for n, (due, queued, ttft) in enumerate(times)
+    ]
+    for record in records:
+        record["stamps"]["end"] = record["stamps"]["tokens"][-1]
+    assert [record["request"] for record in undisturbed(records)] == ["q0", "q3"]
+    assert undisturbed([]) == []
+
+
+def test_the_search_passes_a_rate_that_misses_by_chance() -> None:
+    search = RateSearch(start=2.0)
+    search.add(Trial(2.0, Goodput(64, 60, 32.0, {})))  # 93.75%: the interval holds 95%
+    assert search.next_rate() == 4.0
+    search.add(trial(4.0, 1.0))
+    assert search.next_rate() == 8.0
+    search.add(trial(8.0, 0.5))
+    best = search.best()
+    assert best is not None and best.rate == 4.0

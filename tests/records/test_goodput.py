@@ -59,6 +59,22 @@ def test_failed_requests_count_as_missed() -> None:
     assert found.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
 
 
+def test_a_wait_for_a_slot_counts_towards_the_limits() -> None:
+    late = load_request("c", 0, 10.0, 0.05, 0.01, queued=0.2)
+    assert missed_limits(late, {"ttft": 100.0, "tpot": 20.0, "e2el": 250.0}) == ["ttft", "e2el"]
+    assert missed_limits(late, {"ttft": 260.0, "tpot": 20.0, "e2el": 300.0}) == []
+
+
+def test_a_growing_queue_falls_short_of_a_limit_on_tpot_alone(tmp_path: Path) -> None:
+    cells = {"rate-4": level(4.0), "rate-16": level(16.0)}
+    lines = [*steady("rate-4", 4.0, 0.05), *saturated("rate-16", 16.0, 10.0, 0.05)]
+    run = write_run(tmp_path, [load_header(cells, goodput={"tpot": 20.0}), *lines])
+    levels = [(run.cells[cell]["request_rate"], level_goodput(run, cell)) for cell in cells]
+    assert [goodput.attainment for _, goodput in levels] == [1.0, 1.0]
+    found = highest_rate(levels, 0.95)
+    assert (found.rate, found.short, found.estimate) == (4.0, 16.0, None)
+
+
 def level_of(met: int, sent: int = 100) -> Goodput:
     return Goodput(sent, met, 10.0, {})
 
@@ -91,6 +107,14 @@ def test_the_offered_rate_of_a_ramp_is_measured(tmp_path: Path) -> None:
     assert offered_rate(run, "c") == pytest.approx(5.0)
     closed = write_run(tmp_path, [load_header({"c": level(None, 4)}, arrival="closed"), *steady("c", 5.0, 0.1)])
     assert offered_rate(closed, "c") is None
+
+
+def test_a_closed_loop_among_rates_is_no_open_loop(tmp_path: Path) -> None:
+    cells = {"rate-4": level(4.0), "concurrency-4": level(None, 4)}
+    lines = [*steady("rate-4", 4.0, 0.1), *steady("concurrency-4", 5.0, 0.1)]
+    run = write_run(tmp_path, [load_header(cells, arrival="poisson"), *lines])
+    assert [offered_rate(run, cell) for cell in cells] == [4.0, None]
+    assert [keeps_up(run, cell) for cell in cells] == [True, None]
 
 
 def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:

@@ -109,6 +109,19 @@ def test_every_form_tells_the_same_result(tmp_path: Path) -> None:
     assert write_pictures(run, tmp_path)[0].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_wide_interval_is_shown_with_its_bounds(tmp_path: Path) -> None:
+    lines = [load_request("c", n, START + at, 0.05, 0.01) for n, at in enumerate((0, 0.1, 0.2, 0.3, 5, 30))]
+    text = terminal(write_run(tmp_path, [load_header({"c": level(1.0)}), *level_records("c", lines)]))
+    assert re.search(r"^1 req/s \* +1\.00 +0\.199 \(0\.\d+–\d+\.\d+\) ", text, re.MULTILINE)
+
+
+def test_a_level_that_does_not_keep_up_is_named_as_such(tmp_path: Path) -> None:
+    run = write_run(tmp_path, load_run(goodput={"tpot": 20.0}))
+    text = " ".join(terminal(run).split())
+    assert "8 req/s meets TPOT ≤ 20 ms for 95% of requests" in text
+    assert "16 req/s does not: 100%, but requests arrive faster than they are answered" in text
+
+
 def test_curves_hold_every_level_and_their_limits(tmp_path: Path) -> None:
     run = write_run(tmp_path, load_run(metric_percentiles=[50, 99.9], percentile_metrics=["ttft", "itl"]))
     levels, settings = levels_of(run), load_settings(run)

@@ -239,7 +239,8 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) ->
 def _attained(level: MeasuredLevel) -> str:
     low, high = level.goodput.interval
     share = f"{level.goodput.met:,} of {level.goodput.sent:,} requests ({_share(level.goodput.attainment)}"
-    return f"{share}, 95% interval {_share(low)} to {_share(high)})"
+    behind = "; requests arrive faster than they are answered" if level.goodput.overloaded else ""
+    return f"{share}, 95% interval {_share(low)} to {_share(high)}){behind}"
 
 
 def _share(share: float) -> str:
@@ -253,7 +254,8 @@ def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
         notes.append("No higher rate was measured, so the limit may be higher")
     else:
         short = min((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
-        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}")
+        behind = ", but requests arrive faster than they are answered" if short.goodput.overloaded else ""
+        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}{behind}")
         if highest.estimate is not None:
             notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
     if highest.doubtful:

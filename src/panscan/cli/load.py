@@ -351,12 +351,13 @@ def _host(url: str) -> str:
 
 def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
     """Return the command line for the records, without keys."""
+    from panscan.images.fetch import conceal
     from panscan.load.probe import address
 
     context = click.get_current_context()
     typed = typed_again(context, without=("words", "goodput", "api_key", "headers"))
     words = [word for name, limit in limits.items() for word in ("--goodput", f"{name}:{limit:g}")]
-    return ["panscan", "load", address(url), *typed, *words]
+    return ["panscan", "load", address(url), *map(conceal, typed), *words]
 
 
 @contextmanager

@@ -121,12 +121,12 @@ def _split(url: str) -> SplitResult:
     Raises:
         SettingError: it cannot be an endpoint's URL.
     """
-    shown = one_line(url)
+    shown = _shown(url)
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise SettingError(f"{shown}: not a URL ({error})") from None
+    except ValueError:  # its message may repeat a password
+        raise SettingError(f"{shown}: not a URL: check the host and the port") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise SettingError(f"{shown}: expected the URL of an endpoint, such as http://127.0.0.1:8000")
     if parts.username is not None or parts.password is not None:
@@ -134,6 +134,11 @@ def _split(url: str) -> SplitResult:
     if not url.isascii() or re.search(r"[\x00-\x20\x7f]", url) or parts.fragment:
         raise SettingError(f"{shown}: not the URL of an endpoint: remove spaces, fragments and non-ASCII characters")
     return parts
+
+
+def _shown(url: str) -> str:
+    """Return a URL for messages: one line, without a login and without its query, which may hold a key."""
+    return one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1***@", url.partition("?")[0], flags=re.DOTALL))
 
 
 def _sendable(value: str) -> bool:
@@ -297,7 +302,7 @@ class ChatStream:
         kind = headers.get("content-type", "")
         if status != 200:
             self._streams = False
-            where = f" to {headers['location']}" if "location" in headers else ""
+            where = f" to {_shown(headers['location'])}" if "location" in headers else ""
             self._fail("http", f"HTTP {status}{where}")
         elif headers.get("content-encoding", "identity") != "identity":
             self._streams = False
@@ -541,7 +546,7 @@ def fetch_json(endpoint: Endpoint, method: str, path: str, body: Any = None, dea
 
 
 async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, ...], seconds: float) -> Any:
-    shown = f"{method} {endpoint.path(path)}"
+    shown = f"{method} {endpoint.path(path).partition('?')[0]}"  # a query may hold a key
     if seconds <= 0:
         raise EndpointError(f"{shown}: the deadline has passed", kind="timeout")
     pool, response = ConnectionPool(endpoint.address), _WholeResponse()

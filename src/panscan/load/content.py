@@ -179,7 +179,8 @@ class Content:
         """Return the output tokens that a request asks for."""
         options = self._options
         if options.trace is not None and options.trace.output_lengths is not None:
-            return options.trace.output_lengths[number]
+            lengths = options.trace.output_lengths
+            return lengths[number % len(lengths)]  # there may be more warm-up requests than lines
         least = options.max_tokens if options.min_tokens is None else options.min_tokens
         return Random(f"{options.seed}-length-{number}").randint(least, options.max_tokens)
 

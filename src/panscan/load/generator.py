@@ -243,6 +243,7 @@ class _Worker:
     def __init__(self, share: LevelShare) -> None:
         self.share = share
         self.failure: str | None = None
+        self._running = False
         self._writer: asyncio.StreamWriter | None = None
         self._connection, theirs = socket.socketpair()
         with theirs:
@@ -276,6 +277,7 @@ class _Worker:
         if self.failure is not None or self._writer is None:
             return None
         try:
+            self._running = True
             self._writer.write(frame(start))
             while True:
                 # Before the start, and if the process waits for a core, it may be silent for longer than a heartbeat.
@@ -291,8 +293,10 @@ class _Worker:
         return None
 
     def cancel(self) -> None:
-        """Ask the subprocess to drop its open requests and end."""
-        if self._writer is not None and self.failure is None:
+        """Ask the subprocess to drop its open requests and end; kill it if it has not begun to send."""
+        if not self._running:  # a message within the transfer of the share would be read as part of it
+            self._process.kill()
+        elif self._writer is not None and self.failure is None:
             self._writer.write(frame(CANCEL))
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from panscan.load.content import Content, LoadRequest, Pile, content_digest
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import MAX_PROMPTS, LoadLevel, LoadOptions
 from panscan.load.probe import Probe, address
-from panscan.load.search import RateSearch, Trial
+from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import environment
 from panscan.records.goodput import Goodput, goodput_of
@@ -173,8 +173,10 @@ class _LoadRun:
             self._record(sent, added=True)
             if self._cancelled.is_set():
                 break
-            search.add(Trial(rate, sent.goodput, sent.result.client.limited))
-            self._observer.remark(f"{rate:g} req/s: {sent.goodput.attainment:.0%} of the requests meet the limits")
+            alone = goodput_of(undisturbed(sent.records), options.goodput, 0.0)
+            trial = Trial(rate, sent.goodput, sent.result.client.limited, alone)
+            search.add(trial)
+            self._observer.remark(trial.summary)
         best = search.best()
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
         levels = [trial.record for trial in search.trials]
@@ -203,7 +205,8 @@ class _LoadRun:
             processes=processes, on_done=self._observer.done, cancelled=self._cancelled,
         )  # fmt: skip
         records = self._request_records(level, requests, result)
-        goodput = goodput_of(records, options.goodput, result.ended - result.started)
+        seconds, has_rate = result.ended - result.started, level.rate is not None
+        goodput = goodput_of(records, options.goodput, seconds, has_rate=has_rate)
         return _SentLevel(level, count, result, records, goodput)
 
     def _record(self, sent: _SentLevel, *, added: bool) -> None:

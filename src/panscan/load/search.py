@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from panscan.records.goodput import Goodput, HighestRate, highest_rate
 
-__all__ = ["RateSearch", "Trial"]
+__all__ = ["RateSearch", "Trial", "undisturbed"]
 
 _STEP = 2.0  # factor between rates until the limit is enclosed
 _DOWN = 8  # halvings of the first rate at most
 _HIGHEST = 1e5  # requests per second
+_LEAST_UNDISTURBED = 5  # requests; the first of a level may be slow for other reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +25,51 @@ class Trial:
         rate: offered requests per second.
         goodput: how many of the requests met the limits.
         limited: the client, not the server, was the limit; the level proves nothing about the server.
+        undisturbed: goodput of the requests that no other request overlapped; None if unknown.
     """
 
     rate: float
     goodput: Goodput
     limited: bool = False
+    undisturbed: Goodput | None = None
 
     @property
     def record(self) -> dict[str, Any]:
         """The trial in the ``search`` record."""
-        return {"rate": self.rate, "attainment": self.goodput.attainment, "limited": self.limited}
+        return {
+            "rate": self.rate, "attainment": self.goodput.attainment, "overloaded": self.goodput.overloaded,
+            "limited": self.limited,
+        }  # fmt: skip
+
+    @property
+    def summary(self) -> str:
+        """The trial as a line of progress."""
+        behind = ", but arrive faster than they are answered" if self.goodput.overloaded else ""
+        return f"{self.rate:g} req/s: {self.goodput.attainment:.0%} of the requests meet the limits{behind}"
+
+
+def undisturbed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the ``request`` records of a level that no other request overlapped, from its arrival to its end.
+
+    Those are as fast as requests can be: a lower rate does not help them.
+    """
+    ordered = sorted(records, key=lambda record: record["due"])
+    arrivals = [record["due"] for record in ordered] + [math.inf]
+    found, busy_until = [], -math.inf
+    for number, record in enumerate(ordered):
+        end = record["stamps"]["end"]
+        if busy_until <= record["due"] and end <= arrivals[number + 1]:
+            found.append(record)
+        busy_until = max(busy_until, end)
+    return found
 
 
 @dataclass(slots=True)
 class RateSearch:
     """Doubles or halves the rate until the limit lies between two rates, then bisects.
+
+    A rate that falls short by no more than chance explains does not end the doubling, as in :func:`highest_rate`.
+    The halving ends once even undisturbed requests clearly miss the target.
 
     Args:
         start: first rate, requests per second.
@@ -65,14 +97,13 @@ class RateSearch:
             return None
         if not self.trials:
             return self.start
-        found = self._found()
+        found, highest = self._found(), max(self.trials, key=lambda trial: trial.rate)
+        if not highest.goodput.clearly_misses(self.target):
+            return highest.rate * _STEP if highest.rate * _STEP <= _HIGHEST else None
         if found.rate is None:
             lowest = min(trial.rate for trial in self.trials)
-            return lowest / _STEP if len(self.trials) <= _DOWN else None
-        if found.short is None:
-            rate = max(trial.rate for trial in self.trials) * _STEP
-            return rate if rate <= _HIGHEST else None
-        if found.short / found.rate <= 1 + self.precision:
+            return None if self._is_unreachable() or len(self.trials) > _DOWN else lowest / _STEP
+        if found.short is None or found.short / found.rate <= 1 + self.precision:
             return None
         return float(f"{math.sqrt(found.rate * found.short):.3g}")
 
@@ -88,11 +119,19 @@ class RateSearch:
         if any(trial.limited for trial in self.trials):
             return "the client became the limit: the server may sustain more; raise --processes"
         if found.rate is None:
+            if self._is_unreachable():
+                return "the limits are out of reach: requests miss them even without others in flight; raise --goodput"
             lowest = min((trial.rate for trial in self.trials), default=self.start)
             return f"at no measured rate do {share} meet the limits (lowest: {lowest:g} req/s)"
         if found.short is None:
-            return f"{share} meet the limits at every measured rate: the server may sustain more"
+            return f"{share} meet the limits at the highest measured rate: the server may sustain more"
         return f"{share} meet the limits at {found.rate:g} req/s, not at {found.short:g} req/s"
+
+    def _is_unreachable(self) -> bool:
+        """Return whether requests miss the target even without others in flight, so that no lower rate reaches it."""
+        found = [trial.undisturbed for trial in self.trials if trial.undisturbed is not None and not trial.limited]
+        goodput = sum(found, Goodput(0, 0, 0.0, {}))
+        return goodput.sent >= _LEAST_UNDISTURBED and goodput.clearly_misses(self.target)
 
     def _found(self) -> HighestRate:
         """Return what the trials say, by the rule of the report."""

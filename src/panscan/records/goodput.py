@@ -1,4 +1,8 @@
-"""Goodput: which requests meet the limits on their times, and the highest rate at which enough of them do. Pure."""
+"""Goodput: which requests meet the limits on their times, and the highest rate at which enough of them do. Pure.
+
+Limits hold for the user: a request that waits in the client for a slot of ``--max-concurrency`` is as late as one that
+waits in the server, so the wait counts towards the limits on TTFT and E2E. Latencies exclude it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,22 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from panscan.records.intervals import Interval, wilson_interval
 from panscan.records.requests import RequestMetrics
 
-__all__ = ["Goodput", "HighestRate", "Limits", "goodput_of", "highest_rate", "missed_limits"]
+__all__ = ["Goodput", "HighestRate", "Limits", "follows_arrivals", "goodput_of", "highest_rate", "missed_limits"]
 
 Limits = Mapping[str, float]
 """Milliseconds that the times of a request may take, by name of :data:`panscan.records.schema.LIMITED_TIMES`."""
 
 FAILED = "failed"
 """The name under which a request without an answer counts as missed."""
+
+_SUSTAINED = 0.9
+"""Completions per arrival, over the middle of a level, below which its queue grows."""
+_LEAST_ARRIVALS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +39,23 @@ class Goodput:
         seconds: from the start of the level to its end.
         missed: requests over each limit by its name, and those that failed by :data:`FAILED`. A request over two
             limits counts in both.
+        overloaded: whether requests arrive faster than they complete, under limits that do not bound the wait: a limit
+            on TPOT alone holds however long the queue grows.
     """
 
     sent: int
     met: int
     seconds: float
     missed: Mapping[str, int]
+    overloaded: bool = False
 
     def __add__(self, other: Goodput) -> Goodput:
         names = dict.fromkeys((*self.missed, *other.missed))
         missed = {name: self.missed.get(name, 0) + other.missed.get(name, 0) for name in names}
-        return Goodput(self.sent + other.sent, self.met + other.met, self.seconds + other.seconds, missed)
+        return Goodput(
+            self.sent + other.sent, self.met + other.met, self.seconds + other.seconds, missed,
+            self.overloaded or other.overloaded,
+        )  # fmt: skip
 
     @property
     def attainment(self) -> float:
@@ -51,6 +67,14 @@ class Goodput:
         """Return the 95% interval of the attainment."""
         return wilson_interval(self.attainment, self.sent) if self.sent else (0.0, 1.0)
 
+    def reaches(self, target: float) -> bool:
+        """Return whether a target attainment, 0 to 1, is reached at a rate that the endpoint sustains."""
+        return self.attainment >= target and not self.overloaded
+
+    def clearly_misses(self, target: float) -> bool:
+        """Return whether the target is missed by more than chance explains (95% interval)."""
+        return self.overloaded or self.interval[1] < target
+
     @property
     def throughput(self) -> float | None:
         """Return the requests per second that meet the limits; None for a level that took no time."""
@@ -61,10 +85,13 @@ class Goodput:
 class HighestRate:
     """The highest rate at which enough requests meet the limits, from measured levels.
 
+    A level falls short if too few requests meet the limits, or if it is overloaded (:class:`Goodput`).
+
     Args:
         rate: the highest measured one that meets the target with no lower one clearly short of it; None if none does.
         short: the lowest measured rate above it that falls short; None if none does, or without ``rate`` the lowest.
-        estimate: where the attainment crosses the target between both, by linear interpolation; None without both.
+        estimate: where the attainment crosses the target between both, by linear interpolation; None without both, and
+            if ``short`` is overloaded but attains the target.
         doubtful: lower rates that fall short by no more than chance explains (95% interval).
         later: rates above ``short`` that meet the target all the same.
     """
@@ -79,6 +106,8 @@ class HighestRate:
 def missed_limits(record: Mapping[str, Any], limits: Limits) -> list[str]:
     """Return what a ``request`` record missed: names of limits, or :data:`FAILED`; nothing if it meets all of them.
 
+    The limits on TTFT and E2E include the wait for a slot of ``--max-concurrency`` (``queued``).
+
     A request of fewer than two output tokens has no TPOT and cannot miss it. One without any content has no TTFT and
     no E2E, and misses both limits.
 
@@ -87,42 +116,75 @@ def missed_limits(record: Mapping[str, Any], limits: Limits) -> list[str]:
     """
     if record["error"] is not None:
         return [FAILED]
-    times = RequestMetrics.from_record(record)
-    seconds = {"ttft": times.ttft, "tpot": times.tpot, "e2el": times.e2e}
-    return [name for name, limit in limits.items() if not _within(name, seconds[name], limit)]
+    times, queued = RequestMetrics.from_record(record), record.get("queued") or 0.0
+    waits = {"ttft": (times.ttft, queued), "tpot": (times.tpot, 0.0), "e2el": (times.e2e, queued)}
+    return [name for name, limit in limits.items() if not _within(name, *waits[name], limit)]
 
 
-def _within(name: str, seconds: float | None, limit: float) -> bool:
+def _within(name: str, seconds: float | None, queued: float, limit: float) -> bool:
     if seconds is None:
         return name == "tpot"
-    return 1e3 * seconds <= limit
+    return 1e3 * (seconds + queued) <= limit
 
 
-def goodput_of(requests: Iterable[Mapping[str, Any]], limits: Limits, seconds: float) -> Goodput:
+def follows_arrivals(levels: Iterable[Sequence[Mapping[str, Any]]]) -> bool | None:
+    """Return whether requests of an open loop complete as fast as they arrive; None if there are too few.
+
+    It compares the time between the 10th and the 90th percentile of arrivals with that of completions. A constant
+    latency, even a long one, leaves both equal; a growing queue stretches completions.
+
+    Args:
+        levels: ``request`` records of each repeat of a level.
+    """
+    arrived = completed = 0.0
+    for records in levels:
+        ends = [each["stamps"]["tokens"][-1] for each in records if each["error"] is None and each["stamps"]["tokens"]]
+        if len(ends) < _LEAST_ARRIVALS:
+            return None
+        arrived += _middle([each["due"] for each in records if each.get("due") is not None])
+        completed += _middle(ends)
+    return arrived >= _SUSTAINED * completed if arrived > 0 else None
+
+
+def _middle(times: Sequence[float]) -> float:
+    """Return the seconds between the 10th and the 90th percentile."""
+    if not times:
+        return 0.0
+    low, high = np.percentile(times, (10, 90))
+    return float(high - low)
+
+
+def goodput_of(
+    requests: Iterable[Mapping[str, Any]], limits: Limits, seconds: float, *, has_rate: bool = False
+) -> Goodput:
     """Return the goodput of a level.
 
     Args:
         requests: ``request`` records of all requests sent.
         limits: milliseconds by name. Without limits every answered request meets them.
         seconds: from the start of the level to its end.
+        has_rate: whether requests arrive at a rate, which may overload the endpoint.
 
     Raises:
         RecordsError: stamps contradict counts.
     """
     missed = dict.fromkeys((*limits, FAILED), 0)
     sent = met = 0
-    for record in requests:
+    records = list(requests)
+    for record in records:
         names = missed_limits(record, limits)
         sent, met = sent + 1, met + (not names)
         for name in names:
             missed[name] += 1
-    return Goodput(sent, met, seconds, missed)
+    overloaded = has_rate and limits.keys() == {"tpot"} and follows_arrivals([records]) is False
+    return Goodput(sent, met, seconds, missed, overloaded)
 
 
 def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> HighestRate:
     """Return the highest rate that meets a target.
 
-    A lower rate that falls short rules out the higher ones, unless its 95% interval holds the target.
+    A lower rate that falls short rules out the higher ones, unless chance explains it: its 95% interval holds the
+    target, and it is not overloaded.
 
     Args:
         levels: (rate in requests per second, goodput) in any order; levels of equal rates are added up.
@@ -131,15 +193,15 @@ def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> High
     rates: dict[float, Goodput] = {}
     for rate, goodput in sorted(levels, key=lambda level: level[0]):
         rates[rate] = rates[rate] + goodput if rate in rates else goodput
-    passing = [rate for rate, goodput in rates.items() if goodput.attainment >= target]
+    passing = [rate for rate, goodput in rates.items() if goodput.reaches(target)]
     failing = [rate for rate in rates if rate not in passing]
-    clear = min((rate for rate in failing if rates[rate].interval[1] < target), default=inf)
+    clear = min((rate for rate in failing if rates[rate].clearly_misses(target)), default=inf)
     best = max((rate for rate in passing if rate < clear), default=None)
     short = min((rate for rate in failing if best is None or rate > best), default=None)
     estimate = None
     if best is not None and short is not None:
         above, below = rates[best].attainment, rates[short].attainment
-        estimate = best + (above - target) / (above - below) * (short - best)
+        estimate = None if below >= target else best + (above - target) / (above - below) * (short - best)
     return HighestRate(
         best,
         short,

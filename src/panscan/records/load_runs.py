@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
 
-import numpy as np
-
-from panscan.records.goodput import Goodput, Limits, goodput_of
+from panscan.records.goodput import Goodput, Limits, follows_arrivals, goodput_of
 from panscan.records.metrics import Repeat, window_seconds
 from panscan.records.schema import LOAD_SETTINGS
 from panscan.records.store import Run
@@ -33,10 +31,6 @@ __all__ = [
 BLOCKS = 20
 """The most blocks of a level's requests that intervals and tests draw from. Requests that are in flight together share
 the endpoint's queue, so they are not independent; blocks that are longer nearly are (the method of batch means)."""
-
-_SUSTAINED = 0.9
-"""Completions per arrival, over the middle of a level, below which its queue grows."""
-_LEAST_ARRIVALS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,40 +121,43 @@ def level_goodput(run: Run, cell: str) -> Goodput:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    repeats = level_repeats(run, cell)
-    seconds = sum(window_seconds(window) for window, _ in repeats)
-    return goodput_of((record for _, records in repeats for record in records), load_settings(run).goodput, seconds)
+    limits, has_rate = load_settings(run).goodput, _arrives_over_time(run, cell)
+    repeats = [
+        goodput_of(records, limits, window_seconds(window), has_rate=has_rate)
+        for window, records in level_repeats(run, cell)
+    ]
+    return sum(repeats, goodput_of((), limits, 0.0))
 
 
 def offered_rate(run: Run, cell: str) -> float | None:
-    """Return the requests per second that a level asks for; None of a closed loop and of all requests at once.
+    """Return the offered requests per second of a level; None for a closed loop and for all requests at once.
 
     That is the level's ``request_rate``. Where the rate changes (a ramp, a trace), it is the mean over the arrivals.
     """
     rate: float | None = run.cells[cell].get("request_rate")
-    if rate is not None or load_settings(run).arrival in ("closed", "burst"):
+    if rate is not None or not _arrives_over_time(run, cell):
         return rate
     spans = [_arrivals(records) for _, records in level_repeats(run, cell)]
     seconds = sum(times[-1] - times[0] for times in spans if times)
     return sum(len(times) - 1 for times in spans if times) / seconds if seconds > 0 else None
 
 
+def _arrives_over_time(run: Run, cell: str) -> bool:
+    """Return whether a level is an open loop whose requests do not all arrive at once.
+
+    The run's arrival process does not decide: a sweep of ``--request-rate 2,inf`` has levels of both kinds.
+    """
+    return run.cells[cell].get("request_rate") is not None or load_settings(run).arrival in ("ramp", "trace")
+
+
 def keeps_up(run: Run, cell: str) -> bool | None:
     """Return whether the endpoint answers requests as fast as they arrive; None if unknown, or not an open loop.
 
-    It compares the time between the 10th and the 90th percentile of arrivals with that of completions. A constant
-    latency, even a long one, leaves both equal; a growing queue stretches completions.
+    See :func:`panscan.records.goodput.follows_arrivals`.
     """
-    if load_settings(run).arrival in ("closed", "burst"):
+    if not _arrives_over_time(run, cell):
         return None
-    arrived = done = 0.0
-    for _, records in level_repeats(run, cell):
-        ends = [record["stamps"]["tokens"][-1] for record in _answered(records) if record["stamps"]["tokens"]]
-        if len(ends) < _LEAST_ARRIVALS:
-            return None
-        arrived += _middle(_arrivals(records))
-        done += _middle(ends)
-    return arrived >= _SUSTAINED * done if arrived > 0 else None
+    return follows_arrivals(records for _, records in level_repeats(run, cell))
 
 
 def queued_ms(run: Run, cell: str) -> float | None:
@@ -177,14 +174,6 @@ def _arrivals(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _answered(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [record for record in records if record["error"] is None]
-
-
-def _middle(times: Sequence[float]) -> float:
-    """Return the seconds between the 10th and the 90th percentile."""
-    if not times:
-        return 0.0
-    low, high = np.percentile(times, (10, 90))
-    return float(high - low)
 
 
 def block_size(repeat: Repeat) -> int:

@@ -270,12 +270,19 @@ def _definitions() -> Sequence[tuple[str, str]]:
         ("TPOT", "from the first to the last content chunk, over the output tokens after the first."),
         ("ITL", "time between content chunks; a chunk may hold several tokens."),
         ("E2E", "from sending the request to its last content chunk."),
-        ("Goodput", "requests per second that meet all limits; a failed request meets none."),
+        (
+            "Goodput",
+            "requests per second that meet all limits; a failed request meets none. The wait for a slot of "
+            "--max-concurrency counts towards the limits on TTFT and E2E.",
+        ),
         (
             "Keeps up",
             "whether completions follow arrivals: their 10th and 90th percentiles lie at most a ninth further apart.",
         ),
-        ("Queued", "mean time that requests waited for --max-concurrency; excluded from latencies."),
+        (
+            "Queued",
+            "mean time that requests waited for --max-concurrency; excluded from latencies, counted in goodput.",
+        ),
         ("Lag", "how late the load generator sent requests, excluding waits for --max-concurrency: median / p99."),
         ("Generator CPU", "share of one core that the load generator's busiest process used."),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import number_text
+from panscan.analysis.cells import decimals, number_text
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.report.formatting import print_line, safe_text
 from panscan.report.load_charts import Curve, CurveSeries
@@ -87,11 +87,13 @@ def _name(row: LevelRow) -> str:
 
 
 def _with_half(row: LevelRow) -> str:
-    """Return answered requests per second ± half of the 95% interval."""
+    """Return answered requests per second ± half of the 95% interval, or with the bounds of a wide interval."""
     value = row.achieved
-    if value.low is None or value.high is None:
+    if value.value is None or value.low is None or value.high is None:
         return value.text
-    return f"{value.text}±{number_text((value.high - value.low) / 2)}"
+    if value.high - value.low > value.value:  # too wide and lopsided for a half
+        return value.whole
+    return f"{value.text}±{(value.high - value.low) / 2:,.{decimals(value.value)}f}"
 
 
 def _latencies(facts: LoadReport) -> tuple[list[str], list[list[str]], int]:
@@ -109,7 +111,7 @@ def _legend(facts: LoadReport, console: Console) -> None:
     if any(row.limited for row in facts.rows):
         parts.append("! limited by the load generator.")
     if any(row.achieved.low is not None for row in facts.rows):
-        parts.append("± is half of the 95% interval.")
+        parts.append("± is half of the 95% interval; brackets hold a wide one.")
     if any(each.uncertified for row in facts.rows for time, _ in facts.times for each in row.times[time]):
         parts.append("~ has too few samples for 99% confidence.")
     if parts:
