@@ -28,7 +28,8 @@ def vllm_result(
         result: outcomes of its requests.
         endpoint: where they were sent.
         options: of the run.
-        goodput: requests per second that meet the limits of ``options``.
+        goodput: requests per second that meet the limits of ``options``; unlike in vLLM, the wait for a slot of
+            ``--max-concurrency`` counts.
     """
     done = [each for each in result.exchanges if each.error is None]
     seconds = max(result.ended - result.started, 1e-9)
