@@ -124,9 +124,9 @@ def test_endpoint_faults_are_outcomes(url: str) -> None:
 
 @pytest.mark.parametrize("fault", ["silent", "slow"])
 def test_an_endpoint_that_does_not_answer_costs_the_timeout(url: str, fault: str) -> None:
-    result = run_level(Endpoint(url, "fake", timeout=0.2), requests(4, f"fake:{fault}"), None, max_concurrency=2)
+    result = run_level(Endpoint(url, "fake", timeout=1.0), requests(2, f"fake:{fault}"), None, max_concurrency=2)
     assert {exchange.error_kind for exchange in result.exchanges} == {"timeout"}
-    assert all(exchange.end - exchange.accepted >= 0.2 for exchange in result.exchanges)
+    assert all(exchange.end - exchange.accepted >= 1.0 for exchange in result.exchanges)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
