@@ -57,7 +57,7 @@ def _crops(settings: PanAndScan) -> Callable[[], None]:
     """The server's own pan-and-scan settings, whatever a request asks for."""
 
     def apply() -> None:
-        RequestBuilder.pan_and_scan = lambda self, given: settings  # type: ignore[method-assign]
+        RequestBuilder.pan_and_scan = lambda self, given: settings  # type: ignore[method-assign]  # the fault
 
     return apply
 
@@ -67,7 +67,7 @@ def _conversation(change: Callable[[Turns, list[Any]], tuple[Turns, list[Any]]])
 
     def apply() -> None:
         whole = RequestBuilder.conversation
-        RequestBuilder.conversation = lambda self, *given: change(*whole(self, *given))  # type: ignore[method-assign]
+        RequestBuilder.conversation = lambda self, *given: change(*whole(self, *given))  # type: ignore[method-assign]  # the fault
 
     return apply
 
@@ -100,7 +100,7 @@ def _zero_features() -> None:
         for image in images:
             hidden[image.row : image.row + image.tokens] = 0
 
-    ViewFeatures.fill = fill  # type: ignore[method-assign]
+    ViewFeatures.fill = fill  # type: ignore[method-assign]  # the fault
 
 
 def _resized(resample: Image.Resampling) -> Callable[[], None]:
@@ -132,7 +132,7 @@ def _prompt_ids(change: Callable[[list[int]], list[int]]) -> Callable[[], None]:
             prompt = whole(self, *given, **options)
             return replace(prompt, ids=change(prompt.ids))
 
-        PromptWriter.write = write  # type: ignore[method-assign]
+        PromptWriter.write = write  # type: ignore[method-assign]  # the fault
 
     return apply
 
@@ -192,7 +192,7 @@ def _forward_to_worker(fault: str) -> None:
         changed = [sys.executable, "-m", "tests.verify.faulty_server", _WORKER, fault, words[-1]]
         return subprocess.Popen(changed, **{**options, "cwd": ROOT})
 
-    engine_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    engine_process.subprocess = SimpleNamespace(  # type: ignore[assignment]  # the fault
         Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
 

@@ -20,7 +20,7 @@ from panscan.verify.diagnosis import (
     summary,
 )
 from panscan.verify.endpoint import EndpointAnswer, EndpointSession
-from panscan.verify.evidence import MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
+from panscan.verify.evidence import Fit, MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
 from panscan.verify.options import VerifyOptions
@@ -200,9 +200,9 @@ def _probes_of(
 def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedStep, ...]:
     """Return the tokens of an answer without log-probabilities, as the tokenizer writes its text.
 
-    The last token of an unfinished answer is omitted, because the tokenizer may join it with what would follow. So is
-    everything from an incomplete character on. A finished answer ends with a step for the end, unless the endpoint
-    counted more tokens: then it removed some from the text.
+    An answer with an incomplete character ends before it. The last token of an unfinished answer is omitted, because
+    the tokenizer may join it with what would follow. A finished answer has a step for its end, unless the endpoint
+    counted more tokens and so removed some from the text.
     """
     text = _INCOMPLETE.split(answer.text, maxsplit=1)[0]
     ids = local.encode(text)
@@ -257,16 +257,16 @@ def _concluded(
 
 
 def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> str:
-    """Find what explains the answers, set the final word, and return its reason; empty if the explanation is."""
+    """Find what explains the answers, set the final verdict, and return its reason; empty if there is none to add."""
     reference, noise = result.reference, evaluator.noise
     assert reference is not None  # there are answers
     if result.word == "unknown":
         return ""
-    if _chooses_other_tokens(evaluator, reference):
+    if _samples_tokens(evaluator, reference.fit):
+        wrong = f"{reference.fit.clear - reference.fit.agree} of {reference.fit.clear} clear tokens"
         return (
-            f"the log-probabilities match the reference, but {reference.fit.clear - reference.fit.agree} of"
-            f" {reference.fit.clear} clear tokens are not the most probable ones. The endpoint does not decode"
-            " greedily: make it apply temperature 0 and no penalties"
+            f"the log-probabilities match the reference, but {wrong} are not the most probable ones. The endpoint does"
+            " not decode greedily: make it apply temperature 0 and no penalties"
         )
     right = result.word == "exact" or (result.word == "close" and (noise.kl is None or noise.explains(reference.fit)))
     if not right or not reference.counts_fit:
@@ -304,12 +304,13 @@ def _agreement(result: Verification, evaluator: Evaluator) -> str:
     )
 
 
-def _chooses_other_tokens(evaluator: Evaluator, reference: HypothesisFit) -> bool:
-    """Whether all reported distributions are the reference's, but not the tokens chosen from them."""
-    ratio = evaluator.noise.ratio(reference.fit)
-    reported = all(all(probe.mapped.reported) for probe in evaluator.probes)
-    within = reported and ratio is not None and ratio <= EXACT_RATIO
-    return within and not evaluator.noise.explains(reference.fit)
+def _samples_tokens(evaluator: Evaluator, fit: Fit) -> bool:
+    """Whether log-probabilities fit the reference, but rank other tokens above those that the endpoint chose."""
+    ratio = evaluator.noise.ratio(fit)
+    if ratio is None or ratio > EXACT_RATIO or evaluator.noise.explains(fit):
+        return False
+    steps = [step for each in evaluator.probes for step in zip(each.mapped.tokens, each.mapped.reported, strict=True)]
+    return any(token in reported and reported[token] < max(reported.values()) for token, reported in steps)
 
 
 def _no_verdict(evaluator: Evaluator, failed: Sequence[_Asked]) -> str:
