@@ -26,7 +26,14 @@ from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, 
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
-from benchmarks.serving_tables import serving_faults, serving_fuzz, serving_over_http, serving_replicas, serving_routing
+from benchmarks.serving_tables import (
+    batch_replicas,
+    serving_faults,
+    serving_fuzz,
+    serving_over_http,
+    serving_replicas,
+    serving_routing,
+)
 from benchmarks.verify_tables import verify_faults, verify_vllm
 
 HERE = Path(__file__).parent
@@ -35,7 +42,7 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "robustness.md")),
+    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "cluster.md", "robustness.md")),
     CARD,
 )
 
@@ -321,6 +328,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "routing": serving_routing,
     "serve-faults": serving_faults,
     "serve-fuzz": serving_fuzz,
+    "batch-replicas": batch_replicas,
     "load-mixed": load_mixed,
     "load-generator": load_generator,
     "load-crosscheck": load_crosscheck,

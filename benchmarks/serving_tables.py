@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["serving_faults", "serving_fuzz", "serving_over_http", "serving_replicas", "serving_routing"]
+__all__ = [
+    "batch_replicas",
+    "serving_faults",
+    "serving_fuzz",
+    "serving_over_http",
+    "serving_replicas",
+    "serving_routing",
+]
 
 RECORDS = Path(__file__).parent / "records"
 _FAULTS = {
@@ -89,6 +97,27 @@ def serving_replicas() -> str:
         f" document, {follow_ups['max_concurrency']} in flight, 16 output tokens; {_where(record, 'replicas-4b')}"
     )
     return table(["", "req/s", "cached prompt tokens"], rows) + "\n\n" + notes
+
+
+def batch_replicas() -> str:
+    """Return the table of ``panscan batch`` in one process, on one replica and on two, on a CPU."""
+    record = json.loads((RECORDS / "batch-replicas.json").read_text("utf-8"))
+    shown = {"engine": "one process", "1": "1 replica", "2": "2 replicas"}
+    rows = []
+    for layout, found in record["runs"].items():
+        ratios = record["ratios"].get(layout)
+        ratio = "-" if ratios is None else f"{statistics.median(ratios):.2f}x"
+        seconds = statistics.median(each["seconds"] for each in found)
+        driver = statistics.median(each["driver_cpu_s"] for each in found)
+        rows.append([shown[layout], f"{record['pages'] / seconds:.2f}", f"{driver:.1f}", ratio])
+    facts, packages = record["environment"], record["environment"]["packages"]
+    notes = (
+        f"{record['settings']['model']} model, {record['pages']} pages, one thread per engine, median of"
+        f" {len(record['runs']['2'])} rounds; {facts['cpu']}, {facts['cpu_count']} cores, torch {packages['torch']},"
+        f" transformers {packages['transformers']}, {record['created'][:10]}. Record:"
+        f" `benchmarks/records/batch-replicas.json`. Command: `{record['command']}`"
+    )
+    return table(["", "pages/s", "driver CPU s", "2 replicas against this"], rows) + "\n\n" + notes
 
 
 def serving_routing() -> str:
