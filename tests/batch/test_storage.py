@@ -28,7 +28,7 @@ from panscan.cli.main import run
 from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError, UnsupportedError
 from panscan.images.files import find_pages, load_page, page_named
 
-pytest.importorskip("obstore")
+pytest.importorskip("obstore", reason="needs the extra storage")
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "4"]
 QUESTION = ["-p", "What is the total?"]

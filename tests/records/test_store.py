@@ -239,9 +239,9 @@ def test_a_garbled_line_is_named(tmp_path: Path, line: str, message: str) -> Non
     assert (tmp_path / FILE_NAME).read_text() == "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize(("schema", "mend"), [(4, "upgrade panscan"), (0, "measure again"), (None, "measure again")])
-def test_another_schema_says_which_and_what_to_do(tmp_path: Path, schema: int | None, mend: str) -> None:
-    with pytest.raises(RecordsError, match=f"schema {schema}, this panscan reads schemas 1, 2, 3: {mend}"):
+@pytest.mark.parametrize(("schema", "fix"), [(4, "upgrade panscan"), (0, "measure again"), (None, "measure again")])
+def test_another_schema_says_which_and_what_to_do(tmp_path: Path, schema: int | None, fix: str) -> None:
+    with pytest.raises(RecordsError, match=f"schema {schema}, this panscan reads schemas 1, 2, 3: {fix}"):
         write_run(tmp_path, [{**header(CELLS), "schema": schema}, {"type": "of the future"}])
 
 

@@ -423,8 +423,8 @@ def _explained(error: Exception) -> PanscanError:
         return error
     text = " ".join(str(error).split())[:300]
     if is_out_of_memory(error):
-        mend = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
-        return UnsupportedError(f"out of memory in the engine's pass: {mend} ({text})")
+        fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
+        return UnsupportedError(f"out of memory in the engine's pass: {fix} ({text})")
     return PanscanError(f"the engine's pass failed: {type(error).__name__}: {text}")
 
 

@@ -28,7 +28,7 @@ __all__ = ["AskedProbe", "Evaluator", "find_explanation", "unseen_changes"]
 _SCREENED = 2  # answers with images, those that deviate most, on which all hypotheses are compared
 _FINALISTS = 4  # hypotheses that are then compared on all answers
 _ROUNDS = 2  # further changes that are combined with the best hypothesis
-_SENSITIVE = 4  # answers on which changes are told apart from the reference
+_SENSITIVE = 4  # answers that distinguish changes from the reference
 
 
 @dataclass(frozen=True, slots=True)
