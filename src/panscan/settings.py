@@ -99,7 +99,7 @@ class Settings:
     )  # fmt: skip
     quantization: str | None = _axis(
         None, "weights quantised on load, or 'gptq' for such a checkpoint",
-        choices=("bnb-8bit", "bnb-4bit", "torchao-int8", "torchao-int4", "torchao-float8", "gptq"), level="load",
+        choices=("fp8", "int8", "int4", "bnb-8bit", "bnb-4bit", "torchao-int8", "torchao-int4", "torchao-float8", "gptq"), level="load",
     )  # fmt: skip
     device: str = _axis("auto", "auto, cpu, cuda, cuda:N or mps", level="load")
     device_map: str | None = _axis(
@@ -192,7 +192,7 @@ class Settings:
             raise SettingError("--random-weights and --model-shape go together")
         if self.random_weights and self.model != "mini":
             raise SettingError("--random-weights takes --model-shape instead of --model")
-        for name in ("quantization", "device_map", "tp_plan", "revision"):
+        for name in ("device_map", "tp_plan", "revision"):
             if self.random_weights and getattr(self, name) is not None:
                 raise SettingError(
                     f"--random-weights are drawn in place: --{name.replace('_', '-')} does not go with it"
@@ -219,9 +219,9 @@ class Settings:
                 f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
                 " and CUDA_VISIBLE_DEVICES to choose them"
             )
-        if self.quantization is not None:
+        if self.quantization not in (None, "fp8", "int8", "int4"):
             raise SettingError(
-                "--tensor-parallel-size: quantised weights cannot be split; use --replicas, or leave out --quantization"
+                f"--tensor-parallel-size: --quantization {self.quantization} cannot be split; use fp8, int8 or int4"
             )
 
     @cached_property

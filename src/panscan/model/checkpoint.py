@@ -38,6 +38,8 @@ from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.bundled import bundled_directory
 from panscan.model.prompt import PromptWriter
+from panscan.model.quantized.outline import quantized_outline
+from panscan.model.quantized.weights import WeightFormat
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 
 __all__ = [
@@ -149,8 +151,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
 
 
 def load_random(
-    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None
-) -> Loaded:
+    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
+    how: WeightFormat | None = None,
+) -> Loaded:  # fmt: skip
     """A model of a released shape with random weights, for speed without a download.
 
     Args:
@@ -159,15 +162,17 @@ def load_random(
         dtype: of the weights.
         device: of the model.
         drawn_on: device that draws the weights, as each kind of device draws others; None: ``device``.
+        how: quantise the decoder's matrices like this as they are drawn.
     """
     from panscan.model.random_weights import random_model
 
-    model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on)
+    model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on, how=how)
     return _prepared(model, _reader_of(name, tools, model.config))
 
 
 def load_random_shard(
-    name: str, shape: str, rank: int, size: int, dtype: torch.dtype, device: torch.device
+    name: str, shape: str, rank: int, size: int, dtype: torch.dtype, device: torch.device,
+    how: WeightFormat | None = None,
 ) -> tuple[Loaded, int]:  # fmt: skip
     """Load one rank's part of :func:`load_random`; return it with the size of the full vocabulary.
 
@@ -176,7 +181,7 @@ def load_random_shard(
     """
     from panscan.model.random_weights import random_shard
 
-    model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device)
+    model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device, how=how)
     return _prepared(model, _reader_of(name, tools, model.config)), vocabulary
 
 
@@ -190,12 +195,14 @@ def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch
 
 
 def load_shard_of(
-    name: str, rank: int, size: int, dtype: torch.dtype, device: torch.device, *, revision: str | None = None
+    name: str, rank: int, size: int, dtype: torch.dtype, device: torch.device, *, revision: str | None = None,
+    how: WeightFormat | None = None,
 ) -> tuple[Loaded, int]:  # fmt: skip
     """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
-    copied to the device.
+    copied to the device, one parameter at a time. With ``how``, the decoder's matrices are quantised there on arrival,
+    so the device never holds more than the quantised model and one dense matrix.
 
     Raises:
         ModelError: as :func:`load_model`.
@@ -204,9 +211,13 @@ def load_shard_of(
     whole = load_model(name, Placement(torch.device("cpu"), dtype), revision=revision)
     config = whole.model.config
     check_divides(config, size)
-    kind = AutoModelForImageTextToText if whole.reader.reads_images else AutoModelForCausalLM
-    with device:
-        shard = kind.from_config(shard_config(config, size), dtype=dtype)
+    part = shard_config(config, size) if size > 1 else config
+    if how is None:
+        kind = AutoModelForImageTextToText if whole.reader.reads_images else AutoModelForCausalLM
+        with device:
+            shard = kind.from_config(part, dtype=dtype)
+    else:
+        shard = quantized_outline(part, how, dtype, device)
     fill_shard(shard, whole.model.named_parameters(), rank, size)
     shard.generation_config = whole.model.generation_config
     return _prepared(shard, whole.reader), int(config.get_text_config().vocab_size)

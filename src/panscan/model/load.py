@@ -20,10 +20,11 @@ from panscan.model.checkpoint import (
     load_shard_of,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.model.sharding import check_divides
 from panscan.settings import Settings
 
-__all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config"]
+__all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config", "weight_format"]
 
 
 def load_for(settings: Settings) -> Loaded:
@@ -55,11 +56,12 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
+    how = weight_format(settings)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        found = load_random_shard(settings.model_name, settings.model_shape, rank, size, dtype, device)
+        found = load_random_shard(settings.model_name, settings.model_shape, rank, size, dtype, device, how)
     else:
-        found = load_shard_of(settings.model, rank, size, dtype, device, revision=settings.revision)
+        found = load_shard_of(settings.model, rank, size, dtype, device, revision=settings.revision, how=how)
     return *found, device
 
 
@@ -85,9 +87,12 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
         warnings.warn(message, PanscanWarning, stacklevel=2)
+    how = weight_format(settings)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        return load_random(settings.model_name, settings.model_shape, dtype, device, drawn_on=drawn_on)
+        return load_random(settings.model_name, settings.model_shape, dtype, device, drawn_on=drawn_on, how=how)
+    if how is not None:
+        return load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]
     placement = Placement(
         device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
         quantization_config(settings.quantization, dtype),
@@ -96,6 +101,13 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
     if settings.quantization == "gptq" and getattr(loaded.model.config, "quantization_config", None) is None:
         raise ModelError(f"--quantization gptq: --model {settings.model} is not a GPTQ checkpoint")
     return loaded
+
+
+def weight_format(settings: Settings) -> WeightFormat | None:
+    """Return the format that ``--quantization`` names for weights quantised on load; None for others."""
+    if settings.quantization not in KINDS:
+        return None
+    return WeightFormat(settings.quantization)
 
 
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:

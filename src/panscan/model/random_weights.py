@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import SettingError
 from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.quantized.outline import quantized_outline
+from panscan.model.quantized.weights import WeightFormat
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.tokenizer import tokenizer_for
@@ -27,7 +29,7 @@ _DEVIATION = 0.02
 @torch.no_grad()
 def random_model(
     shape: str | Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
-    drawn_on: torch.device | None = None,
+    drawn_on: torch.device | None = None, how: WeightFormat | None = None,
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
@@ -42,15 +44,18 @@ def random_model(
         device: of the model.
         seed: of the weights.
         drawn_on: another device to draw the weights on, one parameter at a time.
+        how: quantise the decoder's matrices like this as they are drawn.
 
     Raises:
         SettingError: for an unknown name.
+        UnsupportedError: the group size does not divide a matrix.
     """
     shape, device = _named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
-    model = _undrawn(shape, config, dtype, device)
-    if drawn_on is not None:
+    model = _undrawn(shape, config, dtype, device, how)
+    if drawn_on is not None or how is not None:
+        drawn_on = drawn_on or device
         whole = _undrawn(shape, config, dtype, torch.device("meta"))
         fill_shard(model, _drawn(whole, torch.Generator(drawn_on).manual_seed(seed), dtype, drawn_on), 0, 1)
         return _with_reader(model, shape, tokenizer)
@@ -60,8 +65,9 @@ def random_model(
 
 
 def random_shard(
-    shape: str | Shape, rank: int, size: int, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:
+    shape: str | Shape, rank: int, size: int, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
+    how: WeightFormat | None = None,
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:  # fmt: skip
     """Build one rank's shard of :func:`random_model` without ever holding more than one whole parameter.
 
     Returns:
@@ -76,7 +82,7 @@ def random_shard(
     config = gemma3_config(shape, tokenizer)
     check_divides(config, size)
     whole = _undrawn(shape, config, dtype, torch.device("meta"))
-    shard = _undrawn(shape, shard_config(config, size), dtype, device)
+    shard = _undrawn(shape, shard_config(config, size), dtype, device, how)
     fill_shard(shard, _drawn(whole, torch.Generator(device).manual_seed(seed), dtype, device), rank, size)
     return *_with_reader(shard, shape, tokenizer), shape.text.vocabulary
 
@@ -95,7 +101,12 @@ def random_outline(
     return _with_reader(model, shape, tokenizer)
 
 
-def _undrawn(shape: Shape, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _undrawn(
+    shape: Shape, config: Any, dtype: torch.dtype, device: torch.device, how: WeightFormat | None = None
+) -> PreTrainedModel:
+    if how is not None:
+        outline: PreTrainedModel = quantized_outline(config, how, dtype, device)
+        return outline
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         return auto.from_config(config, dtype=dtype).eval()

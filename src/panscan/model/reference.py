@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from panscan.core import Sampling, UnsupportedError
+from panscan.model.quantized.weights import is_quantized
 
 __all__ = ["converted_model", "float32_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
 
@@ -63,7 +64,7 @@ def converted_model(
 
 def _refuse(model: Any) -> None:
     reasons = {
-        "the weights are quantised": getattr(model, "hf_quantizer", None) is not None,
+        "the weights are quantised": is_quantized(model),
         "some weights are offloaded": any(parameter.is_meta for parameter in model.parameters()),
         "the weights are split over processes": any(hasattr(p, "full_tensor") for p in model.parameters()),
     }

@@ -18,6 +18,7 @@ from torch import distributed
 from torch.nn import functional
 
 from panscan.core import UnsupportedError
+from panscan.model.quantized.weights import QuantizedLinear
 
 __all__ = ["ALONE", "Alone", "ProcessRanks", "Ranks", "check_divides", "fill_shard", "shard_config", "shard_of"]
 
@@ -171,10 +172,10 @@ def shard_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tenso
 
 @torch.no_grad()
 def fill_shard(shard: Any, full: Iterable[tuple[str, torch.Tensor]], rank: int, size: int) -> None:
-    """Copy a rank's part of every parameter into a model of :func:`shard_config`.
+    """Copy a rank's part of every parameter into a model of :func:`shard_config`; quantise it where the model does.
 
     Args:
-        shard: the model to fill, on any device.
+        shard: the model to fill, on any device. Its :class:`QuantizedLinear` modules take dense values.
         full: name and value of each parameter of the whole model; may be a generator that holds one at a time.
         rank: which part, from 0.
         size: number of ranks.
@@ -183,9 +184,17 @@ def fill_shard(shard: Any, full: Iterable[tuple[str, torch.Tensor]], rank: int, 
         ValueError: names differ.
     """
     targets = dict(shard.named_parameters(remove_duplicate=False))
-    left = set(targets)
+    quantized = {
+        f"{name}.weight": module for name, module in shard.named_modules() if isinstance(module, QuantizedLinear)
+    }
+    left = {*targets, *quantized}
     for name, value in full:
-        targets[name].copy_(shard_of(name, value, rank, size))
-        left -= {other for other in left if targets[other] is targets[name]}
+        part = shard_of(name, value, rank, size)
+        if name in quantized:
+            quantized[name].quantize(part)
+            left.discard(name)
+            continue
+        targets[name].copy_(part)
+        left -= {other for other in left if targets.get(other) is targets[name]}
     if left:
         raise ValueError(f"no value for {', '.join(sorted(left))}")

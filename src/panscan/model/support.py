@@ -13,6 +13,7 @@ import torch
 
 from panscan.core import UnsupportedError
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
+from panscan.model.quantized.weights import KINDS
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
 
 __all__ = ["attention_reason", "quantization_reason", "require_supported", "unsupported_reason"]
@@ -105,6 +106,8 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
     """Why a quantisation cannot run here."""
     if name is None:
         return None
+    if name in KINDS:
+        return _kind_reason(name, device)
     package = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}[name.split("-")[0]]
     if find_spec(package) is None:
         return f"{name} needs the package {package}"
@@ -113,6 +116,20 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
             return "torchao-float8 needs an NVIDIA GPU of compute capability 8.9 or later"
     elif name in ("gptq", "torchao-int4") and device.type != "cuda":
         return f"{name} needs an NVIDIA GPU"
+    return None
+
+
+def _kind_reason(name: str, device: torch.device) -> str | None:
+    """Why our own products with quantised weights cannot run on a device."""
+    if device.type == "cpu":
+        return "fp8 needs an NVIDIA GPU of compute capability 8.9 or later; use int8 or int4" if name == "fp8" else None
+    if device.type != "cuda":
+        return f"{name} needs an NVIDIA GPU or a CPU"
+    found = torch.cuda.get_device_capability(device)
+    if name == "fp8" and found < (8, 9):
+        return "fp8 needs compute capability 8.9 or later; this GPU has {}.{}: use int8 or int4".format(*found)
+    if found < (8, 0):
+        return f"{name} needs compute capability 8.0 or later; this GPU has {found[0]}.{found[1]}"
     return None
 
 

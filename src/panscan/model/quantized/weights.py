@@ -25,6 +25,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedRows",
     "WeightFormat",
+    "is_quantized",
     "pack_int4",
     "quantize_rows",
     "row_type",
@@ -174,6 +175,13 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.how}"
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether any weights of a model are quantised, by this package or by Transformers."""
+    return getattr(model, "hf_quantizer", None) is not None or any(
+        isinstance(module, QuantizedLinear) for module in model.modules()
+    )
 
 
 def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:

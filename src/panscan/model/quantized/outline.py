@@ -1,0 +1,107 @@
+"""Transformers models whose decoder matrices are quantised, before any weight is loaded.
+
+The dense matrices are never allocated: a model whose dense weights exceed the device's memory can still be filled
+matrix by matrix (:func:`panscan.model.sharding.fill_shard`).
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from panscan.core import UnsupportedError
+from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+
+__all__ = ["decoder_linears", "quantized_outline", "set_module"]
+
+
+def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the model of a configuration with :class:`QuantizedLinear` in its decoder layers.
+
+    Buffers have their values; parameters and quantised weights are allocated but arbitrary.
+
+    Args:
+        config: of a Gemma 3, or of one rank's shard of it.
+        how: format of the decoder's matrices.
+        dtype: of all other parameters.
+        device: of the model.
+
+    Raises:
+        UnsupportedError: the group size does not divide a matrix.
+    """
+    model = _built(config, dtype, torch.device("meta"))
+    for name, linear in decoder_linears(model):
+        try:
+            quantized = QuantizedLinear(
+                linear.in_features, linear.out_features, how, bias=linear.bias, device=device, scale_type=dtype
+            )
+        except ValueError as error:
+            raise UnsupportedError(
+                f"--quantization-group-size {how.group_size}: {error} of {name};{_fitting(model)}"
+            ) from error
+        set_module(model, name, quantized)
+    _allocate(model, dtype, device)
+    for name, value in _computed_buffers(config, dtype, device).items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+    model.tie_weights()
+    return model.eval()
+
+
+def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
+    """Return name and module of every matrix in the decoder layers of a Gemma 3."""
+    layers = getattr(model.model, "language_model", model.model).layers
+    inside = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+    return [(name, module) for name, module in model.named_modules() if module in inside]
+
+
+def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the submodule with this dotted name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, module)
+
+
+def _fitting(model: Any) -> str:
+    """Return the group sizes that divide every matrix, as advice."""
+    widths = {linear.in_features for _, linear in decoder_linears(model)}
+    widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
+    sizes = [str(size) for size in (128, 64, 32, 16) if all(width % size == 0 for width in widths)]
+    return f" use {' or '.join(sizes)}" if sizes else " use int8 or fp8"
+
+
+def _built(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        return kind.from_config(config, dtype=dtype)
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace parameters on the meta device; one that several modules share stays shared."""
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in allocated:
+                values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                allocated[parameter] = nn.Parameter(values, requires_grad=False)
+            setattr(module, name, allocated[parameter])
+
+
+def _computed_buffers(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the buffers that a constructor computes and no checkpoint holds, such as rotary frequencies.
+
+    A model with one layer of each kind and eight words has the same.
+    """
+    small = deepcopy(config)
+    text = small.get_text_config()
+    text.layer_types = sorted(set(text.layer_types))
+    text.num_hidden_layers = len(text.layer_types)
+    text.vocab_size, text.pad_token_id = 8, None
+    if hasattr(small, "vision_config"):
+        small.vision_config.num_hidden_layers = 1
+    return {name: value for name, value in _built(small, dtype, device).named_buffers() if "layers." not in name}
