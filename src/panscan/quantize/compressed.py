@@ -5,9 +5,11 @@ kind     format           tensors of each matrix
 =======  ===============  ==========================================================================================
 int4     pack-quantized   ``weight_packed`` int32 ``[outputs, inputs / 8]``, ``weight_scale`` ``[outputs, groups]``,
                           ``weight_shape`` int64 ``[2]``
-int8     int-quantized    ``weight`` int8 ``[outputs, inputs]``, ``weight_scale`` float32 ``[outputs, 1]``
-fp8      float-quantized  ``weight`` float8_e4m3fn ``[outputs, inputs]``, ``weight_scale`` float32 ``[outputs, 1]``
+int8     int-quantized    ``weight`` int8 ``[outputs, inputs]``, ``weight_scale`` ``[outputs, 1]``
+fp8      float-quantized  ``weight`` float8_e4m3fn ``[outputs, inputs]``, ``weight_scale`` ``[outputs, 1]``
 =======  ===============  ==========================================================================================
+
+Scales have the type of the dense weights, because loaders convert them to it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_int4, unpack_int4
 
-__all__ = ["compressed_parts", "linear_of_parts", "quantization_config"]
+__all__ = ["compressed_parts", "linear_of_parts", "quantization_config", "rounded"]
 
 _VERSION = "0.20.0"
 """Version of compressed-tensors whose layout this is."""
@@ -70,20 +72,37 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
     }
 
 
-def compressed_parts(linear: QuantizedLinear) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def rounded(values: torch.Tensor, how: WeightFormat) -> QuantizedLinear:
+    """Return a dense matrix ``[outputs, inputs]`` rounded to nearest, with scales of its type.
+
+    Weights are rounded for the scale that is stored, not for an exact one that a loader would round again.
+    """
+    linear = QuantizedLinear(values.shape[1], values.shape[0], how, scale_type=values.dtype)
+    linear.quantize(values)
+    if how.kind != "int4":
+        linear.scale.copy_(linear.scale.to(values.dtype))
+        most = torch.finfo(linear.weight.dtype).max if how.kind == "fp8" else torch.iinfo(linear.weight.dtype).max
+        scaled = (values.float() / linear.scale[:, None]).clamp(-most, most)
+        linear.weight.copy_(scaled.round() if how.kind == "int8" else scaled)
+    return linear
+
+
+def compressed_parts(linear: QuantizedLinear, scale_type: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the tensors that a checkpoint stores for a matrix, by the last part of their names.
 
     Args:
         linear: symmetric, with its channels in their own order.
+        scale_type: type of the stored scales.
     """
     if linear.how.kind != "int4":
-        return {"weight": linear.weight.cpu(), "weight_scale": linear.scale[:, None].cpu()}
+        return {"weight": linear.weight.cpu(), "weight_scale": linear.scale[:, None].to("cpu", scale_type)}
     levels = unpack_int4(linear.weight, linear.in_features).to(torch.int64).unflatten(1, (-1, _NIBBLES))
     words = (levels << _shifts(levels.device)).sum(-1)
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     return {
         "weight_packed": signed.cpu(),
-        "weight_scale": linear.scale.T.contiguous().cpu(),
+        "weight_scale": linear.scale.T.contiguous().to("cpu", scale_type),
         "weight_shape": torch.tensor([linear.out_features, linear.in_features]),
     }
 
@@ -93,7 +112,7 @@ def linear_of_parts(parts: dict[str, torch.Tensor], how: WeightFormat) -> Quanti
     scale = parts["weight_scale"]
     if how.kind != "int4":
         linear = QuantizedLinear(parts["weight"].shape[1], parts["weight"].shape[0], how)
-        linear.weight, linear.scale = parts["weight"], scale[:, 0]
+        linear.weight, linear.scale = parts["weight"], scale[:, 0].float()
         return linear
     outputs, inputs = parts["weight_shape"].tolist()
     linear = QuantizedLinear(inputs, outputs, how, scale_type=scale.dtype)

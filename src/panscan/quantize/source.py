@@ -21,7 +21,7 @@ from panscan.model.quantized.weights import WeightFormat
 
 __all__ = ["GROUP_SIZES", "DenseCheckpoint", "decoder_matrix", "weight_format"]
 
-GROUP_SIZES = (128, 64, 32, 16)
+GROUP_SIZES = (128, 64, 32)
 """Group sizes that kernels have, best first."""
 _MATRIX = re.compile(
     r"(?:language_model\.model|model\.language_model|language_model|model)\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+_proj)\.weight"

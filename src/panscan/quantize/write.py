@@ -14,7 +14,7 @@ from panscan.model.checkpoint import Placement, load_model
 from panscan.model.machine import resolve_dtype
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quantize.calibration import Calibration
-from panscan.quantize.compressed import compressed_parts, linear_of_parts, quantization_config
+from panscan.quantize.compressed import compressed_parts, linear_of_parts, quantization_config, rounded
 from panscan.quantize.gptq import gptq
 from panscan.quantize.partial import PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
@@ -54,7 +54,7 @@ class CheckpointWriter:
         """Write decoder layers rounded to nearest, one matrix at a time."""
         for number, layer in enumerate(self.source.layers):
             if not self.target.has(self._layer_file(number)):
-                self._write_layer(number, {name: self._rounded(tensor) for name, tensor in layer.items()})
+                self._write_layer(number, {name: rounded(self.source.read(tensor), self.how) for name, tensor in layer.items()})
             self.on_step("quantising layers", number + 1, len(self.source.layers))
 
     def calibrate_layers(self, requests: Sequence[Request], device: torch.device) -> int:
@@ -105,17 +105,11 @@ class CheckpointWriter:
                 raise ModelError(f"{self.source.name}: layer {number}, {name}: {error}") from error
         return found
 
-    def _rounded(self, tensor: str) -> QuantizedLinear:
-        outputs, inputs = self.source.shape(tensor)
-        linear = QuantizedLinear(inputs, outputs, self.how, scale_type=self.source.dtype(tensor))
-        linear.quantize(self.source.read(tensor))
-        return linear
-
     def _write_layer(self, number: int, matrices: dict[str, QuantizedLinear]) -> None:
         tensors = {}
         for name, tensor in self.source.layers[number].items():
             stem = tensor.removesuffix("weight")
-            tensors |= {f"{stem}{part}": values for part, values in compressed_parts(matrices[name]).items()}
+            tensors |= {f"{stem}{part}": values for part, values in compressed_parts(matrices[name], self.source.dtype(tensor)).items()}
         self.target.write_tensors(self._layer_file(number), tensors)
 
     def _finished_layer(self, number: int) -> dict[str, QuantizedLinear] | None:
