@@ -57,18 +57,20 @@ class CheckpointWriter:
                 self._write_layer(number, {name: rounded(self.source.read(tensor), self.how) for name, tensor in layer.items()})
             self.on_step("quantising layers", number + 1, len(self.source.layers))
 
-    def calibrate_layers(self, requests: Sequence[Request], device: torch.device) -> int:
+    def calibrate_layers(self, requests: Sequence[Request], device: torch.device, revision: str | None = None) -> int:
         """Write decoder layers quantised by GPTQ; return the number of calibration tokens.
 
         Args:
             requests: calibration prompts.
             device: where to compute, one layer at a time.
+            revision: of a hub checkpoint.
 
         Raises:
             ModelError: the model overflows, or its inputs are degenerate.
         """
         layers = self.source.layers
-        loaded = load_model(self.source.name, Placement(torch.device("cpu"), resolve_dtype("auto", device)))
+        placement = Placement(torch.device("cpu"), resolve_dtype("auto", device))
+        loaded = load_model(self.source.name, placement, revision=revision)
         calibration = Calibration(loaded, device)
         calibration.read(requests, lambda done: self.on_step("reading documents", done, len(requests)))
         for number in range(len(layers)):
