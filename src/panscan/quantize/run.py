@@ -12,23 +12,19 @@ from typing import Any
 import panscan
 from panscan.bench.workload import DEFAULT_PROMPT, Item, Source, Workload, load_workload, request_of, sample_dataset
 from panscan.core import ImageError, InputError, SettingError
-from panscan.core.ranges import Range
+from panscan.core.request import MAX_PAGES
 from panscan.model.checkpoint import Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.quantized.weights import KINDS, WeightFormat
-from panscan.quantize.card import CardFacts, model_card
+from panscan.quantize.card import CardFacts, described_format, model_card
 from panscan.quantize.measure import Candidate, Measurement, measure
 from panscan.quantize.partial import PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint, weight_format
 from panscan.quantize.write import CheckpointWriter, Steps
 from panscan.settings import Settings, nearest
 
-__all__ = ["QUANTIZE_RANGES", "QuantizeOptions", "Quantized", "load_documents", "quantize_checkpoint"]
+__all__ = ["QuantizeOptions", "Quantized", "load_documents", "quantize_checkpoint"]
 
-QUANTIZE_RANGES = {
-    "num_samples": Range(whole=True, least=1, most=100_000),
-    "seed": Range(whole=True, least=0, most=2**63 - 1),
-}
 _HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
 _MOST_HELD_OUT = 8
 _DATASETS = (".jsonl", ".json", ".parquet", ".arrow")
@@ -48,6 +44,7 @@ class QuantizeOptions:
         num_samples: calibration prompts at most.
         seed: of the draw of calibration prompts.
         dataset: labelled questions to measure accuracy on.
+        max_pages: of one document.
         verify: whether to measure the result.
         overwrite: replace an existing checkpoint of this command.
     """
@@ -61,6 +58,7 @@ class QuantizeOptions:
     num_samples: int = 128
     seed: int = 0
     dataset: str | None = None
+    max_pages: int = MAX_PAGES
     verify: bool = True
     overwrite: bool = False
 
@@ -92,6 +90,11 @@ class Quantized:
     bytes: int
     measurement: Measurement | None
     resumed: bool
+
+    @property
+    def described(self) -> str:
+        """The format in words."""
+        return described_format(self.how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +180,9 @@ def _calibration(options: QuantizeOptions, on_problem: Callable[[InputError], No
     if len(options.calibration) == 1 and only.endswith(_DATASETS):
         if options.prompts:
             raise SettingError(f"--calibration {only} has its own questions: leave --prompt out")
-        source = Source(dataset=only, num_samples=None, seed=options.seed)
+        source = Source(dataset=only, max_pages=options.max_pages)
     else:
-        source = Source(images=options.calibration, prompt=first)
+        source = Source(images=options.calibration, prompt=first, max_pages=options.max_pages)
     try:
         items = load_workload(source, on_problem=on_problem).items
     except ImageError as error:
