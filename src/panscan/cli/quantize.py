@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +61,23 @@ it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See
 @click.argument("base", required=False, metavar="MODEL")
 @click.argument("output", required=False, metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--quantization", metavar="int4|int8|fp8", help="Format of the decoder's weights.")
-@click.option("--quantization-group-size", type=_GROUP, help="Input channels per scale (int4).  [default: 128 if it fits]")
-@click.option("--calibration", multiple=True, metavar="DIR|FILES", help="Documents to calibrate int4 on; may be repeated.")
-@click.option("-p", "--prompt", "prompts", multiple=True, help="Question about the calibration documents; may be repeated.")
-@click.option("--num-samples", type=_COUNT, default=128, show_default=True, help="Maximum number of calibration prompts.")
+@click.option(
+    "--quantization-group-size", type=_GROUP, help="Input channels per scale (int4).  [default: 128 if it fits]"
+)
+@click.option(
+    "--calibration", multiple=True, metavar="DIR|FILES", help="Documents to calibrate int4 on; may be repeated."
+)
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, help="Question about the calibration documents; may be repeated."
+)
+@click.option(
+    "--num-samples", type=_COUNT, default=128, show_default=True, help="Maximum number of calibration prompts."
+)
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the draw of calibration prompts.")
 @click.option("--dataset", metavar="FILE|DIR", help="Labelled questions to measure accuracy on.")
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Measure the result against the dense model.")
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Measure the result against the dense model."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if this command wrote it.")
 @click.option("--audit", metavar="CHECKPOINT", help="Describe a quantised checkpoint and judge its answers.")
 @click.option("--model", metavar="BASE", help="With --audit: the dense checkpoint to compare with.")
@@ -88,6 +97,7 @@ def command(**options: Any) -> int:
 
 
 def _quantize(options: dict[str, Any]) -> int:
+    from panscan.quantize.documents import CalibrationSource
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 
     if options["base"] is None or options["output"] is None:
@@ -97,22 +107,26 @@ def _quantize(options: dict[str, Any]) -> int:
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
     settings = Settings(model=options["base"], **given_values(options))
+    calibration = CalibrationSource(
+        options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
+    )
     chosen = QuantizeOptions(
-        settings, options["output"], options["quantization"], options["quantization_group_size"],
-        options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["dataset"],
-        options["max_pages"], options["verify"], options["overwrite"],
+        settings, options["output"], options["quantization"], options["quantization_group_size"], calibration,
+        options["dataset"], options["verify"], options["overwrite"],
     )  # fmt: skip
-    if chosen.calibration and chosen.kind != "int4":
+    if calibration.places and chosen.kind != "int4":
         errors().print(
             f"--calibration changes no {chosen.kind} weights: the documents are used for the measurement only",
             soft_wrap=True,
         )
-    with _progress() as (step, say):
-        found = quantize_checkpoint(chosen, step, say, _report_problem)
+    with _progress() as step:
+        found = quantize_checkpoint(chosen, step, _report_problem)
     if found.measurement is not None:
         _show(found.measurement)
     ratio = found.dense_bytes / found.bytes
-    echo(f"{found.path}: {found.described}, {found.bytes / 1e9:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)")
+    echo(
+        f"{found.path}: {found.described}, {found.bytes / 1e9:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)"
+    )
     return 0
 
 
@@ -126,8 +140,10 @@ def _audit(options: dict[str, Any]) -> int:
         if options[name]:
             raise SettingError(f"--{name.removesuffix('s')} does not go with --audit: use --dataset")
     settings = Settings(model=options["audit"], **given_values(options))
-    with _progress() as (_, say):
-        found = audit(AuditOptions(settings, options["model"], options["dataset"], options["verify"]), say, _report_problem)
+    with _progress() as step:
+        found = audit(
+            AuditOptions(settings, options["model"], options["dataset"], options["verify"]), step, _report_problem
+        )
     _show_audit(found)
     if found.garbage is not None:
         return _GARBAGE
@@ -139,14 +155,18 @@ def _report_problem(problem: Exception) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str, int, int], None], Callable[[str], None]]]:
-    """Yield a function for steps of a stage, and one for what has no steps. Without a terminal both print lines."""
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function to call with a stage, the steps of it that are done, and all.
+
+    Without a terminal it prints a line now and then.
+    """
     console = errors()
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(),
     )  # fmt: skip
-    printed: dict[str, float] = {}
+    begun: dict[str, float] = {}
+    printed = [now()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
@@ -156,20 +176,15 @@ def _progress() -> Iterator[tuple[Callable[[str, int, int], None], Callable[[str
                     bar.remove_task(task)
                 tasks.clear()
                 tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-            begun = printed.setdefault(f"{stage}, begun", now())
-            if not console.is_terminal and now() - printed.get(stage, begun) >= _EVERY_S:
-                printed[stage] = now()
-                left = (now() - begun) / max(done - 1, 1) * (total - done)
-                console.print(f"{stage}: {done} of {total}, about {left:.0f} s left", soft_wrap=True)
+                begun[stage] = now()
+            bar.update(tasks[stage], completed=done)
+            if not console.is_terminal and now() - printed[0] >= _EVERY_S:
+                printed[0] = now()
+                left = (now() - begun[stage]) / max(done, 1) * (total - done)
+                detail = f": {done} of {total}, about {left:.0f} s left" if done else ""
+                console.print(f"{stage}{detail}", soft_wrap=True)
 
-        def say(text: str) -> None:
-            step(text, 0, 1)
-            if not console.is_terminal and now() - printed.get("", 0.0) >= _EVERY_S:
-                printed[""] = now()
-                console.print(text, soft_wrap=True)
-
-        yield step, say
+        yield step
 
 
 def _show(found: Measurement) -> None:

@@ -156,7 +156,7 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
             file: Path(cached_file(source, file, revision=revision))
             for file in sorted({*named.values()} or {SAFE_WEIGHTS_NAME})
         }
-        weights = {}
+        weights: dict[str, Path] = {}
         for path in paths.values():
             with safe_open(path, "pt") as tensors:
                 weights |= dict.fromkeys(tensors.keys(), path)

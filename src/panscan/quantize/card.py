@@ -98,7 +98,7 @@ def _row(row: Measured) -> tuple[str, ...]:
     against = "-"
     if row.difference is not None:
         gap = row.difference
-        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}], p = {gap.p_value:.2g}"
+        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
     return (row.name, word, *kl, top1, accuracy, against)
 
 
@@ -119,5 +119,7 @@ def notes(found: Measurement) -> list[str]:
     ]
     if found.metric is not None:
         title = accuracy_title(found.metric)
-        lines.append(f"{title} over {found.questions} questions; differences in percentage points, paired, 95% interval.")
+        lines.append(
+            f"{title} over {found.questions} questions; differences in percentage points, paired, 95% interval."
+        )
     return lines + [f"{row.name}: {row.problem}." for row in found.rows if row.problem]

@@ -36,7 +36,7 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
         how: format of the decoder's matrices.
         calibrated: whether columns were quantised in the order of their activations (GPTQ).
     """
-    weights = {
+    weights: dict[str, Any] = {
         "num_bits": 4 if how.kind == "int4" else 8,
         "type": "float" if how.kind == "fp8" else "int",
         "symmetric": True,
@@ -97,7 +97,7 @@ def compressed_parts(linear: QuantizedLinear, scale_type: torch.dtype) -> dict[s
     """
     if linear.how.kind != "int4":
         return {"weight": linear.weight.cpu(), "weight_scale": linear.scale[:, None].to("cpu", scale_type)}
-    levels = unpack_int4(linear.weight, linear.in_features).to(torch.int64).unflatten(1, (-1, _NIBBLES))
+    levels = unpack_int4(linear.weight, linear.in_features).to(torch.int64).view(linear.out_features, -1, _NIBBLES)
     words = (levels << _shifts(levels.device)).sum(-1)
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     return {

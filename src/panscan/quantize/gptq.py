@@ -85,8 +85,9 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
         lower, failed = torch.linalg.cholesky_ex(hessian + eye * (mean * _DAMPING * 10**attempt) + idle * mean)
         if failed:
             continue
-        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
+            factor: torch.Tensor = upper
             return factor
     raise ValueError("the calibration inputs are degenerate: calibrate on more documents")
 

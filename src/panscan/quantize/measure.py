@@ -53,15 +53,19 @@ class Measured:
         figures: of :meth:`panscan.bench.divergence.DivergenceTally.verdict`; None without a reference, and of the
             reference.
         scores: of each question's answer, in the workload's order; None without accepted answers.
+        contains: share of answers that contain an accepted one.
         repetitive: share of answers that end in repetition.
-        differences: scores against the reference's.
+        answers: their number.
+        difference: scores against the reference's.
         problem: why something was not measured.
     """
 
     name: str
     figures: dict[str, Any] | None = None
     scores: list[float] | None = None
+    contains: float | None = None
     repetitive: float = 0.0
+    answers: int = 0
     difference: QualityDifference | None = None
     problem: str = ""
 
@@ -104,7 +108,7 @@ def measure(
     settings: Settings,
     workload: Workload,
     source: Source,
-    say: Callable[[str], None],
+    on_step: Callable[[str, int, int], None],
 ) -> Measurement:
     """Measure weights one after the other, so that only one model is in memory.
 
@@ -116,12 +120,12 @@ def measure(
         settings: how requests are prepared and answered.
         workload: documents and questions; the first few are those of the verdict.
         source: of the workload.
-        say: called with what is done.
+        on_step: called with a stage, the steps of it that are done, and all.
     """
     asked = [item for item in workload.items if item.answers]
     metric = workload.quality_metric(None)
     found = Measurement(metric, len(asked), source.dataset or " ".join(source.images))
-    session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source, say)
+    session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source, on_step)
     if reference is not None:
         found.rows.append(session.reference(reference))
     for candidate in candidates:
@@ -140,7 +144,7 @@ class _Session:
     asked: Sequence[Item]
     metric: str | None
     source: Source
-    say: Callable[[str], None]
+    on_step: Callable[[str, int, int], None]
     _truth: Truth | None = None
     _noise: Noise | None = None
     _head: Loaded | None = None
@@ -149,7 +153,7 @@ class _Session:
         """Answer with the unquantised weights, and compute the truth."""
         row = Measured(candidate.name)
         try:
-            self.say(f"loading {candidate.name}")
+            self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
             self._answer(loaded, row)
             with reference_computation(loaded.model):
@@ -165,7 +169,7 @@ class _Session:
         """Answer with quantised weights, and compare their distributions with the truth's."""
         row = Measured(candidate.name)
         try:
-            self.say(f"loading {candidate.name}")
+            self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
             self._answer(loaded, row)
             if self._truth is not None:
@@ -180,28 +184,33 @@ class _Session:
         runner = GenerateRunner(loaded, self.settings)
         results = []
         for number, item in enumerate(items, start=1):
-            self.say(f"{row.name}: answer {number} of {len(items)}")
             results += runner.run([request_of(item, self.settings, self.source)])
+            self.on_step(f"answering with {row.name}", number, len(items))
+        row.answers = len(results)
         row.repetitive = fmean(_is_repetitive(result.token_ids) for result in results)
         if self.metric is not None and self.asked:
             scores = [scores_of(result.text, item.answers) for result, item in zip(results, items, strict=True)]
+            row.contains = fmean(each["contains_answer"] for each in scores)
             row.scores = [each.get(self.metric, 0.0) for each in scores]
 
     def _compute_truth(self, loaded: Loaded) -> None:
         plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
         requests = [request_of(item, plain, self.source) for item in self.verdict_items]
         names = ("", "", self.settings.model_name)
-        truth = compute_truth(loaded, plain, requests, names, VERDICT_TOKENS, self.say)
+        truth = compute_truth(loaded, plain, requests, names, VERDICT_TOKENS, self._say)
         if loaded.dtype == torch.float32:
             image = 0.0 if truth.image_positions else None
             self._noise = Noise([[0.0] * len(expected.tokens) for expected in truth.requests], image, 0.0)
         else:
             tally = DivergenceTally()
-            seen = observe_eager(loaded, plain, requests, truth, self.say)
+            seen = observe_eager(loaded, plain, requests, truth, self._say)
             for expected, each in zip(truth.requests, seen, strict=True):
                 tally.add(loaded, expected.answer, each.answer, expected.image, each.image)
             self._noise = tally.noise()
         self._truth = truth
+
+    def _say(self, text: str) -> None:
+        self.on_step(text, 0, 1)
 
     def _compare(self, loaded: Loaded, truth: Truth) -> dict[str, Any]:
         assert self._head is not None and self._noise is not None  # computed with the truth
@@ -209,10 +218,10 @@ class _Session:
         runner = GenerateRunner(loaded, settings)
         tally = DivergenceTally()
         for number, (item, expected) in enumerate(zip(self.verdict_items, truth.requests, strict=True), start=1):
-            self.say(f"comparing distributions: request {number} of {len(truth.requests)}")
             forced = expected.forced_tokens(VERDICT_TOKENS)
             [seen] = runner.observe([request_of(item, settings, self.source)], [forced])
             tally.add(self._head, expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image)
+            self.on_step("comparing distributions", number, len(truth.requests))
         return tally.verdict(self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
 
 

@@ -89,6 +89,11 @@ class DenseCheckpoint:
         """Return the type of a decoder matrix."""
         return _DTYPES[self._stored[tensor].dtype]
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the checkpoint has a vision tower."""
+        return "vision_config" in self.files.config
+
     @cached_property
     def dense_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -169,9 +174,13 @@ def weight_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None
         return WeightFormat(kind)
     fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in checkpoint.widths)]
     if not fitting:
-        raise SettingError(f"--quantization int4: no group size divides the {min(checkpoint.widths)} input channels"
-                           " of every matrix: use int8 or fp8")
+        raise SettingError(
+            f"--quantization int4: no group size divides the {min(checkpoint.widths)} input channels"
+            " of every matrix: use int8 or fp8"
+        )
     if group_size is not None and group_size not in fitting:
-        raise SettingError(f"{flag} {group_size} does not divide every matrix of {checkpoint.name}: use"
-                           f" {' or '.join(map(str, fitting))}")
+        raise SettingError(
+            f"{flag} {group_size} does not divide every matrix of {checkpoint.name}: use"
+            f" {' or '.join(map(str, fitting))}"
+        )
     return WeightFormat("int4", group_size or fitting[0])

@@ -54,7 +54,9 @@ class CheckpointWriter:
         """Write decoder layers rounded to nearest, one matrix at a time."""
         for number, layer in enumerate(self.source.layers):
             if not self.target.has(self._layer_file(number)):
-                self._write_layer(number, {name: rounded(self.source.read(tensor), self.how) for name, tensor in layer.items()})
+                self._write_layer(
+                    number, {name: rounded(self.source.read(tensor), self.how) for name, tensor in layer.items()}
+                )
             self.on_step("quantising layers", number + 1, len(self.source.layers))
 
     def calibrate_layers(self, requests: Sequence[Request], device: torch.device, revision: str | None = None) -> int:
@@ -80,7 +82,7 @@ class CheckpointWriter:
                     found = self._calibrated(number, layer, calibration.hessians(layer))
                     self._write_layer(number, found)
                 for name, matrix in found.items():
-                    weight = layer.get_submodule(name).weight
+                    weight = layer.get_submodule(name).get_parameter("weight")
                     weight.data = matrix.to(device).dequantized(weight.dtype)
                 if number + 1 < len(layers):
                     calibration.advance(layer)
@@ -108,10 +110,13 @@ class CheckpointWriter:
         return found
 
     def _write_layer(self, number: int, matrices: dict[str, QuantizedLinear]) -> None:
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.source.layers[number].items():
             stem = tensor.removesuffix("weight")
-            tensors |= {f"{stem}{part}": values for part, values in compressed_parts(matrices[name], self.source.dtype(tensor)).items()}
+            tensors |= {
+                f"{stem}{part}": values
+                for part, values in compressed_parts(matrices[name], self.source.dtype(tensor)).items()
+            }
         self.target.write_tensors(self._layer_file(number), tensors)
 
     def _finished_layer(self, number: int) -> dict[str, QuantizedLinear] | None:
