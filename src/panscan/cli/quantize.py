@@ -80,7 +80,7 @@ it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if this command wrote it.")
 @click.option("--audit", metavar="CHECKPOINT", help="Describe a quantised checkpoint and judge its answers.")
-@click.option("--model", metavar="BASE", help="With --audit: the dense checkpoint to compare with.")
+@click.option("--model", "reference", metavar="BASE", help="With --audit: the dense checkpoint to compare with.")
 @url_options
 @max_pages_option
 @axis_options(_AXES)
@@ -91,7 +91,7 @@ def command(**options: Any) -> int:
 
     show_warnings(errors())
     quiet_libraries()
-    for name in ("base", "audit", "model", "dataset"):
+    for name in ("base", "audit", "reference", "dataset"):
         utf8(f"--{name}", options[name])
     return _audit(options) if options["audit"] is not None else _quantize(options)
 
@@ -102,7 +102,7 @@ def _quantize(options: dict[str, Any]) -> int:
 
     if options["base"] is None or options["output"] is None:
         raise SettingError("quantize takes two arguments, MODEL and OUT (or --audit CHECKPOINT)")
-    if options["model"] is not None:
+    if options["reference"] is not None:
         raise SettingError("--model goes with --audit; the checkpoint to quantise is the first argument")
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
@@ -142,7 +142,7 @@ def _audit(options: dict[str, Any]) -> int:
     settings = Settings(model=options["audit"], **given_values(options))
     with _progress() as step:
         found = audit(
-            AuditOptions(settings, options["model"], options["dataset"], options["verify"]), step, _report_problem
+            AuditOptions(settings, options["reference"], options["dataset"], options["verify"]), step, _report_problem
         )
     _show_audit(found)
     if found.garbage is not None:

@@ -17,7 +17,7 @@ _FORMATS = {
     "int8": "8-bit integer weights per output channel, inputs per token (W8A8)",
     "fp8": "float8_e4m3 weights per output channel, inputs per token",
 }
-HEADINGS = ("Weights", "Verdict", "KL, answers", "KL, images", "Top-1", "Accuracy", "Against dense")
+HEADINGS = ("Weights", "Verdict", "KL, answers", "KL, images", "Top-1", "Accuracy", "Difference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _row(row: Measured) -> tuple[str, ...]:
     against = "-"
     if row.difference is not None:
         gap = row.difference
-        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
     return (row.name, word, *kl, top1, accuracy, against)
 
 

@@ -36,7 +36,7 @@ class Candidate:
     """Weights to measure.
 
     Args:
-        name: in tables, such as ``int4, calibrated``.
+        name: in tables, such as ``int4 (GPTQ)``.
         load: loads the model.
     """
 

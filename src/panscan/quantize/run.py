@@ -180,10 +180,10 @@ def _measured(
     device = resolve_device(settings.device)
     dtype = resolve_dtype("auto", device)
     placement = Placement(device, dtype)
-    method = "GPTQ" if calibrated else "round to nearest"
-    candidates = [Candidate(f"{how.kind}, {method}", lambda: load_model(str(path), placement))]
+    method = "GPTQ" if calibrated else "rounded"
+    candidates = [Candidate(f"{how.kind} ({method})", lambda: load_model(str(path), placement))]
     if calibrated:
         plain = lambda: load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]  # noqa: E731 - one use
-        candidates.append(Candidate(f"{how.kind}, round to nearest", plain))
+        candidates.append(Candidate(f"{how.kind} (rounded)", plain))
     dense = Candidate("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
     return measure(dense, candidates, settings, documents.measured, documents.measured_source, on_step)
