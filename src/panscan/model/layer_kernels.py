@@ -76,17 +76,18 @@ def add_rms_norms(
     return _rms_norms(hidden, part, part_weight, next_weight, eps, rows)
 
 
-def gelu_product(gate_up: Product, dtype: torch.dtype, rows: torch.dtype | None = None) -> Rows:
+def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, rows: torch.dtype | None = None) -> Rows:
     """Return ``gelu(gate) * up`` with the tanh approximation of GELU, ``[T, M]``.
 
     Args:
         gate_up: contiguous ``[T, 2 * M]``: the gate in the first M columns; or with scales to be applied.
-        dtype: of the model.
+        dtype: of the model; None: that of ``gate_up``.
         rows: quantise the rounded result to this type; None: return it dense.
     """
     values, row_scale, column_scale, scaled = _unscaled(gate_up)
     count, both = values.shape
     width = both // 2
+    dtype = dtype or values.dtype
     columns = _GELU_COLUMNS if rows is None else triton.next_power_of_2(width)
     product = values.new_empty(count, width, dtype=rows or dtype)
     scale = values.new_empty(count, 1, dtype=torch.float32)

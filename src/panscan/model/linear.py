@@ -17,6 +17,7 @@ from panscan.model.quantized.products import QuantizedRows, ScaledSums
 from panscan.model.quantized.weights import QuantizedLinear, fused
 
 __all__ = [
+    "DenseLinear",
     "Linear",
     "ModuleLinear",
     "PlainLinear",
@@ -52,7 +53,7 @@ class Linear(Protocol):
         ...
 
 
-class _DenseLinear:
+class DenseLinear:
     """Base of products that take and return dense values."""
 
     rows: torch.dtype | None = None
@@ -67,7 +68,7 @@ class _DenseLinear:
         return self(rows)
 
 
-class PlainLinear(_DenseLinear):
+class PlainLinear(DenseLinear):
     """A product with a dense weight.
 
     Args:
@@ -83,7 +84,7 @@ class PlainLinear(_DenseLinear):
         return functional.linear(input, self.weight, self.bias)
 
 
-class ModuleLinear(_DenseLinear):
+class ModuleLinear(DenseLinear):
     """Modules that are not ours (quantised, offloaded, hooked), called one by one.
 
     Args:

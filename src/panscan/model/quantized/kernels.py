@@ -188,8 +188,8 @@ def vector_int4(
         _vector_int4[(triton.cdiv(outputs, block_n), count)](
             rows.high.view(torch.int32), rows.low.view(torch.int32), rows.scale, rows.sum, weight.view(torch.int32),
             scale, scale if zero is None else zero, product, outputs, groups, blocks, weight.stride(0) // 4,
-            scale.stride(0), block_n=block_n, side=4, group=group_size, has_zero=zero is not None, interpreted=INTERPRETED,
-            num_warps=1,
+            scale.stride(0), block_n=block_n, side=4, group=group_size, has_zero=zero is not None,
+            interpreted=INTERPRETED, num_warps=1,
         )  # fmt: skip
     return product
 

@@ -135,7 +135,7 @@ class QuantizedLinear(nn.Module):
             self.weight.copy_(rows.values)
             self.scale.copy_(rows.scale[:, 0])
             return
-        groups = values.float().unflatten(1, (-1, self.how.group_size))
+        groups = values.float().view(len(values), -1, self.how.group_size)
         scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(_LEAST_SCALE).to(self.scale.dtype)
         levels = torch.round(groups / scale.float()[:, :, None]).clamp_(-8, 7).flatten(1) + _INT4_ZERO
         self.weight.copy_(pack_int4(levels.to(torch.uint8)))
@@ -184,9 +184,10 @@ class QuantizedLinear(nn.Module):
         """Return dense weights with input channels in the order of :attr:`order`."""
         if self.how.kind != "int4":
             return (self.weight.float() * self.scale[:, None]).to(dtype)
-        levels = unpack_int4(self.weight, self.in_features).float().unflatten(1, (-1, self.how.group_size))
+        levels = unpack_int4(self.weight, self.in_features).float().view(self.out_features, -1, self.how.group_size)
         zero = _INT4_ZERO if self.zero is None else self.zero.T[:, :, None].float()
-        return ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
+        dense: torch.Tensor = ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
+        return dense
 
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
