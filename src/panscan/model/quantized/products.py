@@ -141,7 +141,7 @@ def multiply_int4(
     if len(rows) <= _VECTOR_ROWS:
         return kernels.vector_int4(kernels.fixed_point(rows, group_size), weight, scale, zero, rows.dtype)
     if len(rows) <= _FEW_ROWS:
-        return kernels.product_int4(rows, weight, scale, zero, group_size)
+        return kernels.product_int4(rows, weight, scale, zero, group_size, _gpu(weight.device)[0])
     inputs, outputs = rows.shape[1], weight.shape[1]
     at_once = max(1, _DENSE_BYTES // (inputs * rows.element_size()))
     if outputs <= at_once:
@@ -166,7 +166,7 @@ def has_kernels(device: torch.device) -> bool:
 def _gpu(device: torch.device) -> tuple[int, bool]:
     """Return the shared memory of one program in bytes, and whether the GPU has a copy engine."""
     facts = torch.cuda.get_device_properties(device)
-    return int(facts.shared_memory_per_block_optin), facts.major >= 9
+    return int(facts.shared_memory_per_block_optin), facts.major >= 9  # type: ignore[attr-defined]  # missing in the stubs
 
 
 @cache
