@@ -19,7 +19,7 @@ from panscan.settings import ALL_AT_ONCE
 __all__ = ["Floor", "floor_of", "ratios"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_OTHER_ARITHMETIC = ("bnb-8bit", "torchao-float8")
+_OTHER_ARITHMETIC = ("fp8", "int8", "bnb-8bit", "torchao-float8")
 """Quantisations that also multiply in a narrower format, and so faster than the product that was measured."""
 
 

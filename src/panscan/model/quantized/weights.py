@@ -1,4 +1,4 @@
-"""Quantised weights as modules: how each kind stores its values, quantises rows of inputs, and multiplies on any device.
+"""Quantised weights as modules: how each kind stores values, quantises rows of inputs, and multiplies on any device.
 
 Three kinds, all symmetric unless a published checkpoint has zero points:
 
