@@ -21,6 +21,7 @@ from panscan.model.checkpoint import (
     load_shard_of,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.quantization import stored_method
 from panscan.model.quantized.outline import fitting_group_size
 from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.model.shapes import SHAPES
@@ -113,14 +114,11 @@ def _check_unquantized(settings: Settings) -> None:
     """Refuse ``--quantization`` for a checkpoint whose weights are quantised already."""
     if settings.quantization is None or settings.random_weights:
         return
-    stored = getattr(load_config(settings.model, settings.revision), "quantization_config", None)
-    if stored is None:
-        return
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    raise ModelError(
-        f"--quantization {settings.quantization}: --model {settings.model} is quantised already"
-        f" ({getattr(method, 'value', method)}); leave out --quantization, or use the unquantised checkpoint"
-    )
+    if (method := stored_method(settings.model, settings.revision)) is not None:
+        raise ModelError(
+            f"--quantization {settings.quantization}: --model {settings.model} is quantised already ({method});"
+            " leave out --quantization, or use the unquantised checkpoint"
+        )
 
 
 def weight_format(settings: Settings) -> WeightFormat | None:
