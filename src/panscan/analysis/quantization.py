@@ -45,7 +45,7 @@ class Price:
     def kl(self) -> tuple[float | None, float | None]:
         """Mean divergence from the truth in nats, at answer positions and at image positions."""
         answer, image = self.row.verdict.answer, self.row.verdict.image
-        return answer and answer.kl, image and image.kl
+        return None if answer is None else answer.kl, None if image is None else image.kl
 
     @property
     def relative_size(self) -> float | None:
@@ -87,7 +87,7 @@ def prices_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Price]:
     for row in rows:
         if is_quantized(run, row.cell):
             base = next((each for each in plain.values() if _same_but_weights(run, row, each.row)), None)
-            groups.setdefault(base and base.row.cell, []).append(_price(run, row, base))
+            groups.setdefault(None if base is None else base.row.cell, []).append(_price(run, row, base))
     found = []
     for cell, prices in groups.items():
         found += ([] if cell is None else [plain[cell]]) + prices

@@ -298,9 +298,8 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
         compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
         found.append(f"{compared} Nothing says that these speeds kept the model's answers.")
     if words["different"]:
-        found.append(
-            f"{_of(words['different'], len(cells), 'gives', 'give')} other answers than the reference{_why(run, cells)}."
-        )
+        who = _of(words["different"], len(cells), "gives", "give")
+        found.append(f"{who} other answers than the reference{_why(run, cells)}.")
     failed = sum(
         record["error"] is not None for key, records in run.requests.items() for record in records if key in run.repeats
     )
