@@ -71,7 +71,7 @@ RANGES = {
     "max_concurrency": Range(whole=True, least=1, most=2**31 - 1),
     **dict.fromkeys(("prefill_chunk_size", "pad_to_multiple_of"), SAMPLING_RANGES["max_new_tokens"]),
     "tensor_parallel_size": Range(whole=True, least=1, most=64),
-    "quantization_group_size": Range(whole=True, least=16, most=65_536, note="a multiple of 16"),
+    "quantization_group_size": Range(whole=True, least=32, most=65_536, note="a multiple of 32"),
     "gpu_memory_utilization": Range(above=0, most=1, note="a share: 0.92 is 92% of the memory"),
     "gpu_memory_gb": Range(above=0, most=_GIGABYTES, note="leave it out to set no limit in GB"),
     "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
@@ -226,8 +226,8 @@ class Settings:
         kind, size = self.quantization, self.quantization_group_size
         if size is not None and kind != "int4":
             raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
-        if size is not None and size % 16:
-            raise SettingError(f"--quantization-group-size {size}: expected a multiple of 16, such as 128, 64 or 32")
+        if size is not None and size % 32:
+            raise SettingError(f"--quantization-group-size {size}: expected a multiple of 32, such as 128, 64 or 32")
         if kind is None:
             return
         if kind not in WEIGHT_KINDS:

@@ -18,7 +18,7 @@ from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 
 __all__ = ["decoder_linears", "fitting_group_size", "quantized_outline", "set_module"]
 
-_GROUP_SIZES = (128, 64, 32, 16)
+_GROUP_SIZES = (128, 64, 32)
 
 
 def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
