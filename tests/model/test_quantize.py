@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from panscan.core import ModelError
 from panscan.model.bundled import bundled_directory
 from panscan.model.load import load_for, quantization_config, weight_format
 from panscan.model.machine import is_out_of_memory
+from panscan.model.quantization import unquantized_settings, weight_bytes, weights_name
 from panscan.model.quantized.weights import QuantizedLinear
 from panscan.model.support import quantization_reason
 from panscan.settings import Settings
@@ -75,15 +77,74 @@ def test_bitsandbytes_leaves_the_vision_tower_and_the_output_matrix() -> None:
     assert quantization_config("int8", torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("kind", ["int8", "bnb-4bit"])
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, kind: str) -> None:
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A directory whose configuration is that of a quantised checkpoint."""
     source = bundled_directory("tiny")
     assert source is not None
     config = json.loads((source / "config.json").read_text("utf-8"))
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["int8", "bnb-4bit"])
+def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, kind: str) -> None:
     with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already \(gptq\); leave out"):
-        load_for(Settings(model=str(tmp_path), quantization=kind, device="cpu"))
+        load_for(Settings(model=str(stored), quantization=kind, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("---\nbase_model: tiny\nlicense: gemma\n---\n# Title\n", "tiny"),
+        ("---\nbase_model:\n- mini\n- tiny\n---\n", "mini"),
+        ("---\nbase_model: base\n---\n", "base"),
+    ],
+)
+def test_the_base_of_a_quantised_checkpoint_is_that_of_its_card(stored: Path, card: str, expected: str) -> None:
+    """A bundled model, the first of several, or a directory beside the weights."""
+    (stored / "README.md").write_text(card, "utf-8")
+    (stored / "base").mkdir()
+    plain = {
+        name: each for name, each in json.loads((stored / "config.json").read_text()).items() if "quant" not in name
+    }
+    (stored / "base" / "config.json").write_text(json.dumps(plain), "utf-8")
+    settings = Settings(model=str(stored), dtype="bf16")
+    base = str(stored / "base") if expected == "base" else expected
+    assert unquantized_settings(settings) == Settings(model=base, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("card", "message"),
+    [
+        (None, "README.md names no base_model"),
+        ("base_model: tiny\n", "names no base_model"),
+        ("---\nbase_model: [\n---\n", "names no base_model"),
+        ("---\nbase_model: owner/absent-model\n---\n", "owner/absent-model is not on this machine; download it, or"),
+        ("---\nbase_model: ../escape\n---\n", "../escape is not on this machine"),
+        ("---\nbase_model: .\n---\n", "base_model . is quantised, too; bring the truth of the unquantised model with"),
+    ],
+)
+def test_a_base_that_cannot_be_had_is_refused_with_a_fix(stored: Path, card: str | None, message: str) -> None:
+    if card is not None:
+        (stored / "README.md").write_text(card, "utf-8")
+    with pytest.raises(ModelError, match=re.escape(message)):
+        unquantized_settings(Settings(model=str(stored)))
+
+
+def test_settings_that_quantise_on_load_name_their_own_base() -> None:
+    settings = Settings(model="tiny", quantization="int4", quantization_group_size=64, dtype="bf16")
+    assert unquantized_settings(settings) == Settings(model="tiny", dtype="bf16")
+    assert unquantized_settings(Settings(model="tiny")) == Settings(model="tiny")
+
+
+def test_bytes_of_weights_count_scales(int8: GenerateRunner) -> None:
+    model = int8.loaded.model
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    stored = sum(linear.in_features * linear.out_features + 4 * linear.out_features for linear in quantized)
+    assert weight_bytes(model) == stored + sum(2 * parameter.numel() for parameter in model.parameters())
+    assert weights_name(model) == "int8"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from panscan.records.store import Run
 __all__ = ["Price", "PriceTable", "is_quantized", "price_table", "prices_of"]
 
 _KINDS = ("quantization", "quantization_group_size")
+_WEIGHTS = (*_KINDS, "model", "revision")
 _NO_BASE = "no unquantised cell"
 NOTE = (
     "Quantised weights are compared with the unquantised model: KL is the mean divergence of next-token distributions "
@@ -101,7 +102,7 @@ def price_table(run: Run, rows: Sequence[MeasuredCell]) -> PriceTable | None:
         return None
     scored = any(price.quality for price in prices)
     memory, whose = memory_metric(rows)
-    others = [name for name in distinguishing([each.row.told for each in prices]) if name not in (*_KINDS, "model")]
+    others = [name for name in distinguishing([each.row.told for each in prices]) if name not in _WEIGHTS]
     headings = [
         "weights", "weights GiB", f"peak {whose} GiB", "req/s", "TTFT ms", "TPOT ms", "verdict",
         "KL answers", "KL images", "top-1",

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from panscan.core import ModelError
@@ -127,7 +128,8 @@ def _on_this_machine(named: str, checkpoint: Path) -> str | None:
     for directory in (Path(named).expanduser(), checkpoint / named):
         if (directory / "config.json").is_file():
             return str(directory)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", named):
+    try:
+        cached = [try_to_load_from_cache(named, file) for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    except HFValidationError:  # no hub id either
         return None
-    cached = (try_to_load_from_cache(named, file) for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     return named if any(isinstance(path, str) for path in cached) else None
