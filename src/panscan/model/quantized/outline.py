@@ -67,7 +67,7 @@ def _fitting(model: Any) -> str:
     """Return the group sizes that divide every matrix, as advice."""
     widths = {linear.in_features for _, linear in decoder_linears(model)}
     widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
-    sizes = [str(size) for size in (128, 64, 32, 16) if all(width % size == 0 for width in widths)]
+    sizes = [str(size) for size in (128, 64, 32) if all(width % size == 0 for width in widths)]
     return f" use {' or '.join(sizes)}" if sizes else " use int8 or fp8"
 
 

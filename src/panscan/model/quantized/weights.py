@@ -33,9 +33,8 @@ __all__ = [
 ]
 
 KINDS = ("fp8", "int8", "int4")
-BLOCK = 128
+BLOCK = 256
 """Input channels of one block of packed 4-bit weights."""
-_WORDS = BLOCK // 8  # int32 words of one output channel in a block
 _INT8_MOST, _FP8_MOST = 127.0, 448.0
 _INT4_ZERO = 8  # stored for a weight of 0, without zero points
 _INT4_HALF_RANGE = 7.5  # of 16 levels, as compressed-tensors and vLLM scale them
@@ -48,14 +47,14 @@ class WeightFormat:
 
     Args:
         kind: one of :data:`KINDS`.
-        group_size: input channels that share a scale, a multiple of 16; ``int4`` alone.
+        group_size: input channels that share a scale, a multiple of 32; ``int4`` alone.
         zero_points: whether groups have zero points of their own; ``int4`` alone.
         ordered: whether input channels are stored in another order (GPTQ's ``desc_act``); ``int4`` alone.
         quantizes_inputs: whether products quantise their inputs too. False: weights only.
     """
 
     kind: str
-    group_size: int = BLOCK
+    group_size: int = 128
     zero_points: bool = False
     ordered: bool = False
     quantizes_inputs: bool = True
@@ -81,7 +80,7 @@ class QuantizedRows(NamedTuple):
 class QuantizedLinear(nn.Module):
     """``nn.Linear`` with quantised weights. Buffers are named as below, and may be views into fused ones.
 
-    ``weight``: int8 or float8_e4m3fn ``[outputs, inputs]``; for ``int4``, int32 ``[blocks, outputs, 16]`` as
+    ``weight``: int8 or float8_e4m3fn ``[outputs, inputs]``; for ``int4``, uint8 ``[blocks, outputs, 128]`` as
     :func:`pack_int4` packs it, whose last block is filled up with zeros.
     ``scale``: float32 ``[outputs]``; for ``int4``, any floating-point type ``[groups, outputs]``.
     ``zero``: uint8 ``[groups, outputs]`` or None: the stored value of a weight of 0; None: 8.
@@ -96,7 +95,7 @@ class QuantizedLinear(nn.Module):
         device: of the buffers, whose values are arbitrary until :meth:`quantize` or a loader sets them.
 
     Raises:
-        ValueError: the group size does not divide the inputs, or is no multiple of 16.
+        ValueError: the group size does not divide the inputs, or is no multiple of 32.
     """
 
     weight: torch.Tensor
@@ -113,11 +112,11 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
         zero = order = None
         if how.kind == "int4":
-            if how.group_size % 16 or in_features % how.group_size:
+            if how.group_size % 32 or in_features % how.group_size:
                 raise ValueError(f"groups of {how.group_size} do not divide {in_features} input channels")
             groups = in_features // how.group_size
-            shape: tuple[int, ...] = (-(-in_features // BLOCK), out_features, _WORDS)
-            weight = torch.empty(shape, dtype=torch.int32, device=device)
+            shape = (-(-in_features // BLOCK), out_features, BLOCK // 2)
+            weight = torch.empty(shape, dtype=torch.uint8, device=device)
             scale = torch.empty(groups, out_features, dtype=scale_type, device=device)
             if how.zero_points:
                 zero = torch.empty(groups, out_features, dtype=torch.uint8, device=device)
@@ -199,26 +198,22 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
 
 
 def pack_int4(levels: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit values ``[outputs, inputs]``, uint8 in [0, 15], into int32 ``[blocks, outputs, 16]``.
+    """Pack 4-bit values ``[outputs, inputs]``, uint8 in [0, 15], into uint8 ``[blocks, outputs, 128]``.
 
-    Four bits j of word i in block b hold input channel ``128 b + 16 j + i``, so a kernel that takes the same four bits
-    of 16 words has 16 consecutive channels. Blocks come first: the words of consecutive output channels are contiguous.
-    The last block is filled up with 8.
+    Byte i of block b holds input channel ``256 b + i`` in its low and ``256 b + 128 + i`` in its high four bits, so
+    both halves of a kernel's loads are consecutive channels. Blocks come first: the bytes of consecutive output channels
+    are contiguous. The last block is filled up with 8.
     """
     outputs, inputs = levels.shape
     blocks = -(-inputs // BLOCK)
-    full = functional.pad(levels, (0, blocks * BLOCK - inputs), value=_INT4_ZERO).to(torch.int64)
-    shifts = 4 * torch.arange(8, device=levels.device)
-    words = (full.view(outputs, blocks, 8, _WORDS) << shifts[:, None]).sum(2)
-    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return signed.transpose(0, 1).contiguous()
+    full = functional.pad(levels, (0, blocks * BLOCK - inputs), value=_INT4_ZERO).view(outputs, blocks, 2, -1)
+    return (full[:, :, 0] | full[:, :, 1] << 4).transpose(0, 1).contiguous()
 
 
 def unpack_int4(packed: torch.Tensor, inputs: int) -> torch.Tensor:
     """Return the values of :func:`pack_int4` as uint8 ``[outputs, inputs]``."""
-    shifts = 4 * torch.arange(8, device=packed.device, dtype=torch.int32)
-    levels = (packed.transpose(0, 1)[:, :, None, :] >> shifts[:, None]) & 0xF
-    return levels.flatten(1).to(torch.uint8)[:, :inputs]
+    halves = torch.stack([packed & 0xF, packed >> 4], 2)
+    return halves.transpose(0, 1).flatten(1)[:, :inputs]
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
