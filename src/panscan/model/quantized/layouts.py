@@ -124,7 +124,7 @@ def int4_linear(values: Int4Values) -> QuantizedLinear:
     """Return the module of a 4-bit matrix, on the device of its values.
 
     Raises:
-        ValueError: the group size does not divide the inputs, or is no multiple of 16.
+        ValueError: the group size does not divide the inputs, or is no multiple of 32.
     """
     outputs, inputs = values.levels.shape
     groups = len(values.scale)

@@ -160,7 +160,8 @@ class MatrixTensors:
     @property
     def weight_name(self) -> str:
         """Name of the parameter in the checkpoint's layout, if it were not quantised."""
-        any_name = next(iter(self._leaves.values()), f"{self._key}.")
+        # The bias is the one tensor that may have been written by other software, with names of another layout.
+        any_name = next((name for leaf, name in self._leaves.items() if leaf != "bias"), f"{self._key}.")
         return f"{any_name.rpartition('.')[0]}.weight"
 
     @property

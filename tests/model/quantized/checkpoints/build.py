@@ -141,18 +141,18 @@ def awq() -> None:
     tensors, expected = {}, {}
     for path, linear in linears(model()).items():
         outputs, inputs = linear.weight.shape
-        scale, zero = ranges(linear.weight.detach(), torch.arange(inputs) // 16, 4, symmetric=False)
+        scale, zero = ranges(linear.weight.detach(), torch.arange(inputs) // 32, 4, symmetric=False)
         packed = AwqTorchLinear(
-            bits=4, group_size=16, sym=False, desc_act=False, in_features=inputs, out_features=outputs
+            bits=4, group_size=32, sym=False, desc_act=False, in_features=inputs, out_features=outputs
         )  # fmt: skip
         clipped = nn.Linear(inputs, outputs, bias=False)
-        wide = scale.repeat_interleave(16, 1), zero.repeat_interleave(16, 1)
+        wide = scale.repeat_interleave(32, 1), zero.repeat_interleave(32, 1)
         levels = (linear.weight.detach().float() / wide[0] + wide[1]).round().clamp(0, 15)
         clipped.weight.data = (levels - wide[1]) * wide[0]
         packed.pack(clipped, scale, zero)
-        expected[f"{path}.weight"] = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, 16).T
+        expected[f"{path}.weight"] = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, 32).T
         tensors |= {f"{path}.{leaf}": getattr(packed, leaf) for leaf in ("qweight", "qzeros", "scales")}
-    config = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     write("awq", config, tensors, expected)
 
 
@@ -188,7 +188,7 @@ def main() -> None:
 
     dense = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
     linear, per_token = ["Linear"], weights(8, "int", "token", dynamic=True)
-    int4 = {"group_0": {"targets": linear, "weights": weights(4, "int", "group", group_size=16)}}
+    int4 = {"group_0": {"targets": linear, "weights": weights(4, "int", "group", group_size=32)}}
     compressed("w4a16", int4, dense, "pack-quantized")
     # Two groups by name, one matrix left out, zero points, and the layout of Transformers 5.
     mixed = {
@@ -218,8 +218,8 @@ def main() -> None:
         }
     }  # fmt: skip
     compressed("fp8-static-all", static, ["lm_head"], "float-quantized")  # vision tower included
-    gptq("gptq", bits=4, size=16, symmetric=True, act_order=False, version="gptq")
-    gptq("gptq-v2-act-order", bits=4, size=16, symmetric=False, act_order=True, version="gptq_v2")
+    gptq("gptq", bits=4, size=32, symmetric=True, act_order=False, version="gptq")
+    gptq("gptq-v2-act-order", bits=4, size=32, symmetric=False, act_order=True, version="gptq_v2")
     gptq("gptq-asym", bits=4, size=-1, symmetric=False, act_order=False, version="gptq")
     gptq("gptq-8bit", bits=8, size=-1, symmetric=True, act_order=False, version="gptq")
     awq()
