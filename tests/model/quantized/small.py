@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -49,13 +51,16 @@ class Checkpoint:
             metadata = dict(file.metadata())
             values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
         config = json.loads(metadata.pop("quantization_config"))
-        expected = {key.removeprefix("expected/"): value for key, value in values.items() if key.startswith("expected/")}
+        expected = {
+            key.removeprefix("expected/"): value for key, value in values.items() if key.startswith("expected/")
+        }
         tensors = {key: value for key, value in values.items() if not key.startswith("expected/")}
         return cls(config, tensors, expected, metadata)
 
     def write(self, directory: Path) -> Path:
         """Write a whole checkpoint: the quantised matrices, and the small model's other weights."""
-        write_shape(SMALL, directory)
+        for name, content in _other_files().items():
+            (directory / name).write_bytes(content)
         described = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**described, "quantization_config": self.config}))
         dense = {
@@ -67,6 +72,15 @@ class Checkpoint:
         return directory
 
 
+@cache
+def _other_files() -> dict[str, bytes]:
+    """Return the files of the small model beside its weights."""
+    with TemporaryDirectory() as directory:
+        write_shape(SMALL, Path(directory))
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+@cache
 def dense_weights() -> dict[str, torch.Tensor]:
     """Return the weights of the small model in bfloat16."""
     model, _ = random_model(SMALL, dtype=torch.bfloat16, device="cpu")

@@ -215,7 +215,7 @@ def _plain_weight(group: _Group, tensors: MatrixTensors, outputs: int, inputs: i
         words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
         return (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # an offset of 128 to two's complement
     kind = torch.float8_e4m3fn if group.floating else torch.int8
-    return tensors.take("weight", (outputs, inputs), types=(kind,))
+    return tensors.take_values("weight", (outputs, inputs), kind)
 
 
 def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:

@@ -207,6 +207,17 @@ class MatrixTensors:
             raise ValueError(f"{self._leaves[leaf]} contains infinite or NaN values: the file is damaged")
         return scale
 
+    def take_values(self, leaf: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Read int8 or float8_e4m3fn weights.
+
+        Raises:
+            ValueError: as :meth:`take`, or a value is NaN.
+        """
+        values = self.take(leaf, shape, types=(dtype,))
+        if dtype == torch.float8_e4m3fn and ((values.view(torch.uint8) & 0x7F) == 0x7F).any():  # every bit but the sign
+            raise ValueError(f"{self._leaves[leaf]} contains NaN: the file is damaged")
+        return values
+
     def ignore(self, *leaves: str) -> None:
         """Declare leaves that do not change the weights."""
         self.taken.update(leaves)

@@ -1,7 +1,7 @@
 """Build the small checkpoints beside this file with the libraries of their formats.
 
-Each file holds the quantised matrices of one decoder layer as a library stores them, the library's own dequantised values
-under ``expected/``, and ``quantization_config`` in its metadata. Run it again when a format changes::
+Each file holds the quantised matrices of one decoder layer as a library stores them, the library's own dequantised
+values under ``expected/``, and ``quantization_config`` in its metadata. Run it again when a format changes::
 
     python tests/model/quantized/checkpoints/build.py
 
@@ -34,7 +34,9 @@ def model() -> Any:
 
 def linears(owner: Any) -> dict[str, nn.Linear]:
     """Return the matrices of the decoder's only layer."""
-    return {name: part for name, part in owner.named_modules() if name.startswith(LAYER) and isinstance(part, nn.Linear)}
+    return {
+        name: part for name, part in owner.named_modules() if name.startswith(LAYER) and isinstance(part, nn.Linear)
+    }
 
 
 def write(
@@ -44,7 +46,11 @@ def write(
     """Write one file, with the names of most published checkpoints or of Transformers 5."""
 
     def named(key: str) -> str:
-        return key.replace(LAYER, PUBLISHED).replace("model.vision_tower.", "vision_tower.vision_model.") if published else key
+        return (
+            key.replace(LAYER, PUBLISHED).replace("model.vision_tower.", "vision_tower.vision_model.")
+            if published
+            else key
+        )
 
     stored = {named(key): value.detach().contiguous().clone() for key, value in tensors.items()}
     stored |= {f"expected/{key}": value.detach().contiguous().clone() for key, value in expected.items()}
@@ -81,13 +87,17 @@ def compressed(name: str, groups: dict[str, Any], ignore: list[str], overall: st
             del state["weight_zero_point"]
         compressor = BaseCompressor.get_value_from_registry(scheme.format or overall)
         packed = compressor.compress(state, scheme)
+        if scheme.input_activations is not None and not scheme.input_activations.dynamic:
+            packed["input_scale"] = part.input_scale
         tensors |= {f"{path}.{leaf}": value for leaf, value in packed.items()}
         expected[f"{path}.weight"] = compressor.decompress(packed, scheme)["weight"]
     stored = json.loads(config.model_dump_json()) | {"quantization_status": "compressed"}
     write(name, stored, tensors, expected, published=published)
 
 
-def ranges(weight: torch.Tensor, groups: torch.Tensor, bits: int, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def ranges(
+    weight: torch.Tensor, groups: torch.Tensor, bits: int, *, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and zero point ``[outputs, groups]`` of weights whose input channels are in these groups."""
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     scales, zeros = [], []
@@ -163,7 +173,11 @@ def torchao(name: str, kind: Any, class_name: str, keep: Callable[[str], bool], 
 
     owner = model()
     quantize_(owner, kind, filter_fn=lambda part, path: isinstance(part, nn.Linear) and keep(path))
-    state = {f"{path}.weight": part.weight for path, part in owner.named_modules() if isinstance(part, nn.Linear) and keep(path)}
+    state = {
+        f"{path}.weight": part.weight
+        for path, part in owner.named_modules()
+        if isinstance(part, nn.Linear) and keep(path)
+    }
     tensors, metadata = flatten_tensor_state_dict(state)
     expected = {key: value.dequantize() for key, value in state.items()}
     config = {
@@ -214,7 +228,8 @@ def main() -> None:
     compressed("fp8-dynamic", fp8, dense, "float-quantized")
     static = {
         "group_0": {
-            "targets": linear, "weights": weights(8, "float", "tensor"), "input_activations": weights(8, "float", "tensor")
+            "targets": linear, "weights": weights(8, "float", "tensor"),
+            "input_activations": weights(8, "float", "tensor"),
         }
     }  # fmt: skip
     compressed("fp8-static-all", static, ["lm_head"], "float-quantized")  # vision tower included
@@ -230,7 +245,8 @@ def main() -> None:
         lambda path: path.startswith(LAYER), skipped,
     )  # fmt: skip
     torchao(
-        "torchao-float8", Float8WeightOnlyConfig(), "Float8WeightOnlyConfig", lambda path: path.startswith(LAYER), skipped
+        "torchao-float8", Float8WeightOnlyConfig(), "Float8WeightOnlyConfig",
+        lambda path: path.startswith(LAYER), skipped,
     )  # fmt: skip
 
 
