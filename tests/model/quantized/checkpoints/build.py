@@ -88,7 +88,7 @@ def compressed(name: str, groups: dict[str, Any], ignore: list[str], overall: st
         compressor = BaseCompressor.get_value_from_registry(scheme.format or overall)
         packed = compressor.compress(state, scheme)
         if scheme.input_activations is not None and not scheme.input_activations.dynamic:
-            packed["input_scale"] = part.input_scale
+            packed["input_scale"] = torch.tensor([0.05], dtype=torch.bfloat16)
         tensors |= {f"{path}.{leaf}": value for leaf, value in packed.items()}
         expected[f"{path}.weight"] = compressor.decompress(packed, scheme)["weight"]
     stored = json.loads(config.model_dump_json()) | {"quantization_status": "compressed"}
@@ -187,6 +187,32 @@ def torchao(name: str, kind: Any, class_name: str, keep: Callable[[str], bool], 
     write(name, config, tensors, expected, metadata, published=False)
 
 
+def torchao_int4() -> None:
+    """Write a checkpoint of torchao's ``Int4Tensor``, quantised here: torchao needs a GPU for that."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int4Tensor
+
+    state, expected = {}, {}
+    for path, linear in linears(model()).items():
+        grouped = linear.weight.detach().float().unflatten(1, (-1, 32))
+        low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+        scale = ((high - low) / 15).bfloat16()
+        middle = (low + 8 * scale).bfloat16()  # the weight of level 0
+        levels = ((grouped - middle.float()) / scale.float()).round().clamp(-8, 7).flatten(1).to(torch.int8)
+        octets = (levels[:, ::2] & 0xF) | (levels[:, 1::2] << 4)
+        state[f"{path}.weight"] = Int4Tensor(
+            octets, scale[..., 0].T.contiguous(), middle[..., 0].T.contiguous(), [1, 32], linear.weight.shape
+        )  # fmt: skip
+        dense = levels.float().unflatten(1, (-1, 32)) * scale.float() + middle.float()
+        expected[f"{path}.weight"] = dense.flatten(1)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    config = {
+        "quant_method": "torchao", "modules_to_not_convert": ["lm_head", "model.vision_tower"],
+        "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": 32}}},
+    }  # fmt: skip
+    write("torchao-int4", config, tensors, expected, metadata, published=False)
+
+
 def weights(bits: int, kind: str, strategy: str, **others: Any) -> dict[str, Any]:
     """Return quantisation arguments of compressed-tensors."""
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **others}
@@ -198,6 +224,8 @@ def main() -> None:
         Float8WeightOnlyConfig,
         Int8DynamicActivationInt8WeightConfig,
         Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
     )
 
     dense = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
@@ -248,6 +276,11 @@ def main() -> None:
         "torchao-float8", Float8WeightOnlyConfig(), "Float8WeightOnlyConfig",
         lambda path: path.startswith(LAYER), skipped,
     )  # fmt: skip
+    torchao(
+        "torchao-intx", IntxWeightOnlyConfig(torch.int4, PerGroup(32)), "IntxWeightOnlyConfig",
+        lambda path: path.startswith(LAYER), skipped,
+    )  # fmt: skip
+    torchao_int4()
 
 
 if __name__ == "__main__":
