@@ -88,9 +88,9 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
     else:
         part.weight = pack_int4(unpack_int4(linear.weight, linear.in_features)[:, share])
     repeats, groups = linear.how.group_size // group, slice(share.start // group, share.stop // group)
-    part.scale = linear.scale.repeat_interleave(repeats, 0)[groups].contiguous()
+    part.scale = linear.scale.repeat_interleave(repeats, 0)[groups].clone()
     if linear.zero is not None:
-        part.zero = linear.zero.repeat_interleave(repeats, 0)[groups].contiguous()
+        part.zero = linear.zero.repeat_interleave(repeats, 0)[groups].clone()
     return part
 
 
