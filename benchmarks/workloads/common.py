@@ -197,7 +197,10 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         found = {}
         for name, runner in runners.items():
             cell = Cell.of(runner.settings)
-            verifier.prepare(runner, [cell])
+            if cell.settings.quantization is None:
+                verifier.prepare(runner, [cell])
+            else:
+                verifier.prepare_quantized([cell])
             runner.configure(cell.settings)
             found[name] = verifier.verify(runner, cell)
             if isinstance(runner, EngineRunner):
@@ -238,7 +241,7 @@ def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
             "name": work.settings.model_name,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "device": str(loaded.device),
-            "weight_bytes": sum(each.numel() * each.element_size() for each in loaded.model.parameters()),
+            "weight_bytes": sum(each.nbytes for each in (*loaded.model.parameters(), *loaded.model.buffers())),
         },
         "settings": work.settings.changed(),
         "work": {

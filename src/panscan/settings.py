@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
 from types import UnionType
@@ -20,11 +20,14 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "ENGINE_AXES",
     "ENGINE_LIMITS",
+    "KV_CACHE_DTYPES",
+    "QUANTIZATION",
     "RANGES",
     "RUNNER_LIMITS",
     "SAMPLE_RANGES",
     "VLLM_AXES",
     "VLLM_LIMITS",
+    "WEIGHT_KINDS",
     "Axis",
     "Settings",
     "axes",
@@ -40,6 +43,10 @@ __all__ = [
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
+WEIGHT_KINDS = ("fp8", "int8", "int4")
+"""Quantisations of our own, which every runner but vLLM computes with; int4 alone has groups."""
+QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
+KV_CACHE_DTYPES = ("auto", "fp8")
 Level = Literal["load", "call"]
 
 
@@ -64,6 +71,7 @@ RANGES = {
     "max_concurrency": Range(whole=True, least=1, most=2**31 - 1),
     **dict.fromkeys(("prefill_chunk_size", "pad_to_multiple_of"), SAMPLING_RANGES["max_new_tokens"]),
     "tensor_parallel_size": Range(whole=True, least=1, most=64),
+    "quantization_group_size": Range(whole=True, least=32, most=65_536, note="a multiple of 32"),
     "gpu_memory_utilization": Range(above=0, most=1, note="a share: 0.92 is 92% of the memory"),
     "gpu_memory_gb": Range(above=0, most=_GIGABYTES, note="leave it out to set no limit in GB"),
     "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
@@ -98,9 +106,11 @@ class Settings:
         choices=("auto", "bf16", "fp32", "fp16"), level="load",
     )  # fmt: skip
     quantization: str | None = _axis(
-        None, "weights quantised on load, or 'gptq' for such a checkpoint",
-        choices=("fp8", "int8", "int4", "bnb-8bit", "bnb-4bit", "torchao-int8", "torchao-int4", "torchao-float8", "gptq"), level="load",
-    )  # fmt: skip
+        None, "quantise the weights on load; bnb-8bit and bnb-4bit are slow", choices=QUANTIZATION, level="load"
+    )
+    quantization_group_size: int | None = _axis(
+        None, "int4: input channels per scale; none: 128 if it divides", level="load"
+    )
     device: str = _axis("auto", "auto, cpu, cuda, cuda:N or mps", level="load")
     device_map: str | None = _axis(
         None, "spread layers over devices (one works at a time)",
@@ -127,6 +137,9 @@ class Settings:
     gpu_memory_utilization: float = _axis(0.92, "maximum share of each GPU's memory", only="engine")
     gpu_memory_gb: float | None = _axis(None, "maximum memory per GPU in GB (10^9 bytes)", only="engine")
     kv_cache_gb: float | None = _axis(None, "KV cache per GPU in GB (10^9 bytes); none: free memory", only="engine")
+    kv_cache_dtype: str = _axis(
+        "auto", "KV cache values; auto: the model's type", choices=KV_CACHE_DTYPES, only="engine"
+    )
     prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
     vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
     image_memory_gb: float = _axis(2.0, "decoded images in memory, in GB (10^9 bytes)", only="engine")
@@ -201,12 +214,34 @@ class Settings:
             raise SettingError("--device-map and --tp-plan exclude each other")
         if self.device_map is not None and self.device != "auto":
             raise SettingError("--device-map and --device exclude each other: the map places the layers")
+        self._check_quantization()
         self._check_tensor_parallel()
         if self.max_memory is not None and self.device_map is None:
             raise SettingError("--max-memory needs --device-map")
         for part in self.max_memory.split(";") if self.max_memory is not None else ():
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
                 raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
+
+    def _check_quantization(self) -> None:
+        kind, size = self.quantization, self.quantization_group_size
+        if size is not None and kind != "int4":
+            raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
+        if size is not None and size % 32:
+            raise SettingError(f"--quantization-group-size {size}: expected a multiple of 32, such as 128, 64 or 32")
+        if kind is None:
+            return
+        if kind not in WEIGHT_KINDS:
+            if self.random_weights:
+                raise SettingError(
+                    f"--random-weights: --quantization {kind} takes checkpoints only; use {_or(WEIGHT_KINDS)}"
+                )
+            return
+        for name in ("device_map", "tp_plan"):
+            if getattr(self, name) is not None:
+                raise SettingError(
+                    f"--quantization {kind} and --{axes()[name].flag} exclude each other; use --runner engine with"
+                    " --tensor-parallel-size, or --quantization bnb-8bit or bnb-4bit"
+                )
 
     def _check_tensor_parallel(self) -> None:
         if self.tensor_parallel_size == 1:
@@ -219,9 +254,9 @@ class Settings:
                 f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
                 " and CUDA_VISIBLE_DEVICES to choose them"
             )
-        if self.quantization not in (None, "fp8", "int8", "int4"):
+        if self.quantization not in (None, *WEIGHT_KINDS):
             raise SettingError(
-                f"--tensor-parallel-size: --quantization {self.quantization} cannot be split; use fp8, int8 or int4"
+                f"--tensor-parallel-size: --quantization {self.quantization} cannot be split; use {_or(WEIGHT_KINDS)}"
             )
 
     @cached_property
@@ -351,6 +386,10 @@ def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
     asked = given if "runner" in preset else {**preset, **given}
     lacks = any(asked.get(name, only) != only for name, only in ENGINE_LIMITS.items())
     return "generate" if named == "engine" and lacks else named
+
+
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

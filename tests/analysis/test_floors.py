@@ -88,10 +88,10 @@ def test_vision_reads_its_weights_where_arithmetic_is_quick() -> None:
 
 def test_quantised_decoders_read_what_is_stored() -> None:
     """One byte a weight in the decoder; the tower's four stay."""
-    found = floor(weight_bytes=464 + 4 * 1249, settings={"quantization": "torchao-int8"})
+    found = floor(weight_bytes=464 + 4 * 1249, settings={"quantization": "int4"})
     assert found.decode_ms == pytest.approx(1e3 * 2 * (max(0.464 + 0.240, 1.040) + max(0.464 + 0.256, 1.056)) / 3)
     assert floor(
-        weight_bytes=464 + 4 * 1249, settings={"quantization": "torchao-int8"}, flops_per_s=1e9
+        weight_bytes=464 + 4 * 1249, settings={"quantization": "int4"}, flops_per_s=1e9
     ).decode_ms == pytest.approx(1e3 * 2 * (0.464 + 0.240 + 0.464 + 0.256) / 3)
 
 
@@ -155,7 +155,7 @@ def test_requests_that_failed_are_no_work() -> None:
         ({}, {"runner": "generate_batch"}),
         ({}, {"tp_plan": "auto"}),
         ({}, {"quantization": "bnb-8bit"}),
-        ({}, {"quantization": "torchao-float8"}),
+        ({}, {"quantization": "fp8"}),
         ({"device": "cuda:0"}, {"tf32": True}),
     ],
 )

@@ -199,10 +199,10 @@ def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
     from panscan.bench.plan import SweepPlan
     from panscan.bench.workload import Source
 
-    cells = build_cells({"quantization": ["torchao-int8", "none"], "dtype": ["fp32", "bf16"]})
+    cells = build_cells({"quantization": ["int8", "none"], "dtype": ["fp32", "bf16"]})
     plan = SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"))
     kinds = [visits[0][0].settings.quantization for visits in plan.order()]
-    assert kinds == [None, None, "torchao-int8", "torchao-int8"]
+    assert kinds == [None, None, "int8", "int8"]
 
 
 @pytest.mark.skipif(

@@ -143,9 +143,8 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
 
 
 def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
     settings = settings_from(
-        {"model": "tiny", "quantization": "torchao-int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
+        {"model": "tiny", "quantization": "int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
     )
     verifier = bench.verifier(directory=tmp_path)
     record = verifier.verdict(GenerateRunner.from_settings(settings), settings)
@@ -160,9 +159,8 @@ def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench,
 
 
 def test_a_quantised_pipeline_has_a_truth_of_its_own_pixels(bench: Bench, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
     settings = settings_from(
-        {"model": "tiny", "quantization": "torchao-int8", "dtype": "bf16", "device": "cpu", "max_new_tokens": 2,
+        {"model": "tiny", "quantization": "int8", "dtype": "bf16", "device": "cpu", "max_new_tokens": 2,
          "runner": "pipeline"}
     )  # fmt: skip
     record = bench.verifier(directory=tmp_path).verdict(open_runner(settings), settings)

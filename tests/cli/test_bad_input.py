@@ -102,7 +102,7 @@ CASES = [
             "0.5",
         ],
         2,
-        "--tensor-parallel-size: quantised weights cannot be split; use --replicas, or leave out --quantization",
+        "--tensor-parallel-size: --quantization bnb-8bit cannot be split; use fp8, int8 or int4",
     ),
     (
         ["bench", "doc.png", "--tensor-parallel-size", "2", "--device-map", "auto", "--gpu-memory-gb", "8"],

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from tests.conftest import noise
 from torch import nn
 from torch.nn.functional import linear
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import TorchAoConfig
 
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.checkpoint import Placement, load_model
 from panscan.model.linear import ModuleLinear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.random_weights import random_model
 from panscan.model.reference import float32_model, weights_digest
@@ -24,6 +27,7 @@ from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.text_layers import TextLayers
 from panscan.model.vision_layers import VisionLayers
 from panscan.runners.generate import GenerateRunner
+from panscan.settings import settings_from
 
 TEXT = TextShape(1024, 64, 96, 3, 2, 1, 32, 16, 32, 256)
 SEES = Shape("sees", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)
@@ -227,13 +231,20 @@ def test_hooked_modules_run_their_hooks() -> None:
     torch.testing.assert_close(linear_of(parts[1])(x), expected[:, 5:10])
 
 
+def quantized_by_torchao() -> GenerateRunner:
+    """The tiny model with int8 weights of another library, loaded by Transformers."""
+    kind = TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["model.vision_tower", "lm_head"])
+    loaded = load_model("tiny", Placement(torch.device("cpu"), torch.float32, quantization=kind))
+    return GenerateRunner(loaded, settings_from(SMALL))
+
+
+SMALL: dict[str, Any] = {"model": "tiny", "dtype": "fp32", "device": "cpu", "max_new_tokens": 6}
+
+
 @pytest.mark.parametrize("kind", ["quantised", "offloaded"])
 def test_an_engine_on_weights_that_are_not_dense_has_the_tokens_of_generate(kind: str) -> None:
     """Greedy tokens of a model that computes in other precision or through hooks, all of it one pass at a time."""
-    given = {"dtype": "fp32", "device": "cpu", "max_new_tokens": 6}
-    if kind == "quantised":
-        given["quantization"] = "torchao-int8"
-    runner = GenerateRunner.from_pretrained("tiny", **given)
+    runner = quantized_by_torchao() if kind == "quantised" else GenerateRunner.from_pretrained(**SMALL)
     requests = [runner.request("What is it?", [noise(300, 900)]), runner.request("Hello")]
     expected = [result.token_ids for result in runner.generate(requests)]
     if kind == "offloaded":

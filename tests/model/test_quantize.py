@@ -1,6 +1,10 @@
-"""Quantisation: what is converted, what stays, and what is said when it cannot be."""
+"""Quantisation on load: what is converted, what stays, and which settings are refused."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,33 +12,30 @@ from tests.conftest import noise
 from torch import nn
 
 from panscan import GenerateRunner
-from panscan.core import UnsupportedError
-from panscan.model.load import quantization_config
+from panscan.core import ModelError
+from panscan.model.bundled import bundled_directory
+from panscan.model.load import load_for, quantization_config, weight_format
 from panscan.model.machine import is_out_of_memory
+from panscan.model.quantization import unquantized_settings, weight_bytes, weights_name
+from panscan.model.quantized.weights import QuantizedLinear
 from panscan.model.support import quantization_reason
+from panscan.settings import Settings
 
-CPU = torch.device("cpu")
+CPU, MPS = torch.device("cpu"), torch.device("mps")
 
 
 @pytest.fixture(scope="module")
 def int8() -> GenerateRunner:
-    return GenerateRunner.from_pretrained(
-        "tiny", dtype="bf16", device="cpu", quantization="torchao-int8", max_new_tokens=8
-    )
+    return GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu", quantization="int8", max_new_tokens=8)
 
 
 def test_text_layers_are_quantised_and_the_vision_tower_is_not(int8: GenerateRunner) -> None:
-    plain = {
-        name: type(module.weight.data) is torch.Tensor
-        for name, module in int8.loaded.model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    vision = {name for name in plain if "vision_tower" in name}
-    text = {name for name in plain if "language_model" in name}
-    assert len(vision) > 5
-    assert len(text) > 20
-    assert all(plain[name] for name in vision | {"lm_head"})
-    assert not any(plain[name] for name in text)
+    modules = dict(int8.loaded.model.named_modules())
+    quantized = {name for name, module in modules.items() if isinstance(module, QuantizedLinear)}
+    dense = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    assert len(quantized) == 7 * 7
+    assert all("language_model.layers" in name for name in quantized)
+    assert "lm_head" in dense and sum("vision_tower" in name for name in dense) > 5
 
 
 def test_a_quantised_model_answers_otherwise(int8: GenerateRunner) -> None:
@@ -49,15 +50,101 @@ def test_a_quantised_model_answers_otherwise(int8: GenerateRunner) -> None:
     assert 0 < moved.abs().max() < 3
 
 
-def test_what_cannot_be_quantised_here_is_said() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine may be able to")
-    assert "compute capability 8.9" in str(quantization_reason("torchao-float8", CPU))
-    assert "NVIDIA GPU" in str(quantization_reason("torchao-int4", CPU))
-    assert quantization_reason("torchao-int8", CPU) is None
-    assert quantization_config("gptq", torch.bfloat16) is None
-    with pytest.raises(UnsupportedError, match="gptq"):
-        GenerateRunner.from_pretrained("tiny", quantization="gptq")
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        (Settings(quantization="int4"), 64),  # the mini model's MLP has 9 x 64 channels
+        (Settings(quantization="int4", model="tiny"), 128),
+        (Settings(quantization="int4", random_weights=True, model_shape="27b"), 128),
+        (Settings(quantization="int4", quantization_group_size=32), 32),
+    ],
+)
+def test_groups_divide_the_model(settings: Settings, size: int) -> None:
+    chosen = weight_format(settings)
+    assert chosen is not None and chosen.group_size == size
+
+
+def test_a_kind_that_this_device_cannot_run_names_another() -> None:
+    assert "8.9 or later; on a CPU use int8 or int4" in str(quantization_reason("fp8", CPU))
+    assert "--device cpu with int8 or int4" in str(quantization_reason("int4", MPS))
+    assert quantization_reason("int8", CPU) is None and quantization_reason("int4", CPU) is None
+
+
+def test_bitsandbytes_leaves_the_vision_tower_and_the_output_matrix() -> None:
+    for name in ("bnb-8bit", "bnb-4bit"):
+        config = quantization_config(name, torch.bfloat16)
+        assert config.llm_int8_skip_modules == ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    assert quantization_config("int8", torch.bfloat16) is None
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A directory whose configuration is that of a quantised checkpoint."""
+    source = bundled_directory("tiny")
+    assert source is not None
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["int8", "bnb-4bit"])
+def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, kind: str) -> None:
+    with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already \(gptq\); leave out"):
+        load_for(Settings(model=str(stored), quantization=kind, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("---\nbase_model: tiny\nlicense: gemma\n---\n# Title\n", "tiny"),
+        ("---\nbase_model:\n- mini\n- tiny\n---\n", "mini"),
+        ("---\nbase_model: base\n---\n", "base"),
+    ],
+)
+def test_the_base_of_a_quantised_checkpoint_is_that_of_its_card(stored: Path, card: str, expected: str) -> None:
+    """A bundled model, the first of several, or a directory beside the weights."""
+    (stored / "README.md").write_text(card, "utf-8")
+    (stored / "base").mkdir()
+    plain = {
+        name: each for name, each in json.loads((stored / "config.json").read_text()).items() if "quant" not in name
+    }
+    (stored / "base" / "config.json").write_text(json.dumps(plain), "utf-8")
+    settings = Settings(model=str(stored), dtype="bf16")
+    base = str(stored / "base") if expected == "base" else expected
+    assert unquantized_settings(settings) == Settings(model=base, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("card", "message"),
+    [
+        (None, "README.md names no base_model"),
+        ("base_model: tiny\n", "names no base_model"),
+        ("---\nbase_model: [\n---\n", "names no base_model"),
+        ("---\nbase_model: owner/absent-model\n---\n", "owner/absent-model is not on this machine; download it, or"),
+        ("---\nbase_model: ../escape\n---\n", "../escape is not on this machine"),
+        ("---\nbase_model: .\n---\n", "base_model . is quantised, too; bring the truth of the unquantised model with"),
+    ],
+)
+def test_a_base_that_cannot_be_had_is_refused_with_a_fix(stored: Path, card: str | None, message: str) -> None:
+    if card is not None:
+        (stored / "README.md").write_text(card, "utf-8")
+    with pytest.raises(ModelError, match=re.escape(message)):
+        unquantized_settings(Settings(model=str(stored)))
+
+
+def test_settings_that_quantise_on_load_name_their_own_base() -> None:
+    settings = Settings(model="tiny", quantization="int4", quantization_group_size=64, dtype="bf16")
+    assert unquantized_settings(settings) == Settings(model="tiny", dtype="bf16")
+    assert unquantized_settings(Settings(model="tiny")) == Settings(model="tiny")
+
+
+def test_bytes_of_weights_count_scales(int8: GenerateRunner) -> None:
+    model = int8.loaded.model
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    stored = sum(linear.in_features * linear.out_features + 4 * linear.out_features for linear in quantized)
+    assert weight_bytes(model) == stored + sum(2 * parameter.numel() for parameter in model.parameters())
+    assert weights_name(model) == "int8"
 
 
 @pytest.mark.parametrize(

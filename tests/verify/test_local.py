@@ -206,6 +206,6 @@ def test_names_of_hypotheses() -> None:
 
 
 def test_quantised_weights_are_refused(mini: GenerateRunner) -> None:
-    settings = Settings(model="mini", device="cpu", quantization="torchao-int8")
+    settings = Settings(model="mini", device="cpu", quantization="int8")
     with pytest.raises(UnsupportedError, match="quantised"):
         LocalModel.open(settings)

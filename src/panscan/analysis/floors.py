@@ -19,7 +19,7 @@ from panscan.settings import ALL_AT_ONCE
 __all__ = ["Floor", "floor_of", "ratios"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_OTHER_ARITHMETIC = ("bnb-8bit", "torchao-float8")
+_OTHER_ARITHMETIC = ("fp8", "int8", "bnb-8bit", "torchao-float8")
 """Quantisations that also multiply in a narrower format, and so faster than the product that was measured."""
 
 
@@ -135,7 +135,8 @@ def _machine(run: Run, cell: str) -> _Machine | None:
     load, settings = run.loads.get(cell), run.cells[cell]
     if load is None or load["shape"] is None or load["dtype"] not in _BYTES:
         return None
-    quicker = settings.get("quantization") in _OTHER_ARITHMETIC or (
+    kinds = settings.get("quantization"), load.get("weights")
+    quicker = any(kind in _OTHER_ARITHMETIC for kind in kinds) or (
         settings.get("tf32") and load["dtype"] == "float32" and load["device"].startswith("cuda")
     )
     if quicker or settings.get("tp_plan") or settings.get("runner") in ("generate_batch", *ALL_AT_ONCE):

@@ -20,7 +20,9 @@ __all__ = ["Job", "changed_versions", "difference", "with_resolved_dtype"]
 
 SCHEMA = 1
 
-_ANSWERS_STAY = frozenset({*ENGINE_AXES, "device", "device_map", "max_memory", "prefill_chunk_size"})
+_ANSWERS_STAY = frozenset(
+    {*ENGINE_AXES, "device", "device_map", "max_memory", "prefill_chunk_size"} - {"kv_cache_dtype"}
+)
 """Settings of place and size: they may change on the way, as after a machine ran out of memory."""
 
 

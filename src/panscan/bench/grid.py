@@ -120,6 +120,7 @@ def without_pan_and_scan(flags: Mapping[str, list[str]]) -> dict[str, list[str]]
 
 _GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "device_map": ("max_memory",)}
 """A setting, and those that mean nothing where it is off."""
+_GROUPED = "int4"  # the only quantisation that has a group size
 
 
 def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
@@ -133,4 +134,6 @@ def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
     for name, governed in _GOVERNED.items():
         if not point.get(name) and any(axes_.get(name, ())):
             point = {key: value for key, value in point.items() if key not in governed}
+    if point.get("quantization") != _GROUPED and _GROUPED in axes_.get("quantization", ()):
+        point = {key: value for key, value in point.items() if key != "quantization_group_size"}
     return point

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from panscan.bench.plan import SweepPlan
 from panscan.bench.workload import plans_of
 from panscan.images.views import GEMMA3_COST
-from panscan.model.shapes import BUNDLED, SHAPES, Shape
+from panscan.model.shapes import BUNDLED, SHAPES, Shape, quantized_bytes
 from panscan.settings import ALL_AT_ONCE, Settings
 
 __all__ = ["Prediction", "predict"]
@@ -18,6 +18,7 @@ __all__ = ["Prediction", "predict"]
 _EFFICIENCY = 0.5
 _STEP_SECONDS_PER_LAYER = 0.9e-3
 _TEXT_TOKENS_PER_CHARACTER = 0.3
+_NARROW_PRODUCTS = 2.0  # times the rate of bf16 that GPUs multiply 8-bit values with
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,10 @@ def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], token
     padded = max(tokens)
     lengths = tokens if settings.runner in ALL_AT_ONCE else [padded] * len(tokens)
     gpus = settings.tensor_parallel_size if device.type == "cuda" else 1  # processes of a CPU share its rates
-    prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + sum(map(shape.prefill_flops, lengths))
+    rate = _NARROW_PRODUCTS if settings.quantization in ("fp8", "int8") else 1.0
+    prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + sum(map(shape.prefill_flops, lengths)) / rate
     width = 4 if settings.dtype == "fp32" else 2
-    read = shape.decode_bytes(padded, len(tokens), width) / (gpus * ceilings.bytes_per_s)
+    stored = quantized_bytes(settings.quantization, settings.quantization_group_size)
+    read = shape.decode_bytes(padded, len(tokens), width, 2, stored) / (gpus * ceilings.bytes_per_s)
     step = max(read, shape.text.layers * _STEP_SECONDS_PER_LAYER)
     return prefill / (gpus * ceilings.flops_per_s * _EFFICIENCY) + settings.max_new_tokens * step

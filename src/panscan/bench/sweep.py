@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.bench.workload import Item, request_of
-from panscan.core import PanscanError, Request, Result, UnsupportedError, now
+from panscan.core import ModelError, PanscanError, Request, Result, UnsupportedError, now
 from panscan.quality.scores import scores_of
 from panscan.records.requests import request_fields
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -87,6 +87,7 @@ def _run_loaded(
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[str, Any]:
     """What was loaded, and what the machine could do with it at best."""
     from panscan.model.config import shape_of_config
+    from panscan.model.quantization import weight_bytes, weights_name
 
     loaded = runner.loaded
     try:
@@ -100,9 +101,22 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
         "shape": shape,
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weight_bytes": sum(each.numel() * each.element_size() for each in loaded.model.parameters()),
+        "weight_bytes": weight_bytes(loaded.model),
+        "weights": weights_name(loaded.model),
+        "base_model": _base_model(cells[0].settings),
         **_ceilings(runner),
     }
+
+
+def _base_model(settings: Settings) -> str | None:
+    """The unquantised model of a quantised checkpoint; None for others, and where it is not on this machine."""
+    from panscan.model.quantization import unquantized_settings
+
+    try:
+        plain = unquantized_settings(settings)
+    except ModelError:
+        return None
+    return plain.model if plain.model != settings.model else None
 
 
 def _ceilings(runner: Runner) -> dict[str, float | None]:

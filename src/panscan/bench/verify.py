@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,10 @@ from panscan.bench.truth import (
     views_digest,
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
+from panscan.core import ModelError, PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
+from panscan.model.quantization import stored_method, unquantized_settings
 from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
 from panscan.records.schema import Record
@@ -56,6 +58,7 @@ _ANY = ""
 _UNWATCHED = {"generate_batch": "generate_batch() offers no place to look at its logits"}
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
 _SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
+_BRING = "bring their truth, made of the same unquantised model in this --dtype, with --reference"
 _OTHER_WEIGHTS = "vLLM draws random weights of its own: compare it on a checkpoint"
 
 
@@ -121,13 +124,12 @@ class Verifier:
             RecordsError: a reference is of other weights.
         """
         settings = cells[0].settings
-        if settings.quantization is not None or _unwatched(settings) is not None:
+        if _is_quantized(settings) or _unwatched(settings) is not None:
             return  # its truth is that of the unquantised weights
         try:
             weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
         except UnsupportedError as error:
-            mend = "bring their truth, made of the same --model in this --dtype, with --reference"
-            self._missing[_identity(settings), _ANY] = f"{error}: {mend}"
+            self._missing[_identity(settings), _ANY] = f"{error}: {_BRING}"
             return
         for cell in _one_per_views(cells, lambda each: self._views(each.settings, runner.pixels(each.settings))):
             self._prepare_one(runner, cell.settings, weights)
@@ -138,20 +140,23 @@ class Verifier:
         from panscan.runners.factory import open_runner
 
         settings = cells[0].settings
-        if settings.quantization in (None, "gptq") or _unwatched(settings) is not None:
+        if not _is_quantized(settings) or _unwatched(settings) is not None:
+            return
+        if settings.runner == "vllm":
+            self._missing[_identity(settings), _ANY] = f"vLLM does not show its weights: {_BRING}"
             return
         known = settings.runner != "pipeline"  # whose pixels only its processor knows
         if known and all(self._truth(cell.settings, cell.settings.preprocess) for cell in cells):
             return
-        plain = replace(settings, quantization=None)
-        self.say(f"loading {plain.model_name} unquantised, for the truth")
         try:
+            plain = unquantized_settings(settings)
+            self.say(f"loading {plain.model_name} unquantised, for the truth")
             runner = open_runner(plain)
         except Exception as error:  # whatever it is, cells go without a verdict, not the run without cells
             self._missing[_identity(settings), _ANY] = _reason(error, "loading the unquantised weights")
             return
         try:
-            self.prepare(runner, [replace(cell, settings=replace(cell.settings, quantization=None)) for cell in cells])
+            self.prepare(runner, [replace(cell, settings=_unquantized(cell.settings)) for cell in cells])
         finally:
             runner.close()
 
@@ -327,7 +332,7 @@ class Verifier:
 
     def _digest(self, runner: Runner, settings: Settings) -> None:
         """Know the weights that are loaded; those of quantised ones are known by the model's name only."""
-        if _identity(settings) not in self._digests and settings.quantization is None:
+        if _identity(settings) not in self._digests and not _is_quantized(settings):
             with suppress(UnsupportedError):
                 self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
 
@@ -342,8 +347,6 @@ class Verifier:
     def _why_missing(self, settings: Settings, pixels: str) -> str:
         if (unwatched := _unwatched(settings)) is not None:
             return unwatched
-        if settings.quantization == "gptq":
-            return "the unquantised weights are not in this checkpoint: bring their truth with --reference"
         identity = _identity(settings)
         found = self._missing.get((identity, self._views(settings, pixels))) or self._missing.get((identity, _ANY))
         return found or "no truth was computed"
@@ -500,7 +503,27 @@ def _unwatched(settings: Settings) -> str | None:
 
 def _identity(settings: Settings) -> _Identity:
     """Settings that decide the values of unquantised weights."""
-    return settings.model, settings.revision, settings.random_weights, settings.model_shape, _precision(settings)
+    plain = _unquantized(settings)
+    return plain.model, plain.revision, plain.random_weights, plain.model_shape, _precision(plain)
+
+
+@cache
+def _is_quantized(settings: Settings) -> bool:
+    """Whether the weights are quantised, on load or in their checkpoint."""
+    if settings.quantization is not None or settings.random_weights:
+        return settings.quantization is not None
+    with suppress(ModelError):  # of a checkpoint that cannot be had: loading it says so
+        return stored_method(settings.model, settings.revision) is not None
+    return False
+
+
+@cache
+def _unquantized(settings: Settings) -> Settings:
+    """The settings of the unquantised weights; the same settings if nothing names those of a checkpoint."""
+    try:
+        return unquantized_settings(settings)
+    except ModelError:
+        return settings
 
 
 def _precision(settings: Settings) -> str:
@@ -510,7 +533,9 @@ def _precision(settings: Settings) -> str:
 
 
 def _same_model(name: str, settings: Settings) -> bool:
-    return settings.quantization == "gptq" or name == settings.model_name
+    """Whether a truth with this model's name may be that of a cell; any may be of a checkpoint without a known base."""
+    plain = _unquantized(settings)
+    return name == plain.model_name or _is_quantized(plain)
 
 
 def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[Cell]:

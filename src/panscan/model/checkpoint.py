@@ -52,6 +52,7 @@ __all__ = [
     "Reader",
     "checkpoint_files",
     "drop_weights",
+    "load_config",
     "load_model",
     "load_outline",
     "load_random",
@@ -189,6 +190,17 @@ class Loaded:
         """What pixels are cast to."""
         dtype: torch.dtype = self.model.dtype
         return dtype if dtype.is_floating_point else torch.bfloat16
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """Return the configuration of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
+
+    Raises:
+        ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
+    """
+    source = _source(name)
+    with _explained(name):
+        return _config(name, source, revision)
 
 
 def load_reader(name: str, revision: str | None = None) -> Reader:

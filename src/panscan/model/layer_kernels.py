@@ -12,6 +12,9 @@ import triton.language as tl
 from torch import nn
 
 from panscan.model.jit import kernel
+from panscan.model.linear import Product, Rows
+from panscan.model.quantized.kernels import quantize_chunks, rounded
+from panscan.model.quantized.products import LARGEST, QuantizedRows, ScaledSums
 
 __all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
 
@@ -41,51 +44,61 @@ def add_layer_norm(
     return total, normed
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.dtype | None = None) -> Rows:
     """Return Gemma's RMS norm, ``x / sqrt(mean(x²) + eps) * (1 + weight)``, rounded once to the type of ``hidden``.
 
     Args:
-        hidden: contiguous ``[..., width]``.
+        hidden: contiguous ``[T, width]``.
         weight: ``[width]``, of any floating-point type.
         eps: added to the mean square.
+        rows: quantise the rounded result to this type; None: return it dense.
     """
-    return _rms_norms(hidden, None, weight, weight, eps)[1]
+    return _rms_norms(hidden, None, weight, weight, eps, rows)[1]
 
 
 def add_rms_norms(
-    hidden: torch.Tensor, part: torch.Tensor, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor, part: Product, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float,
+    rows: torch.dtype | None = None,
+) -> tuple[torch.Tensor, Rows]:  # fmt: skip
     """Return ``total = hidden + rms_norm(part, part_weight)`` and ``rms_norm(total, next_weight)`` as new tensors.
 
     The norm of the part, the sum and the norm of the sum are each rounded to the type of ``hidden``.
 
     Args:
-        hidden: contiguous ``[..., width]``: the residual.
-        part: contiguous, same shape and type: the output of attention or of the MLP.
+        hidden: contiguous ``[T, width]``: the residual.
+        part: contiguous, same shape and type: the output of attention or of the MLP; or with scales to be applied.
         part_weight: ``[width]``: weight of the norm behind that part.
         next_weight: ``[width]``: weight of the norm in front of the next part.
         eps: of both norms.
+        rows: quantise the second result to this type; None: return it dense.
     """
-    return _rms_norms(hidden, part, part_weight, next_weight, eps)
+    return _rms_norms(hidden, part, part_weight, next_weight, eps, rows)
 
 
-def gelu_product(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``gelu(gate) * up`` with the tanh approximation of GELU, ``[..., M]``.
+def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, rows: torch.dtype | None = None) -> Rows:
+    """Return ``gelu(gate) * up`` with the tanh approximation of GELU, ``[T, M]``.
 
     Args:
-        gate_up: contiguous ``[..., 2 * M]``: the gate in the first M columns.
+        gate_up: contiguous ``[T, 2 * M]``: the gate in the first M columns; or with scales to be applied.
+        dtype: of the model; None: that of ``gate_up``.
+        rows: quantise the rounded result to this type; None: return it dense.
     """
-    *leading, both = gate_up.shape
-    width = both // 2
-    product = gate_up.new_empty(*leading, width)
-    grid = (gate_up.numel() // both, triton.cdiv(width, _GELU_COLUMNS))
-    with torch.cuda.device(gate_up.get_device()):
-        _gelu_product[grid](gate_up, product, width=width, columns=_GELU_COLUMNS)
-    return product
+    values, row_scale, column_scale, scaled = _unscaled(gate_up)
+    count, both = values.shape
+    width, dtype = both // 2, dtype or values.dtype
+    chunks = triton.cdiv(width, _GELU_COLUMNS)
+    product = values.new_empty(count, width, dtype=dtype)
+    largest = values.new_empty(count, chunks, dtype=torch.float32)
+    with torch.cuda.device(values.get_device()):
+        _gelu_product[(count, chunks)](
+            values, row_scale, column_scale, product, largest, width=width, columns=_GELU_COLUMNS, scaled=scaled,
+            measures=rows is not None,
+        )  # fmt: skip
+    return product if rows is None else quantize_chunks(product, largest, rows)
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos: torch.Tensor,
+    qkv: Product, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos: torch.Tensor,
     sin: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, heads: int,
 ) -> torch.Tensor:  # fmt: skip
     """Norm and rotate queries and keys, store keys and values, and return the queries ``[T, heads, D]``.
@@ -94,6 +107,7 @@ def rotate_and_store(
 
     Args:
         qkv: ``[T, (heads + 2 * kv_heads) * D]``, queries, keys, values; rows may have a stride. D is a power of two.
+            Or with scales to be applied.
         q_weight: ``[D]``: weight of the queries' RMS norm (:func:`rms_norm`).
         k_weight: ``[D]``: weight of the keys' RMS norm.
         eps: of both norms.
@@ -104,32 +118,50 @@ def rotate_and_store(
         v_cache: same shape and type; modified in place.
         heads: number of query heads.
     """
-    rows = len(qkv)
+    values, row_scale, column_scale, scaled = _unscaled(qkv)
+    rows = len(values)
     _, kv_heads, size = k_cache.shape
     every = heads + 2 * kv_heads
     group = min(_MOST_HEADS, triton.next_power_of_2(every))
-    query = qkv.new_empty(rows, heads, size)
-    with torch.cuda.device(qkv.get_device()):
+    query = values.new_empty(rows, heads, size, dtype=cos.dtype)
+    with torch.cuda.device(values.get_device()):
         _rotate_and_store[(rows, triton.cdiv(every, group))](
-            qkv, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, qkv.stride(0), eps,
-            heads=heads, kv_heads=kv_heads, size=size, group=group, num_warps=8 if group * size >= 4096 else 4,
+            values, row_scale, column_scale, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache,
+            values.stride(0), eps, heads=heads, kv_heads=kv_heads, size=size, group=group, scaled=scaled,
+            num_warps=8 if group * size >= 4096 else 4,
         )  # fmt: skip
     return query
 
 
 def _rms_norms(
-    hidden: torch.Tensor, part: torch.Tensor | None, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor, part: Product | None, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float,
+    rows: torch.dtype | None,
+) -> tuple[torch.Tensor, Rows]:  # fmt: skip
     width = hidden.shape[-1]
     padded = triton.next_power_of_2(width)
+    values, row_scale, column_scale, scaled = _unscaled(hidden if part is None else part)
     total = hidden if part is None else torch.empty_like(hidden)
-    normed = torch.empty_like(hidden)
+    normed = torch.empty_like(hidden, dtype=rows or hidden.dtype)
+    scale = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
     with torch.cuda.device(hidden.get_device()):
-        _add_rms_norms[(hidden.numel() // width,)](
-            hidden, hidden if part is None else part, part_weight, next_weight, total, normed, eps,
-            width=width, padded=padded, adds=part is not None, num_warps=_warps(padded),
+        _add_rms_norms[(len(hidden),)](
+            hidden, values, row_scale, column_scale, part_weight, next_weight, total, normed, scale, eps,
+            most=_most(rows), width=width, padded=padded, adds=part is not None, scaled=scaled,
+            num_warps=_warps(padded),
         )  # fmt: skip
-    return total, normed
+    return total, normed if rows is None else QuantizedRows(normed, scale)
+
+
+def _unscaled(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Return values, scales of rows and columns, and whether there are scales; without them, placeholders."""
+    if isinstance(product, ScaledSums):
+        return *product, True
+    return product, product, product, False
+
+
+def _most(rows: torch.dtype | None) -> float:
+    """Return the largest quantised value; 0 for dense rows."""
+    return 0.0 if rows is None else LARGEST[rows]
 
 
 def _warps(padded: int) -> int:
@@ -160,25 +192,46 @@ def _add_layer_norm(
 
 
 @kernel()
+def _scaled(values, row_scale, column_scale, row, column, valid, scaled: tl.constexpr):
+    """Apply a product's scales, unless they are applied already."""
+    if scaled:
+        values *= tl.load(row_scale + row) * tl.load(column_scale + column, mask=valid, other=0.0)
+    return values
+
+
+@kernel()
+def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
+    """Store one row; quantised by its largest absolute value if ``most`` is not 0. Values are rounded already."""
+    if most == 0.0:
+        tl.store(to, values.to(to.dtype.element_ty), mask=valid)
+    else:
+        factor = tl.maximum(tl.max(tl.abs(tl.where(valid, values, 0.0)), 0), 1e-12) / most
+        tl.store(scale + row, factor)
+        tl.store(to, rounded(values / factor, most == 127.0).to(to.dtype.element_ty), mask=valid)
+
+
+@kernel()
 def _add_rms_norms(
-    hidden, part, part_weight, next_weight, total, normed, epsilon,
-    width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr,
+    hidden, part, row_scale, column_scale, part_weight, next_weight, total, normed, scale, epsilon,
+    most: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """Process one row."""
     column = tl.arange(0, padded)
     valid = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + column
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
     if adds:
         added = tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
+        added = _scaled(added, row_scale, column_scale, row, column, valid, scaled)
         weight = tl.load(part_weight + column, mask=valid, other=0.0).to(tl.float32)
         values += _row_rms_norm(added, weight, epsilon, width).to(total.dtype.element_ty).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=valid)
-        values = rounded.to(tl.float32)
+        sums = values.to(total.dtype.element_ty)
+        tl.store(total + at, sums, mask=valid)
+        values = sums.to(tl.float32)
     weight = tl.load(next_weight + column, mask=valid, other=0.0).to(tl.float32)
-    result = _row_rms_norm(values, weight, epsilon, width)
-    tl.store(normed + at, result.to(normed.dtype.element_ty), mask=valid)
+    result = _row_rms_norm(values, weight, epsilon, width).to(hidden.dtype.element_ty).to(tl.float32)
+    _store_rows(normed + at, result, scale, row, valid, most)
 
 
 @kernel()
@@ -188,8 +241,11 @@ def _row_rms_norm(values, weight, epsilon, width: tl.constexpr):
 
 
 @kernel()
-def _gelu_product(gate_up, product, width: tl.constexpr, columns: tl.constexpr):
-    """Process ``columns`` columns of one row.
+def _gelu_product(
+    gate_up, row_scale, column_scale, product, largest, width: tl.constexpr, columns: tl.constexpr,
+    scaled: tl.constexpr, measures: tl.constexpr,
+):  # fmt: skip
+    """Process ``columns`` columns of one row; ``measures``: store their largest absolute value.
 
     With u = sqrt(2 / pi) (x + 0.044715 x³), ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``, which neither overflows nor
     cancels for any finite x.
@@ -199,16 +255,22 @@ def _gelu_product(gate_up, product, width: tl.constexpr, columns: tl.constexpr):
     valid = column < width
     at = gate_up + row * (2 * width) + column
     gate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    gate = _scaled(gate, row_scale, column_scale, row, column, valid, scaled)
     up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
+    up = _scaled(up, row_scale, column_scale, row, column + width, valid, scaled)
     doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     activated = (gate * tl.sigmoid(doubled)).to(product.dtype.element_ty).to(tl.float32)
-    tl.store(product + row * width + column, (activated * up).to(product.dtype.element_ty), mask=valid)
+    result = (activated * up).to(product.dtype.element_ty)
+    tl.store(product + row * width + column, result, mask=valid)
+    if measures:
+        most = tl.max(tl.abs(tl.where(valid, result.to(tl.float32), 0.0)), 0)
+        tl.store(largest + row * tl.num_programs(1) + tl.program_id(1), most)
 
 
 @kernel()
 def _rotate_and_store(
-    qkv, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, row_stride, epsilon,
-    heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, group: tl.constexpr,
+    qkv, row_scale, column_scale, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, row_stride, epsilon,
+    heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, group: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """Process ``group`` heads of one row, in two halves of each head; query, key and value heads may share a group."""
     half: tl.constexpr = size // 2
@@ -219,8 +281,11 @@ def _rotate_and_store(
     is_key = (head >= heads) & (head < heads + kv_heads)
     is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
     at = qkv + row * row_stride + head * size + column
-    first = tl.load(at, mask=head < heads + 2 * kv_heads, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=head < heads + 2 * kv_heads, other=0.0).to(tl.float32)
+    valid = head < heads + 2 * kv_heads
+    first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    first = _scaled(first, row_scale, column_scale, row, head * size + column, valid, scaled)
+    second = tl.load(at + half, mask=valid, other=0.0).to(tl.float32)
+    second = _scaled(second, row_scale, column_scale, row, head * size + half + column, valid, scaled)
 
     slot = tl.load(slots + row)
     value_at = v_cache + (slot * kv_heads + head - heads - kv_heads) * size + column

@@ -13,18 +13,62 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Linear", "ModuleLinear", "PlainLinear", "SummedLinear", "is_plain", "linear_of", "runs_own_forward"]
+from panscan.model.quantized.products import QuantizedRows, ScaledSums
+from panscan.model.quantized.weights import QuantizedLinear, fused
+
+__all__ = [
+    "DenseLinear",
+    "Linear",
+    "ModuleLinear",
+    "PlainLinear",
+    "Product",
+    "QuantizedProduct",
+    "Rows",
+    "SummedLinear",
+    "is_plain",
+    "linear_of",
+    "runs_own_forward",
+]
+
+Rows = torch.Tensor | QuantizedRows
+"""Inputs of a product: dense ``[T, inputs]``, or quantised in the type that the product names."""
+Product = torch.Tensor | ScaledSums
+"""A product ``[T, outputs]``; its scales may be left to the next kernel."""
 
 
 class Linear(Protocol):
-    """One matrix product, or several of the same input next to each other."""
+    """One matrix product, or several of the same input next to each other.
+
+    ``rows``: type of quantised inputs that it takes besides dense ones; None: dense ones only.
+    """
+
+    rows: torch.dtype | None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
         ...
 
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """Return the product of rows in the model's ``dtype``, or quantised ones of the type :attr:`rows`."""
+        ...
 
-class PlainLinear:
+
+class DenseLinear:
+    """Base of products that take and return dense values."""
+
+    rows: torch.dtype | None = None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        raise NotImplementedError
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """See :class:`Linear`."""
+        assert isinstance(rows, torch.Tensor)
+        return self(rows)
+
+
+class PlainLinear(DenseLinear):
     """A product with a dense weight.
 
     Args:
@@ -40,7 +84,7 @@ class PlainLinear:
         return functional.linear(input, self.weight, self.bias)
 
 
-class ModuleLinear:
+class ModuleLinear(DenseLinear):
     """Modules that are not ours (quantised, offloaded, hooked), called one by one.
 
     Args:
@@ -58,15 +102,42 @@ class ModuleLinear:
         return torch.cat([module(input) for module in self._modules], -1)
 
 
+class QuantizedProduct:
+    """A product with quantised weights.
+
+    Args:
+        modules: of one format, with the same input.
+    """
+
+    def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
+        self._weights = fused(modules)
+        self.rows = self._weights.how.rows
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        output: torch.Tensor = self._weights(input)
+        return output
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """See :class:`Linear`."""
+        return self._weights.product(rows, dtype)
+
+
 class SummedLinear:
     """A product whose inputs are split over ranks: each computes its part, and ``reduce`` sums the parts in place."""
 
     def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part, self._reduce = part, reduce
+        self.rows = part.rows
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
         return self._reduce(self._part(input))
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """See :class:`Linear`."""
+        part = self._part.product(rows, dtype)
+        return self._reduce(part.scaled(dtype) if isinstance(part, ScaledSums) else part)
 
 
 def linear_of(*modules: Any) -> Linear:
@@ -75,7 +146,10 @@ def linear_of(*modules: Any) -> Linear:
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
     This temporarily takes extra memory of the size of one group. Names, shapes and values do not change. Later calls
     reuse the fused tensor. In-place changes of a parameter affect the product; replacing its ``data`` does not.
+    Quantised weights of one format are fused likewise, on every call.
     """
+    if all(runs_own_forward(module, QuantizedLinear) for module in modules) and _one_format(modules):
+        return QuantizedProduct(modules)
     if not _fit_together(modules):
         return ModuleLinear(modules)
     weight = _fused([module.weight for module in modules])
@@ -100,6 +174,14 @@ def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) is kind and "forward" not in vars(module) and not hooks
+
+
+def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
+    """Whether quantised modules can be one product: each channel order needs the input in its own order."""
+    if len(modules) == 1:
+        return True
+    kinds = {(part.how, part.in_features, part.bias is None, part.scale.dtype, part.weight.device) for part in modules}
+    return len(kinds) == 1 and not modules[0].how.ordered
 
 
 def _fit_together(modules: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ from panscan.core import ModelError, PanscanWarning
 from panscan.model.checkpoint import (
     Loaded,
     Placement,
+    load_config,
     load_model,
     load_outline,
     load_random,
@@ -20,7 +21,10 @@ from panscan.model.checkpoint import (
     load_shard_of,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.quantization import stored_method
+from panscan.model.quantized.outline import fitting_group_size
 from panscan.model.quantized.weights import KINDS, WeightFormat
+from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
 from panscan.settings import Settings
 
@@ -31,7 +35,12 @@ def load_for(settings: Settings) -> Loaded:
     """Load the model that settings name, placed and quantised as they say.
 
     With a tensor parallel size, the whole model: on the first GPU, or on the host if that GPU has no room for it.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or is quantised already and settings ask for a quantisation.
+        UnsupportedError: the group size does not divide the model.
     """
+    _check_unquantized(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if settings.tensor_parallel_size > 1 and device.type == "cuda":
@@ -69,9 +78,10 @@ def load_outline_for(settings: Settings) -> Loaded:
     """Load all but the weights of the model that settings name, for an engine whose ranks have them.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
+        ModelError: as :func:`load_for`.
         UnsupportedError: the tensor parallel size does not divide the model.
     """
+    _check_unquantized(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if settings.random_weights:
@@ -97,49 +107,59 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
         quantization_config(settings.quantization, dtype),
     )  # fmt: skip
-    loaded = load_model(settings.model, placement, revision=settings.revision)
-    if settings.quantization == "gptq" and getattr(loaded.model.config, "quantization_config", None) is None:
-        raise ModelError(f"--quantization gptq: --model {settings.model} is not a GPTQ checkpoint")
-    return loaded
+    return load_model(settings.model, placement, revision=settings.revision)
+
+
+def _check_unquantized(settings: Settings) -> None:
+    """Refuse ``--quantization`` for a checkpoint whose weights are quantised already."""
+    if settings.quantization is None or settings.random_weights:
+        return
+    if (method := stored_method(settings.model, settings.revision)) is not None:
+        raise ModelError(
+            f"--quantization {settings.quantization}: --model {settings.model} is quantised already ({method});"
+            " leave out --quantization, or use the unquantised checkpoint"
+        )
 
 
 def weight_format(settings: Settings) -> WeightFormat | None:
-    """Return the format that ``--quantization`` names for weights quantised on load; None for others."""
+    """Return the format of weights that ``--quantization`` quantises on load; None for others.
+
+    Without ``--quantization-group-size``, groups have 128 input channels, or fewer where 128 does not divide a matrix.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+    """
     if settings.quantization not in KINDS:
         return None
-    return WeightFormat(settings.quantization)
+    if settings.quantization != "int4":
+        return WeightFormat(settings.quantization)
+    if settings.quantization_group_size is not None:
+        return WeightFormat("int4", settings.quantization_group_size)
+    if settings.model_shape is not None:
+        text = SHAPES[settings.model_shape].text
+        return WeightFormat("int4", fitting_group_size(text.hidden, text.intermediate, text.heads * text.head_size))
+    config = load_config(settings.model, settings.revision).get_text_config()
+    heads = config.num_attention_heads * config.head_dim
+    return WeightFormat("int4", fitting_group_size(config.hidden_size, config.intermediate_size, heads))
 
 
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
-    """The Transformers configuration of a quantisation; None for none, and for ``gptq`` (the checkpoint holds it).
+    """Return the Transformers configuration of a bitsandbytes quantisation; None for others.
 
     The vision tower and its projector stay as they are: their inputs are wide-ranged and they are a small part of the
-    weights. torchao's string configurations are refused by Transformers 5, so its classes are used.
+    weights.
     """
-    if name is None or name == "gptq":
+    if name not in ("bnb-8bit", "bnb-4bit"):
         return None
-    from transformers import BitsAndBytesConfig, TorchAoConfig
+    from transformers import BitsAndBytesConfig
 
     # Names are matched from the start of a module's path.
     untouched = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
     if name == "bnb-8bit":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=untouched)
-    if name == "bnb-4bit":
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=untouched,
-        )
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int4WeightOnlyConfig,
-        Int8WeightOnlyConfig,
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=untouched,
     )
-
-    kinds = {
-        "torchao-int8": Int8WeightOnlyConfig,
-        "torchao-int4": Int4WeightOnlyConfig,
-        "torchao-float8": Float8DynamicActivationFloat8WeightConfig,
-    }
-    return TorchAoConfig(kinds[name](), modules_to_not_convert=untouched)

@@ -14,10 +14,24 @@ from typing import Any
 
 from panscan.core import RecordsError
 
-__all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape"]
+__all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape", "quantized_bytes"]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""
+_BNB_BLOCK = 64
+
+
+def quantized_bytes(quantization: str | None, group_size: int | None = None) -> float | None:
+    """Return the bytes of one weight of a quantised matrix, with the scales of its group; None for no quantisation.
+
+    Scales of whole channels are left out: four bytes for thousands of weights.
+
+    Args:
+        quantization: a value of the setting.
+        group_size: of int4; None: 128.
+    """
+    stored = {"fp8": 1.0, "int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / _BNB_BLOCK}
+    return 0.5 + 2 / (group_size or 128) if quantization == "int4" else stored.get(quantization or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +181,27 @@ class Shape:
         linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
         return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
 
-    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
+    def decode_bytes(
+        self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2,
+        bytes_per_quantized: float | None = None,
+    ) -> float:  # fmt: skip
         """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
 
         Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
         request's keys and values as in :meth:`kv_bytes`.
+
+        Args:
+            context: tokens of each request.
+            batch: requests.
+            bytes_per_weight: of weights that are not quantised.
+            bytes_per_value: of a key or value.
+            bytes_per_quantized: of weights of layers' matrices; None if they are not quantised.
         """
-        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
+        matrices = self.text.layers * self.text.layer_matrices()
+        weights = self.text.parameters() * bytes_per_weight
+        if bytes_per_quantized is not None:
+            weights -= matrices * (bytes_per_weight - bytes_per_quantized)
+        return weights + batch * self.kv_bytes(context, bytes_per_value)
 
     def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
         """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.

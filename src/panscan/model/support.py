@@ -103,33 +103,29 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
 
 
 def quantization_reason(name: str | None, device: torch.device) -> str | None:
-    """Why a quantisation cannot run here."""
+    """Return why a quantisation cannot run here, with one that can; None if it can."""
     if name is None:
         return None
     if name in KINDS:
         return _kind_reason(name, device)
-    package = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}[name.split("-")[0]]
-    if find_spec(package) is None:
-        return f"{name} needs the package {package}"
-    if name == "torchao-float8":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-            return "torchao-float8 needs an NVIDIA GPU of compute capability 8.9 or later"
-    elif name in ("gptq", "torchao-int4") and device.type != "cuda":
-        return f"{name} needs an NVIDIA GPU"
-    return None
+    return None if find_spec("bitsandbytes") else f"--quantization {name} needs bitsandbytes: pip install bitsandbytes"
 
 
 def _kind_reason(name: str, device: torch.device) -> str | None:
-    """Why our own products with quantised weights cannot run on a device."""
+    """Return why our own products with quantised weights cannot run on a device; None if they can."""
+    option = f"--quantization {name}"
     if device.type == "cpu":
-        return "fp8 needs an NVIDIA GPU of compute capability 8.9 or later; use int8 or int4" if name == "fp8" else None
+        fp8 = f"{option} needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"
+        return fp8 if name == "fp8" else None
     if device.type != "cuda":
-        return f"{name} needs an NVIDIA GPU or a CPU"
+        return f"{option} needs an NVIDIA GPU or a CPU; use --device cpu with int8 or int4, or no --quantization"
     found = torch.cuda.get_device_capability(device)
-    if name == "fp8" and found < (8, 9):
-        return "fp8 needs compute capability 8.9 or later; this GPU has {}.{}: use int8 or int4".format(*found)
     if found < (8, 0):
-        return f"{name} needs compute capability 8.0 or later; this GPU has {found[0]}.{found[1]}"
+        lacks = f"{option} needs compute capability 8.0 or later; this GPU has {found[0]}.{found[1]}"
+        return f"{lacks}: use bnb-8bit or bnb-4bit"
+    if name == "fp8" and found < (8, 9):
+        lacks = f"{option} needs compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}"
+        return f"{lacks}: use int8 or int4"
     return None
 
 

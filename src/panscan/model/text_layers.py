@@ -17,7 +17,8 @@ from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.core import UnsupportedError
-from panscan.model.linear import Linear, SummedLinear, is_plain, linear_of
+from panscan.model.linear import Linear, Product, Rows, SummedLinear, is_plain, linear_of
+from panscan.model.quantized.products import ScaledSums
 from panscan.model.sharding import ALONE, Ranks
 
 __all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
@@ -113,13 +114,13 @@ class TextLayers:
         self._layers = [
             _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
         ]
-        self._ops: _Ops = _TorchOps()
+        self._ops: _Ops = _TorchOps(self.dtype)
         self.kernels = False
 
     def use_kernels(self) -> None:
         """Use Triton kernels between the matrix products, if norms and activation are the standard Gemma 3 ones."""
         if self._all_plain():
-            self.kernels, self._ops = True, _KernelOps()
+            self.kernels, self._ops = True, _KernelOps(self.dtype)
 
     @property
     def layers(self) -> tuple[LayerFacts, ...]:
@@ -155,18 +156,22 @@ class TextLayers:
             v_caches: values, likewise.
             plans: attention by kind of layer (local or not).
         """
-        ops, layers = self._ops, self._layers
+        ops, layers, dtype = self._ops, self._layers, hidden.dtype
         rotary = {kind == "sliding_attention": self._rotary(positions, kind) for kind in set(self._kinds)}
         following = [*(layer.norms[0] for layer in layers[1:]), self._text.norm]
-        normed = ops.norm(hidden, layers[0].norms[0])
-        for layer, k_cache, v_cache, next_norm in zip(layers, k_caches, v_caches, following, strict=True):
+        following_rows = [*(layer.qkv.rows for layer in layers[1:]), None]
+        normed = ops.norm(hidden, layers[0].norms[0], layers[0].qkv.rows)
+        steps = zip(layers, k_caches, v_caches, following, following_rows, strict=True)
+        for layer, k_cache, v_cache, next_norm, next_rows in steps:
             plan = plans[layer.local]
-            query = ops.rotate_and_store(layer, layer.qkv(normed), rotary[layer.local], plan.slots, k_cache, v_cache)
+            qkv = layer.qkv.product(normed, dtype)
+            query = ops.rotate_and_store(layer, qkv, rotary[layer.local], plan.slots, k_cache, v_cache)
             attended = plan.attend(query, k_cache, v_cache, layer.scaling)
-            part = layer.out(attended.flatten(1))
-            hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2])
-            part = layer.down(ops.activate(layer, layer.gate_up(normed)))
-            hidden, normed = ops.add_norms(hidden, part, layer.norms[3], next_norm)
+            part = layer.out.product(attended.flatten(1), dtype)
+            hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2], layer.gate_up.rows)
+            part = layer.down.product(ops.activate(layer, layer.gate_up.product(normed, dtype)), dtype)
+            hidden, normed = ops.add_norms(hidden, part, layer.norms[3], next_norm, next_rows)
+        assert isinstance(normed, torch.Tensor)  # nothing multiplies the last one here
         return normed
 
     @torch.no_grad()
@@ -244,22 +249,25 @@ def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
 
 
 class _Ops(Protocol):
-    """What lies between the products. All tensors have rows ``[T, ...]``."""
+    """What lies between the products. All tensors have rows ``[T, ...]``.
 
-    def norm(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor: ...
+    Where ``rows`` is a type, the result is the next product's input, and may be quantised to that type.
+    """
+
+    def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows: ...
 
     def add_norms(
-        self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Any, next_norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, rows: torch.dtype | None
+    ) -> tuple[torch.Tensor, Rows]:
         """Return ``hidden`` + the norm of ``part``, and the next norm of that sum."""
         ...
 
-    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
+    def activate(self, layer: _Layer, gate_up: Product) -> Rows:
         """Return ``activation(gate) * up`` ``[T, M]`` of ``[T, 2 M]``, the gate first."""
         ...
 
     def rotate_and_store(
-        self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+        self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
@@ -267,27 +275,33 @@ class _Ops(Protocol):
 
 
 class _TorchOps:
-    """PyTorch operators, through the model's own norms: any device, any precision, any module."""
+    """PyTorch operators, through the model's own norms: any device, any precision, any module.
 
-    def norm(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor:
+    Products quantise their inputs themselves.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows:
         normed: torch.Tensor = norm(hidden)
         return normed
 
     def add_norms(
-        self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Any, next_norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = hidden + part_norm(part)
+        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, rows: torch.dtype | None
+    ) -> tuple[torch.Tensor, Rows]:
+        total = hidden + part_norm(self._dense(part))
         return total, next_norm(total)
 
-    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, -1)
+    def activate(self, layer: _Layer, gate_up: Product) -> Rows:
+        gate, up = self._dense(gate_up).chunk(2, -1)
         return layer.activation(gate) * up
 
     def rotate_and_store(
-        self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+        self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        heads = qkv.view(len(qkv), -1, layer.head_size)
+        heads = self._dense(qkv).view(len(slots), -1, layer.head_size)
         query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
         k_cache.index_copy_(0, slots, key)
@@ -295,28 +309,31 @@ class _TorchOps:
         rotated: torch.Tensor = query
         return rotated
 
+    def _dense(self, product: Product) -> torch.Tensor:
+        return product.scaled(self._dtype) if isinstance(product, ScaledSums) else product
+
 
 class _KernelOps:
     """Triton kernels, on the weights of plain norms."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         from panscan.model import layer_kernels  # needs Triton
 
-        self._kernels = layer_kernels
+        self._kernels, self._dtype = layer_kernels, dtype
 
-    def norm(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-        return self._kernels.rms_norm(hidden, norm.weight, norm.eps)
+    def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows:
+        return self._kernels.rms_norm(hidden, norm.weight, norm.eps, rows)
 
     def add_norms(
-        self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Any, next_norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps)
+        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, rows: torch.dtype | None
+    ) -> tuple[torch.Tensor, Rows]:
+        return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps, rows)
 
-    def activate(self, layer: _Layer, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.gelu_product(gate_up)
+    def activate(self, layer: _Layer, gate_up: Product) -> Rows:
+        return self._kernels.gelu_product(gate_up, self._dtype, layer.down.rows)
 
     def rotate_and_store(
-        self, layer: _Layer, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+        self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         q_norm: Any = layer.q_norm

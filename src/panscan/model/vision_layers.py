@@ -31,7 +31,7 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 from panscan.core import UnsupportedError
-from panscan.model.linear import Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.linear import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 
 __all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
 
@@ -335,7 +335,7 @@ class _Mlp:
         return self._fc2(hidden if self._activation is None else self._activation(hidden))
 
 
-class _GeluLinear:
+class _GeluLinear(DenseLinear):
     """A product with the tanh approximation of GELU at its end.
 
     On CUDA ``_addmm_activation`` means that approximation (``addmm_out_cuda_impl`` in PyTorch's ``Blas.cpp``, and the

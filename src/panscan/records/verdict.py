@@ -349,20 +349,22 @@ def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
     return [found[axis] for axis in AXES if axis in found]
 
 
-def verdict_lines(run: Run, cells: Iterable[str]) -> list[str]:
+def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
     """What to say of the verdicts of these cells as a whole: how many of each, why none, what the truth took."""
     verdicts = [verdict_of(run, cell) for cell in cells]
     words = Counter(verdict.word for verdict in verdicts)
     lines = []
     if words.keys() - {"unverified"}:
         counts = ", ".join(f"{words[word]} {word}" for word in VERDICTS if words[word])
+        quantized = any(run.cells[cell].get("quantization") for cell in cells)
+        weights = "weights (unquantised)" if quantized else "weights"
         seconds = sum(truth["seconds"] for truth in run.truths.values())
         brought = all(truth["source"] == "reference" for truth in run.truths.values())
         origin = (
             "The truth was brought by --reference" if brought else f"The truth took {seconds:,.1f} s, in no figure here"
         )
         lines.append(
-            f"Answers against float32 eager attention on the same weights and views: {counts}"
+            f"Answers against float32 eager attention on the same {weights} and views: {counts}"
             f" (exact: within {EXACT_RATIO:g}x the rounding noise). {origin}."
         )
     lines += token_lines(verdicts)

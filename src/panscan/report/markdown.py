@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from panscan.analysis.cells import Unmeasured, count, number_text
+from panscan.analysis.quantization import PriceTable
 from panscan.analysis.task_cost import TITLE
 from panscan.report.answers import Answers, Groups, quality_text
 from panscan.report.formatting import verdict_figures
@@ -23,6 +24,8 @@ def render_markdown(facts: ReportData) -> str:
     parts += [plain_text(facts.constant), plain_text(facts.dataset)]
     if facts.cells:
         parts += [_table(facts), *map(plain_text, (*facts.aliases, *facts.costs, *facts.speedups)), _legend(facts)]
+    if facts.prices is not None:
+        parts += _prices(facts.prices)
     if facts.answers is not None:
         parts += _answers(facts.answers)
     if facts.unmeasured:
@@ -69,6 +72,12 @@ def _row(cell: ReportCell, *, presets: bool, quality: bool, costs: bool) -> list
         cell.memory_gib.text,
         *([quality_text(cell.quality)] if quality else []),
     ]
+
+
+def _prices(found: PriceTable) -> list[str]:
+    rows = [[cell, *map(plain_text, texts)] for cell, texts in zip(found.cells, found.rows, strict=True)]
+    table = table_lines(["cell", *map(plain_text, found.headings)], rows)
+    return ["#### Price of quantisation", table, plain_text(found.note)]
 
 
 def _answers(found: Answers) -> list[str]:

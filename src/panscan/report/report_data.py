@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from panscan.analysis.cells import (
@@ -24,6 +24,7 @@ from panscan.analysis.cells import (
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
+from panscan.analysis.quantization import PriceTable, is_quantized, price_table
 from panscan.analysis.recommend import recommend
 from panscan.analysis.task_cost import TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
@@ -116,6 +117,7 @@ class ReportData:
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
         aliases: cells that were measured for settings that lead to the same work, too.
+        prices: the price of quantised weights, with the numbers of its cells; None without quantised cells.
         costs: what a reader of the accuracy vs exact must know; empty where no cell has one.
         tokens: what comparing measured tokens found, line by line.
         speedups: how many times faster the engine is than other runners.
@@ -138,6 +140,7 @@ class ReportData:
     memory: str
     footnotes: tuple[str, ...]
     aliases: tuple[str, ...]
+    prices: PriceTable | None
     costs: tuple[str, ...]
     tokens: tuple[str, ...]
     speedups: tuple[str, ...]
@@ -184,6 +187,7 @@ def report_data_of(run: Run) -> ReportData:
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
         aliases=tuple(map(clean, alias_lines(run, {cell.cell: f"Cell {cell.name}" for cell in cells}))),
+        prices=_prices(run, rows, numbers),
         costs=tuple(cost_lines({cell.cell: cell.cost for cell in cells if cell.cost is not None})),
         tokens=tuple(clean(line) for line in token_lines([row.verdict for row in rows])),
         speedups=tuple(speedup_lines(rows)),
@@ -198,6 +202,14 @@ def report_data_of(run: Run) -> ReportData:
         definitions=tuple(definitions.definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),
     )
+
+
+def _prices(run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int]) -> PriceTable | None:
+    found = price_table(run, rows)
+    if found is None:
+        return None
+    texts = tuple(tuple(map(clean, row)) for row in found.rows)
+    return replace(found, cells=tuple(str(numbers[cell]) for cell in found.cells), rows=texts)
 
 
 def _dataset(run: Run) -> str:
@@ -286,7 +298,8 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
         compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
         found.append(f"{compared} Nothing says that these speeds kept the model's answers.")
     if words["different"]:
-        found.append(f"{_of(words['different'], len(cells), 'gives', 'give')} other answers than the reference.")
+        who = _of(words["different"], len(cells), "gives", "give")
+        found.append(f"{who} other answers than the reference{_why(run, cells)}.")
     failed = sum(
         record["error"] is not None for key, records in run.requests.items() for record in records if key in run.repeats
     )
@@ -298,6 +311,12 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
             " too high here."
         )
     return found + [clean(f"{note[:1].upper()}{note[1:]}.") for note in run.notes]
+
+
+def _why(run: Run, cells: Sequence[ReportCell]) -> str:
+    """Add that quantised weights explain it, if they are those of all cells that are different."""
+    different = [cell.cell for cell in cells if cell.verdict.word == "different"]
+    return ": their weights are quantised" if all(is_quantized(run, cell) for cell in different) else ""
 
 
 def _of(some: int, every: int, one: str, several: str) -> str:

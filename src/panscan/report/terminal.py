@@ -24,6 +24,7 @@ from panscan.analysis.cells import (
     telling,
     unmeasured,
 )
+from panscan.analysis.quantization import price_table
 from panscan.analysis.significance import losses
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.quality.datasets import facts_of_header
@@ -45,6 +46,7 @@ __all__ = ["print_curves", "print_summary"]
 
 _WIDEST_SETTING = 9  # characters; longer ones are folded
 _SPARE = ("image\ntokens", "views")
+_PRICES = ("weights", "weights GiB", "req/s", "KL answers", "KL images", "top-1", "vs unquantised")
 _MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 
 
@@ -72,6 +74,7 @@ def print_summary(run: Run, console: Console) -> None:
             print_line(console, line)
         for line in verdict_lines(run, [row.cell for row in rows]):
             print_line(console, line)
+        _prices(run, rows, console)
         for line in [*_replicas(run, rows, varying), *speedup_lines(rows)]:
             print_line(console, line)
     else:
@@ -117,6 +120,26 @@ def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], conso
         named = [row.preset] if row.preset else []
         described = row.label(varying)
         print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])) + f" ({row.cell})")
+
+
+def _prices(run: Run, rows: Sequence[MeasuredCell], console: Console) -> None:
+    """The price of quantised weights. Columns that the table of cells has already are left out."""
+    from rich import box
+    from rich.table import Table
+
+    found = price_table(run, rows)
+    if found is None:
+        return
+    print_line(console, "")
+    print_line(console, "Price of quantisation")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    chosen = [at for at, heading in enumerate(found.headings) if heading in _PRICES]
+    for at in chosen:
+        table.add_column(found.headings[at].replace(" ", "\n", 1), justify="right" if at else "left", overflow="fold")
+    for texts in found.rows:
+        table.add_row(*(safe_text(console, texts[at]) for at in chosen))
+    console.print(table)
+    print_line(console, found.note)
 
 
 def _within(width: int, headings: list[str], numbers: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -38,6 +38,7 @@ class _Group:
     strategy: str
     group_size: int | None
     symmetric: bool
+    ordered: bool
     quantizes_inputs: bool
 
 
@@ -151,7 +152,8 @@ def _group_of(name: str, group: Any, overall: str) -> _Group:
         strategy = "channel"
     found = _Group(
         tuple(map(str, field_of(group, "targets", list, []))), layout == _PACKED, bits, kind == "float", strategy, size,
-        field_of(weights, "symmetric", bool, True), _quantizes_inputs(group, kind, layout),
+        field_of(weights, "symmetric", bool, True),
+        weights.get("actorder") in (True, "group", "dynamic"), _quantizes_inputs(group, kind, layout),
     )  # fmt: skip
     _refuse_combinations(found, layout)
     return found
@@ -213,7 +215,7 @@ def _plain_weight(group: _Group, tensors: MatrixTensors, outputs: int, inputs: i
         words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
         return (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # an offset of 128 to two's complement
     kind = torch.float8_e4m3fn if group.floating else torch.int8
-    return tensors.take("weight", (outputs, inputs), types=(kind,))
+    return tensors.take_values("weight", (outputs, inputs), kind)
 
 
 def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
@@ -228,7 +230,7 @@ def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -
         scale = tensors.take_scale("weight_scale", (outputs, groups))
     zero = _zero_points(group, tensors, outputs, groups)
     order = None
-    if "weight_g_idx" in tensors:
+    if group.ordered or "weight_g_idx" in tensors:
         order = order_of(tensors.take("weight_g_idx", (inputs,), types=_INDICES), groups)
     return int4_linear(Int4Values(levels[:, :inputs], scale.T, zero, order))
 

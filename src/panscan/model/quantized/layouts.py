@@ -6,6 +6,8 @@ a format has no zero points.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_int4
@@ -25,8 +27,8 @@ __all__ = [
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word holds output channel ``AWQ_ORDER[i]`` of its eight."""
-_ROWS = 1024  # output channels that are packed at once
 _ZERO = 8
+_LEAST_CHANNELS, _MOST_CHANNELS = 32, 128  # of a group
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -123,22 +125,24 @@ class Int4Values:
 def int4_linear(values: Int4Values) -> QuantizedLinear:
     """Return the module of a 4-bit matrix, on the device of its values.
 
+    Groups of more than 128 input channels, such as whole rows, become several with the same scale: kernels take groups
+    of 32, 64 or 128.
+
     Raises:
-        ValueError: the group size does not divide the inputs, or is no multiple of 16.
+        ValueError: the group size does not divide the inputs, or is no multiple of 32.
     """
     outputs, inputs = values.levels.shape
-    groups = len(values.scale)
-    if inputs % groups:
-        raise ValueError(f"{groups} groups do not divide {inputs} input channels")
-    how = WeightFormat(
-        "int4", inputs // groups, zero_points=values.zero is not None, ordered=values.order is not None
-    )  # fmt: skip
-    linear = QuantizedLinear(inputs, outputs, how, scale_type=values.scale.dtype, device=values.levels.device)
-    for start in range(0, outputs, _ROWS):  # packing takes 64 bits per value
-        rows = values.levels[start : start + _ROWS]
-        linear.weight[:, start : start + _ROWS] = pack_int4(rows if values.order is None else rows[:, values.order])
-    linear.scale = values.scale.contiguous()
-    linear.zero = None if values.zero is None else values.zero.contiguous()
+    width = inputs // len(values.scale)
+    if inputs % len(values.scale):
+        raise ValueError(f"{len(values.scale)} groups do not divide {inputs} input channels")
+    size = gcd(width, _MOST_CHANNELS)
+    if size < _LEAST_CHANNELS:
+        raise ValueError(f"groups of {width} input channels: expected a multiple of {_LEAST_CHANNELS}")
+    how = WeightFormat("int4", size, zero_points=values.zero is not None, ordered=values.order is not None)
+    linear = QuantizedLinear(inputs, outputs, how, device=torch.device("meta"))
+    linear.weight = pack_int4(values.levels if values.order is None else values.levels[:, values.order])
+    linear.scale = values.scale.repeat_interleave(width // size, 0).contiguous()
+    linear.zero = None if values.zero is None else values.zero.repeat_interleave(width // size, 0).contiguous()
     linear.order = values.order
     return linear
 
@@ -151,13 +155,9 @@ def channel_linear(weight: torch.Tensor, scale: torch.Tensor, *, quantizes_input
         scale: floating-point, one value or ``[outputs]`` of them in any shape.
         quantizes_inputs: whether products quantise their inputs.
 
-    Raises:
-        ValueError: the weights contain NaN.
     """
     outputs, inputs = weight.shape
     kind = "int8" if weight.dtype == torch.int8 else "fp8"
-    if kind == "fp8" and ((weight.view(torch.uint8) & 0x7F) == 0x7F).any():
-        raise ValueError("the weights contain NaN: the file is damaged")
     linear = QuantizedLinear(
         inputs, outputs, WeightFormat(kind, quantizes_inputs=quantizes_inputs), device=torch.device("meta")
     )

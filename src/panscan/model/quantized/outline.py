@@ -16,7 +16,16 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from panscan.core import UnsupportedError
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 
-__all__ = ["build_model", "decoder_linears", "quantized_outline", "set_computed_buffers", "set_module"]
+__all__ = [
+    "build_model",
+    "decoder_linears",
+    "fitting_group_size",
+    "quantized_outline",
+    "set_computed_buffers",
+    "set_module",
+]
+
+_GROUP_SIZES = (128, 64, 32)
 
 
 def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
@@ -57,6 +66,11 @@ def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if module in inside]
 
 
+def fitting_group_size(*widths: int) -> int:
+    """Return the largest common group size that divides all widths of matrices; 128 if none does."""
+    return next((size for size in _GROUP_SIZES if all(width % size == 0 for width in widths)), _GROUP_SIZES[0])
+
+
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the submodule with this dotted name."""
     owner, _, leaf = name.rpartition(".")
@@ -67,7 +81,7 @@ def _fitting(model: Any) -> str:
     """Return the group sizes that divide every matrix, as advice."""
     widths = {linear.in_features for _, linear in decoder_linears(model)}
     widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
-    sizes = [str(size) for size in (128, 64, 32) if all(width % size == 0 for width in widths)]
+    sizes = [str(size) for size in _GROUP_SIZES if all(width % size == 0 for width in widths)]
     return f" use {' or '.join(sizes)}" if sizes else " use int8 or fp8"
 
 

@@ -77,10 +77,10 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
         )
     inputs = share.stop - share.start
     group = gcd(linear.how.group_size, inputs)
-    if group % 16:
+    if group % 32:
         raise UnsupportedError(
             f"--tensor-parallel-size {size} cuts groups of {linear.how.group_size} input channels into {group}; parts"
-            " of groups must be multiples of 16"
+            " of groups must be multiples of 32"
         )
     part = _like(linear, inputs, linear.out_features, group)
     if share.start % BLOCK == 0 and inputs % BLOCK == 0:
@@ -88,9 +88,9 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
     else:
         part.weight = pack_int4(unpack_int4(linear.weight, linear.in_features)[:, share])
     repeats, groups = linear.how.group_size // group, slice(share.start // group, share.stop // group)
-    part.scale = linear.scale.repeat_interleave(repeats, 0)[groups].contiguous()
+    part.scale = linear.scale.repeat_interleave(repeats, 0)[groups].clone()
     if linear.zero is not None:
-        part.zero = linear.zero.repeat_interleave(repeats, 0)[groups].contiguous()
+        part.zero = linear.zero.repeat_interleave(repeats, 0)[groups].clone()
     return part
 
 

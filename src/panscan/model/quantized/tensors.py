@@ -160,7 +160,8 @@ class MatrixTensors:
     @property
     def weight_name(self) -> str:
         """Name of the parameter in the checkpoint's layout, if it were not quantised."""
-        any_name = next(iter(self._leaves.values()), f"{self._key}.")
+        # The bias is the one tensor that may have been written by other software, with names of another layout.
+        any_name = next((name for leaf, name in self._leaves.items() if leaf != "bias"), f"{self._key}.")
         return f"{any_name.rpartition('.')[0]}.weight"
 
     @property
@@ -205,6 +206,17 @@ class MatrixTensors:
         if not torch.isfinite(scale).all():
             raise ValueError(f"{self._leaves[leaf]} contains infinite or NaN values: the file is damaged")
         return scale
+
+    def take_values(self, leaf: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Read int8 or float8_e4m3fn weights.
+
+        Raises:
+            ValueError: as :meth:`take`, or a value is NaN.
+        """
+        values = self.take(leaf, shape, types=(dtype,))
+        if dtype == torch.float8_e4m3fn and ((values.view(torch.uint8) & 0x7F) == 0x7F).any():  # every bit but the sign
+            raise ValueError(f"{self._leaves[leaf]} contains NaN: the file is damaged")
+        return values
 
     def ignore(self, *leaves: str) -> None:
         """Declare leaves that do not change the weights."""

@@ -100,7 +100,7 @@ def _eight_bits(
     kind: str, fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, inputs: int
 ) -> QuantizedLinear:
     dtype = torch.int8 if kind == "Int8Tensor" else torch.float8_e4m3fn
-    weight = tensors.take("_weight_qdata", (outputs, inputs), types=(dtype,))
+    weight = tensors.take_values("_weight_qdata", (outputs, inputs), dtype)
     if tensors.shape("_weight_scale") not in ((outputs, 1), (outputs,), (1, 1), (1,), ()):
         raise unreadable(f"torchao {kind} with scales of the shape {list(tensors.shape('_weight_scale'))}")
     scale = tensors.take_scale("_weight_scale")

@@ -1,44 +1,50 @@
-"""Quantised weights as modules: how each kind stores its values, quantises rows of inputs, and multiplies on any device.
+"""Quantised weights as modules: how each kind stores its values.
 
 Three kinds, all symmetric unless a published checkpoint has zero points:
 
 - ``int8``: weights per output channel, inputs per token, both in [-127, 127]; sums are exact integers.
 - ``fp8``: the same in float8_e4m3fn, up to 448.
 - ``int4``: weights in groups of input channels, inputs as they are.
-
-With inputs quantised, a product is ``(inputs / input_scale) @ (weights / scale) * input_scale * scale``, where both
-quotients are rounded to the kind's values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from panscan.model.quantized.products import (
+    QuantizedRows,
+    ScaledSums,
+    has_kernels,
+    multiply_fp8,
+    multiply_int4,
+    multiply_int8,
+    quantize_rows,
+    row_type,
+)
+
 __all__ = [
     "BLOCK",
     "KINDS",
     "QuantizedLinear",
-    "QuantizedRows",
     "WeightFormat",
+    "fused",
     "is_quantized",
     "pack_int4",
-    "quantize_rows",
-    "row_type",
     "unpack_int4",
 ]
 
 KINDS = ("fp8", "int8", "int4")
 BLOCK = 256
 """Input channels of one block of packed 4-bit weights."""
-_INT8_MOST, _FP8_MOST = 127.0, 448.0
 _INT4_ZERO = 8  # stored for a weight of 0, without zero points
 _INT4_HALF_RANGE = 7.5  # of 16 levels, as compressed-tensors and vLLM scale them
-_TINY = 1e-12  # of a row of zeros
+_LEAST_SCALE = 1e-12  # of a group of zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +69,6 @@ class WeightFormat:
     def rows(self) -> torch.dtype | None:
         """Type of quantised inputs; None if inputs are multiplied as they are."""
         return row_type(self.kind) if self.quantizes_inputs else None
-
-
-def row_type(kind: str) -> torch.dtype | None:
-    """Return the type of quantised values of 8-bit kinds; None for ``int4``."""
-    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind)
-
-
-class QuantizedRows(NamedTuple):
-    """Inputs quantised per row: ``values`` int8 or float8_e4m3fn ``[..., inputs]``, ``scale`` float32 ``[..., 1]``."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
 
 
 class QuantizedLinear(nn.Module):
@@ -141,39 +135,97 @@ class QuantizedLinear(nn.Module):
             self.weight.copy_(rows.values)
             self.scale.copy_(rows.scale[:, 0])
             return
-        groups = values.float().unflatten(1, (-1, self.how.group_size))
-        scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(_TINY).to(self.scale.dtype)
+        groups = values.float().view(len(values), -1, self.how.group_size)
+        scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(_LEAST_SCALE).to(self.scale.dtype)
         levels = torch.round(groups / scale.float()[:, :, None]).clamp_(-8, 7).flatten(1) + _INT4_ZERO
         self.weight.copy_(pack_int4(levels.to(torch.uint8)))
         self.scale.copy_(scale.T)
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the weights as dense values ``[outputs, inputs]``, in the inputs' own order, rounded once."""
-        if self.how.kind != "int4":
-            return (self.weight.float() * self.scale[:, None]).to(dtype)
-        levels = unpack_int4(self.weight, self.in_features).float().unflatten(1, (-1, self.how.group_size))
-        zero = _INT4_ZERO if self.zero is None else self.zero.T[:, :, None].float()
-        dense = ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
-        if self.order is None:
-            return dense
-        return torch.empty_like(dense).index_copy_(1, self.order, dense)
+        """Return the weights as dense values ``[outputs, inputs]``, rounded once."""
+        dense = self._stored(dtype)
+        return dense if self.order is None else torch.empty_like(dense).index_copy_(1, self.order, dense)
 
-    def forward(self, input: torch.Tensor | QuantizedRows) -> torch.Tensor:
-        """Return ``[..., outputs]`` in the type of the input, bfloat16 for quantised rows."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., outputs]`` in the type of the input."""
+        output = self.product(input.reshape(-1, self.in_features), input.dtype)
+        if isinstance(output, ScaledSums):
+            output = output.scaled(input.dtype)
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | ScaledSums:
+        """Return the product of rows in ``dtype``; before its scales are applied where that is faster.
+
+        Args:
+            input: ``[T, inputs]`` in ``dtype``, or quantised in the format's own type of rows.
+            dtype: of the model.
+        """
         if self.how.rows is None:
             assert isinstance(input, torch.Tensor)  # formats of weights alone name no type of rows
-            return functional.linear(input, self.dequantized(input.dtype), self.bias)
-        dtype = input.dtype if isinstance(input, torch.Tensor) else torch.bfloat16
+            return self._with_bias(self._dense_product(input))
         rows = quantize_rows(input, self.how.rows) if isinstance(input, torch.Tensor) else input
-        flat = rows.values.flatten(0, -2)
-        sums = _product(flat, self.weight).unflatten(0, rows.values.shape[:-1])
-        output = (sums * rows.scale * self.scale).to(dtype)
+        if self.how.kind == "int8":
+            return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
+        sums = multiply_fp8(rows, self.weight, self.scale, dtype)
+        return sums if self.bias is None else self._with_bias(sums.scaled(dtype))
+
+    def _dense_product(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        if self.how.kind == "int4" and has_kernels(rows.device):
+            return multiply_int4(rows, self.weight, self.scale, self.zero, self.how.group_size)
+        return functional.linear(rows, self._stored(rows.dtype))
+
+    def _with_bias(self, output: torch.Tensor) -> torch.Tensor:
         return output if self.bias is None else output + self.bias
+
+    def _stored(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return dense weights with input channels in the order of :attr:`order`."""
+        if self.how.kind != "int4":
+            return (self.weight.float() * self.scale[:, None]).to(dtype)
+        levels = unpack_int4(self.weight, self.in_features).float().view(self.out_features, -1, self.how.group_size)
+        zero = _INT4_ZERO if self.zero is None else self.zero.T[:, :, None].float()
+        dense: torch.Tensor = ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
+        return dense
 
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.how}"
+
+
+def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
+    """Return one module for modules that take the same input; it concatenates their outputs in this order.
+
+    Their buffers become views into the new ones.
+
+    Args:
+        parts: of one format on one device, all with or all without a bias, not :attr:`WeightFormat.ordered`.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    whole = copy(first)
+    whole._buffers, whole._parameters = dict(first._buffers), dict(first._parameters)
+    whole.out_features = sum(part.out_features for part in parts)
+    dimensions = {"weight": 1, "scale": 1, "zero": 1} if first.how.kind == "int4" else {"weight": 0, "scale": 0}
+    for name, dimension in dimensions.items():
+        if getattr(first, name) is not None:
+            setattr(whole, name, _joined(parts, name, dimension))
+    if first.bias is not None:
+        whole.bias = nn.Parameter(torch.cat([part.bias for part in parts if part.bias is not None]), False)
+    return whole
+
+
+def _joined(parts: Sequence[QuantizedLinear], name: str, dimension: int) -> torch.Tensor:
+    """Concatenate buffers of this name, and replace them by views into the result."""
+    buffers = [getattr(part, name) for part in parts]
+    joined = torch.cat(buffers, dimension)
+    at = 0
+    for part, buffer in zip(parts, buffers, strict=True):
+        setattr(part, name, joined.narrow(dimension, at, buffer.shape[dimension]))
+        at += buffer.shape[dimension]
+    return joined
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -183,26 +235,12 @@ def is_quantized(model: nn.Module) -> bool:
     )
 
 
-def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
-    """Quantise each row of ``[..., inputs]`` symmetrically by its largest absolute value.
-
-    Args:
-        values: of any floating-point type.
-        dtype: int8 or float8_e4m3fn.
-    """
-    values = values.float()
-    most = _INT8_MOST if dtype == torch.int8 else _FP8_MOST
-    scale = values.abs().amax(-1, keepdim=True).clamp_min(_TINY) / most
-    scaled = values / scale
-    return QuantizedRows((torch.round(scaled) if dtype == torch.int8 else scaled).to(dtype), scale)
-
-
 def pack_int4(levels: torch.Tensor) -> torch.Tensor:
     """Pack 4-bit values ``[outputs, inputs]``, uint8 in [0, 15], into uint8 ``[blocks, outputs, 128]``.
 
     Byte i of block b holds input channel ``256 b + i`` in its low and ``256 b + 128 + i`` in its high four bits, so
-    both halves of a kernel's loads are consecutive channels. Blocks come first: the bytes of consecutive output channels
-    are contiguous. The last block is filled up with 8.
+    both halves of a kernel's loads are consecutive channels. Blocks come first: the bytes of consecutive output
+    channels are contiguous. The last block is filled up with 8.
     """
     outputs, inputs = levels.shape
     blocks = -(-inputs // BLOCK)
@@ -214,10 +252,3 @@ def unpack_int4(packed: torch.Tensor, inputs: int) -> torch.Tensor:
     """Return the values of :func:`pack_int4` as uint8 ``[outputs, inputs]``."""
     halves = torch.stack([packed & 0xF, packed >> 4], 2)
     return halves.transpose(0, 1).flatten(1)[:, :inputs]
-
-
-def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``[n, outputs]``: sums of int8 products exactly, of float8 ones in float32."""
-    if rows.dtype == torch.int8:
-        return torch._int_mm(rows, weight.T).float()
-    return rows.float() @ weight.float().T

@@ -1,0 +1,139 @@
+"""What quantised weights cost the mini model in answers: python benchmarks/quantization.py [--kinds NAMES]
+
+The engine answers all questions about sample documents with each kind of weights: unquantised, int8, int4 rounded to
+nearest in groups of 64 and 32, fp8, and any checkpoints given with `--checkpoint NAME=DIRECTORY`, such as one that
+`panscan quantize` calibrated. (Groups of 128 do not divide the mini model's matrices.) The record has each question's
+score, and next-token distributions against the float32 truth of the unquantised model. Variants of an existing record
+with the same documents are kept unless they are measured again, so GPUs can add theirs.
+
+On a CPU, fp8 runs through the same arithmetic as on a GPU, with float32 sums in another order; `panscan bench` refuses
+it there, because it is slow. `--products` also times products of one layer, int8 and float32 in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from panscan.bench.grid import Cell
+from panscan.bench.verify import Verifier
+from panscan.bench.workload import Item, Source, build_workload, request_of
+from panscan.core import InputError
+from panscan.images.samples import write_samples
+from panscan.model.load import load_for
+from panscan.model.quantization import weight_bytes, weights_name
+from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.quality.scores import exact_match
+from panscan.records.environment import environment
+from panscan.runners.engine import EngineRunner
+from panscan.settings import settings_from
+
+RECORD = Path(__file__).parent / "records" / "quantization-mini.json"
+SEED = 977  # of documents; the samples that panscan draws by default have seed 0
+KINDS: dict[str, dict[str, Any]] = {
+    "unquantised": {},
+    "unquantised, bf16": {"dtype": "bf16"},
+    "int8": {"quantization": "int8"},
+    "fp8": {"quantization": "fp8"},
+    "int4, groups of 64": {"quantization": "int4", "quantization_group_size": 64},
+    "int4, groups of 32": {"quantization": "int4", "quantization_group_size": 32},
+}
+COMPARED, STEPS = 32, 16  # requests whose distributions are compared, and their output tokens
+HIDDEN, INTERMEDIATE = 2560, 10_240  # of the 4b shape's MLP
+ROWS = (1, 16, 256, 1024)
+
+
+def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[str, Any]) -> dict[str, Any]:
+    """Answer every question with one kind of weights, and compare its distributions with the truth's."""
+    settings = settings_from({"model": "mini", "runner": "engine", "max_new_tokens": 32, "dtype": "fp32", **values})
+    cell = Cell.of(settings)
+    verifier.prepare_quantized([cell])
+    runner = EngineRunner(load_for(settings), settings)  # not open_runner: it refuses fp8 on a CPU
+    try:
+        facts = {"weights": weights_name(runner.loaded.model), "weight_bytes": weight_bytes(runner.loaded.model)}
+        verifier.prepare(runner, [cell])
+        runner.configure(settings)
+        requests = [request_of(item, settings, source) for item in items]
+        began = time.perf_counter()
+        texts = [result.text for result in runner.run(requests)]
+        seconds = time.perf_counter() - began
+        verdict = verifier.verify(runner, cell)
+        device = str(runner.loaded.device)
+    finally:
+        runner.close()
+    scores = [round(exact_match(text, item.answers)) for text, item in zip(texts, items, strict=True)]
+    kept = {name: verdict[name] for name in ("verdict", "reason", "answer", "image", "top1")}
+    return {
+        **facts, "settings": values, "device": device, "seconds": round(seconds, 1), "exact_match": scores,
+        "answers": texts, "verdict": kept,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def products(repeats: int = 15) -> list[dict[str, Any]]:
+    """Milliseconds of one matrix product on a CPU by rows of inputs, float32 and int8 in turn; medians."""
+    dense = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+    quantized = QuantizedLinear(HIDDEN, INTERMEDIATE, WeightFormat("int8"))
+    quantized.quantize(dense.weight)
+    found = []
+    for rows in ROWS:
+        x = torch.randn(rows, HIDDEN)
+        seconds: dict[str, list[float]] = {"float32": [], "int8": []}
+        for at in range(repeats + 2):
+            for name, product in (("float32", dense), ("int8", quantized)):
+                began = time.perf_counter()
+                product(x)
+                if at >= 2:  # the first two warm up
+                    seconds[name].append(time.perf_counter() - began)
+        medians = {f"{name}_ms": round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
+        found.append({"rows": rows, **medians})
+    return found
+
+
+def refuse(problem: InputError) -> None:
+    raise problem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=256)
+    parser.add_argument("--kinds", default=";".join(KINDS), help="names separated by ';' (default: all)")
+    parser.add_argument("--checkpoint", action="append", default=[], metavar="NAME=DIRECTORY")
+    parser.add_argument("--products", action="store_true", help="time products of int8 and float32 on this CPU, too")
+    parser.add_argument("--output", type=Path, default=RECORD)
+    args = parser.parse_args()
+    kinds = {name: KINDS[name] for name in args.kinds.split(";") if name}
+    kinds |= {name: {"model": path} for name, _, path in (each.partition("=") for each in args.checkpoint)}
+    record: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
+    if (record.get("documents"), record.get("seed")) != (args.documents, SEED):
+        record = {"variants": {}}
+    record |= {
+        "about": "exact match of the mini model with quantised weights, and its divergence from the unquantised model",
+        "command": f"python benchmarks/quantization.py --documents {args.documents} --products",
+        "documents": args.documents, "seed": SEED, "environment": environment(),
+    }  # fmt: skip
+    if args.products:
+        record["products"] = {"inputs": HIDDEN, "outputs": INTERMEDIATE, "threads": torch.get_num_threads(),
+                              "times": products()}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        source = Source(dataset=str(write_samples(Path(folder), count=args.documents, seed=SEED)))
+        items = build_workload(source, on_problem=refuse)
+        step = max(1, len(items) // COMPARED)
+        chosen = items[::step][:COMPARED]
+        verifier = Verifier(chosen, source, STEPS, None, (), lambda _: None, print)
+        for name, values in kinds.items():
+            record["variants"][name] = found = measure(items, source, verifier, values)
+            print(f"{name}: {sum(found['exact_match']) / len(items):.2%} of {len(items)}, {found['seconds']} s")
+            args.output.write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

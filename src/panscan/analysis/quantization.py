@@ -1,0 +1,166 @@
+"""The price of quantised weights: each quantised cell of a run beside the unquantised one with the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from panscan.analysis.cells import MeasuredCell, distinguishing, label, meant, memory_metric, number_text, speed
+from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
+from panscan.records.quality import Quality, metric_title, quality_of
+from panscan.records.store import Run
+
+__all__ = ["Price", "PriceTable", "is_quantized", "price_table", "prices_of"]
+
+_KINDS = ("quantization", "quantization_group_size")
+_WEIGHTS = (*_KINDS, "model", "revision")
+_NO_BASE = "no unquantised cell"
+NOTE = (
+    "Quantised weights are compared with the unquantised model: KL is the mean divergence of next-token distributions "
+    "from its float32 truth. More than rounding makes a cell different, which is expected. Such a cell is recommended "
+    "only if a labelled dataset shows no measurable loss, or if --allow-different names it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What quantised weights cost and save in one cell.
+
+    Args:
+        row: the measured cell.
+        weights: what its weights are quantised in; empty for an unquantised cell.
+        weight_bytes: stored weights; None without a record of the load.
+        base: the unquantised cell with otherwise the same settings; None for an unquantised cell, and without one.
+        quality: accuracy; None without accepted answers.
+        difference: accuracy less the base's, paired by question; None without a base or accepted answers.
+    """
+
+    row: MeasuredCell
+    weights: str
+    weight_bytes: int | None
+    base: Price | None
+    quality: Quality | None
+    difference: QualityDifference | None
+
+    @property
+    def kl(self) -> tuple[float | None, float | None]:
+        """Mean divergence from the truth in nats, at answer positions and at image positions."""
+        answer, image = self.row.verdict.answer, self.row.verdict.image
+        return None if answer is None else answer.kl, None if image is None else image.kl
+
+    @property
+    def relative_size(self) -> float | None:
+        """Bytes of weights over the base's."""
+        if self.base is None or not self.base.weight_bytes or self.weight_bytes is None:
+            return None
+        return self.weight_bytes / self.base.weight_bytes
+
+    @property
+    def relative_speed(self) -> float | None:
+        """Requests per second over the base's."""
+        if self.base is None or not speed(self.base.row):
+            return None
+        return speed(self.row) / speed(self.base.row)
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTable:
+    """Prices as text: ``headings``, one row for each cell with its id in ``cells``, and the ``note`` below."""
+
+    headings: tuple[str, ...]
+    cells: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = NOTE
+
+
+def is_quantized(run: Run, cell: str) -> bool:
+    """Whether a cell computed with quantised weights, as its settings or the record of its load say."""
+    return bool(run.cells[cell].get("quantization") or (run.loads.get(cell) or {}).get("weights"))
+
+
+def prices_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Price]:
+    """Return the prices of all quantised cells, each group after the unquantised cell that they are compared with.
+
+    Empty for a run without quantised cells.
+    """
+    plain = {row.cell: _price(run, row, None) for row in rows if not is_quantized(run, row.cell)}
+    groups: dict[str | None, list[Price]] = {}
+    for row in rows:
+        if is_quantized(run, row.cell):
+            base = next((each for each in plain.values() if _same_but_weights(run, row, each.row)), None)
+            groups.setdefault(None if base is None else base.row.cell, []).append(_price(run, row, base))
+    found = []
+    for cell, prices in groups.items():
+        found += ([] if cell is None else [plain[cell]]) + prices
+    return found
+
+
+def price_table(run: Run, rows: Sequence[MeasuredCell]) -> PriceTable | None:
+    """Return the prices of a run's quantised cells as a table; None without any."""
+    prices = prices_of(run, rows)
+    if not prices:
+        return None
+    scored = any(price.quality for price in prices)
+    memory, whose = memory_metric(rows)
+    others = [name for name in distinguishing([each.row.told for each in prices]) if name not in _WEIGHTS]
+    headings = [
+        "weights", "weights GiB", f"peak {whose} GiB", "req/s", "TTFT ms", "TPOT ms", "verdict",
+        "KL answers", "KL images", "top-1",
+    ]  # fmt: skip
+    headings += [metric_title(run), "vs unquantised"] if scored else []
+    texts = tuple(_texts(price, others, memory, scored=scored) for price in prices)
+    return PriceTable(tuple(headings), tuple(price.row.cell for price in prices), texts)
+
+
+def _price(run: Run, row: MeasuredCell, base: Price | None) -> Price:
+    load = run.loads.get(row.cell) or {}
+    settings = run.cells[row.cell]
+    quality = quality_of(run, row.cell)
+    difference = None if base is None or quality is None else quality_difference(run, row.cell, base.row.cell)
+    weights = load.get("weights") or settings.get("quantization") or ""
+    return Price(row, weights, load.get("weight_bytes"), base, quality, difference)
+
+
+def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
+    """Whether two cells differ in nothing but the quantisation, of a checkpoint or on load."""
+    ours, theirs = dict(meant(run.cells[row.cell])), dict(meant(run.cells[plain.cell]))
+    if base_model := (run.loads.get(row.cell) or {}).get("base_model"):
+        ours |= {"model": base_model, "revision": theirs.get("revision")}
+    names = {*ours, *theirs} - {*_KINDS}
+    return all(ours.get(name) == theirs.get(name) for name in names)
+
+
+def _texts(price: Price, others: Sequence[str], memory: str, *, scored: bool) -> tuple[str, ...]:
+    values, top1 = price.row.metrics.values, price.row.verdict.top1
+    setting = label({name: price.row.told.get(name) for name in others})
+    size = None if price.weight_bytes is None else price.weight_bytes / 2**30
+    peak = values[memory]
+    texts = [
+        "; ".join(filter(None, (price.weights or "unquantised", setting))),
+        _beside(size, price.relative_size),
+        number_text(None if peak is None else peak / 2**30),
+        _beside(values["request_throughput"], price.relative_speed),
+        number_text(values["median_ttft_ms"]),
+        number_text(values["median_tpot_ms"]),
+        price.row.verdict.word,
+        *map(_nats, price.kl),
+        "-" if top1 is None else f"{top1.share:.1%}",
+    ]
+    return (*texts, *(_accuracy(price) if scored else ()))
+
+
+def _accuracy(price: Price) -> tuple[str, str]:
+    quality, found = price.quality, price.difference
+    share = "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"
+    if found is None:
+        return share, "-" if not price.weights or quality is None else _NO_BASE
+    interval = f"{points_text(found.low)} to {points_text(found.high)}"
+    return share, f"{points_text(found.value)} ({interval}), {p_text(found.p_value)}"
+
+
+def _beside(value: float | None, ratio: float | None) -> str:
+    return number_text(value) + ("" if ratio is None else f" ({number_text(ratio)}x)")
+
+
+def _nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"

@@ -1,0 +1,135 @@
+"""Facts about quantised models: what is quantised, in how many bytes, and which unquantised model it was made from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from panscan.core import ModelError
+from panscan.model.bundled import BUNDLED
+from panscan.model.checkpoint import load_config
+from panscan.model.quantized.weights import QuantizedLinear
+from panscan.settings import Settings
+
+__all__ = ["base_model_of", "stored_method", "unquantized_settings", "weight_bytes", "weights_name"]
+
+_CARD = "README.md"
+_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
+_FIX = "bring the truth of the unquantised model with --reference"
+
+
+def unquantized_settings(settings: Settings) -> Settings:
+    """Return the settings that load the same model with unquantised weights; equal ones for an unquantised model.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or it is quantised and its base model is unknown or not on this
+            machine.
+    """
+    plain = replace(settings, quantization=None, quantization_group_size=None)
+    if settings.random_weights or stored_method(settings.model, settings.revision) is None:
+        return plain
+    return replace(plain, model=base_model_of(settings.model, settings.revision), revision=None)
+
+
+def stored_method(model: str, revision: str | None = None) -> str | None:
+    """Return the quantisation method that a checkpoint's configuration names, such as ``gptq``; None if unquantised.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+    """
+    stored = getattr(load_config(model, revision), "quantization_config", None)
+    if stored is None:
+        return None
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return str(getattr(method, "value", method))
+
+
+def weights_name(model: Any) -> str | None:
+    """Return what the weights of a model are quantised in, such as ``int4, groups of 128``; None if they are not."""
+    formats = dict.fromkeys(module.how for module in model.modules() if isinstance(module, QuantizedLinear))
+    names = []
+    for how in formats:
+        name = f"{how.kind}, groups of {how.group_size}" if how.kind == "int4" else how.kind
+        only_weights = how.kind != "int4" and not how.quantizes_inputs
+        names.append(f"{name}, weights only" if only_weights else name)
+    if names:
+        return " and ".join(dict.fromkeys(names))
+    stored = getattr(model.config, "quantization_config", None)
+    return None if stored is None else str(getattr(stored.quant_method, "value", stored.quant_method))
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of all weights of a loaded model, scales and zero points included; shared ones count once."""
+    stored = dict.fromkeys(model.parameters())
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            stored |= dict.fromkeys(module.buffers())
+    return sum(each.numel() * each.element_size() for each in stored)
+
+
+def base_model_of(model: str, revision: str | None = None) -> str:
+    """Return the unquantised model that a quantised checkpoint's card names, if it is on this machine.
+
+    Args:
+        model: a directory or a hub id.
+        revision: of a hub checkpoint.
+
+    Raises:
+        ModelError: the card names none, or one that is not on this machine or is quantised itself.
+    """
+    named = _named_base(model, revision)
+    if named is None:
+        raise ModelError(
+            f"--model {model}: its {_CARD} names no base_model in its front matter; add one (a directory or a hub id), "
+            f"or {_FIX}"
+        )
+    found = _on_this_machine(named, Path(model).expanduser())
+    if found is None:
+        raise ModelError(f"--model {model}: its base_model {named} is not on this machine; download it, or {_FIX}")
+    if stored_method(found) is not None:
+        raise ModelError(f"--model {model}: its base_model {named} is quantised, too; {_FIX}")
+    return found
+
+
+def _named_base(model: str, revision: str | None) -> str | None:
+    """Return ``base_model`` of the model card's front matter; the first of several."""
+    directory = Path(model).expanduser()
+    card: Any = directory / _CARD
+    if not directory.is_dir():
+        card = cached_file(
+            model, _CARD, revision=revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+        )  # fmt: skip
+    if card is None or not Path(card).is_file():
+        return None
+    found = _FRONT_MATTER.match(Path(card).read_text("utf-8", errors="replace"))
+    try:
+        fields = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return None
+    named = fields.get("base_model") if isinstance(fields, dict) else None
+    if isinstance(named, list):
+        named = named[0] if named else None
+    return named if isinstance(named, str) and named else None
+
+
+def _on_this_machine(named: str, checkpoint: Path) -> str | None:
+    """Return what loads a model without a download: a bundled name, a directory (relative ones are also looked up
+    beside the checkpoint), or a hub id whose weights are cached."""
+    if named in BUNDLED:
+        return named
+    for directory in (Path(named).expanduser(), checkpoint / named):
+        if (directory / "config.json").is_file():
+            return str(directory)
+    try:
+        cached = [try_to_load_from_cache(named, file) for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    except HFValidationError:  # no hub id either
+        return None
+    return named if any(isinstance(path, str) for path in cached) else None

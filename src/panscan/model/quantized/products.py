@@ -1,0 +1,175 @@
+"""Products of inputs with quantised weights, on any device: which kernel or library computes which number of rows.
+
+With quantised inputs a product is ``(inputs / row_scale) @ (weights / scale) * row_scale * scale``, where both
+quotients are rounded to the kind's values.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+__all__ = [
+    "LARGEST",
+    "QuantizedRows",
+    "ScaledSums",
+    "has_kernels",
+    "multiply_fp8",
+    "multiply_int4",
+    "multiply_int8",
+    "quantize_rows",
+    "row_type",
+]
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest quantised value of a row."""
+_LEAST_SCALE = 1e-12  # of a row of zeros
+_VECTOR_ROWS = 2  # int4: up to so many rows are multiplied without tensor cores
+_FEW_ROWS = 64  # int4: more rows are multiplied with dequantised weights, which cost the same for any number of rows
+_DENSE_BYTES = 192 << 20  # of weights that are dequantised at once
+_ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned parts of the result
+
+
+class QuantizedRows(NamedTuple):
+    """Inputs quantised per row: ``values`` int8 or float8_e4m3fn ``[..., inputs]``, ``scale`` float32 ``[..., 1]``."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+class ScaledSums(NamedTuple):
+    """A product before its scales are applied, which the next kernel does as it reads it.
+
+    ``values``: contiguous ``[T, outputs]``. ``row_scale``: float32 ``[T, 1]``. ``column_scale``: float32 ``[outputs]``.
+    """
+
+    values: torch.Tensor
+    row_scale: torch.Tensor
+    column_scale: torch.Tensor
+
+    def scaled(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the product ``[T, outputs]`` in ``dtype``, rounded once more."""
+        if not has_kernels(self.values.device):
+            return (self.values.float() * self.row_scale * self.column_scale).to(dtype)
+        from panscan.model.quantized import kernels
+
+        return kernels.scale_sums(*self, dtype)
+
+
+def row_type(kind: str) -> torch.dtype | None:
+    """Return the type of quantised values of 8-bit kinds; None for ``int4``."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind)
+
+
+def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """Quantise each row of ``[..., inputs]`` symmetrically by its largest absolute value.
+
+    Args:
+        values: of any floating-point type.
+        dtype: int8 or float8_e4m3fn.
+    """
+    if has_kernels(values.device):
+        from panscan.model.quantized import kernels
+
+        flat = values.reshape(-1, values.shape[-1]).contiguous()
+        quantized, scales = kernels.quantize(flat, dtype)
+        return QuantizedRows(quantized.view(values.shape), scales.view(*values.shape[:-1], 1))
+    values = values.float()
+    scale = values.abs().amax(-1, keepdim=True).clamp_min(_LEAST_SCALE) / LARGEST[dtype]
+    quotient = values / scale
+    return QuantizedRows((torch.round(quotient) if dtype == torch.int8 else quotient).to(dtype), scale)
+
+
+def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product ``[T, outputs]``: exact sums of integers, scaled and rounded once.
+
+    Args:
+        rows: int8 ``[T, inputs]``.
+        weight: int8 ``[outputs, inputs]``.
+        scale: float32 ``[outputs]``.
+        dtype: of the result.
+    """
+    if has_kernels(weight.device):
+        from panscan.model.quantized import kernels
+
+        shared, tma = _gpu(weight.device)
+        tiles = kernels.int8_tiles(len(rows.values), shared, tma=tma)
+        return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles)
+    sums = torch._int_mm(rows.values, weight.T)
+    return (sums.float() * rows.scale * scale).to(dtype)
+
+
+def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> ScaledSums:
+    """Return the product of float8_e4m3fn values, whose sums are rounded to ``dtype`` (float16: to float32).
+
+    Scales are left to the next kernel, as cuBLAS's products with scales per row are slower, above all for a few rows.
+
+    Args:
+        rows: float8_e4m3fn ``[T, inputs]``.
+        weight: float8_e4m3fn ``[outputs, inputs]``; both dimensions are multiples of 16 on a GPU.
+        scale: float32 ``[outputs]``.
+        dtype: of the model.
+    """
+    if dtype == torch.float16:  # the sums would overflow
+        dtype = torch.float32
+    if weight.device.type == "cuda":
+        one = _one(weight.device)
+        sums = torch._scaled_mm(rows.values, weight.T, one, one, out_dtype=dtype, use_fast_accum=True)
+    else:
+        sums = (rows.values.float() @ weight.float().T).to(dtype)
+    return ScaledSums(sums, rows.scale, scale)
+
+
+def multiply_int4(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
+) -> torch.Tensor:
+    """Return the product ``[T, outputs]`` in the type of the rows.
+
+    Args:
+        rows: ``[T, inputs]``.
+        weight: packed (:func:`panscan.model.quantized.weights.pack_int4`).
+        scale: ``[groups, outputs]``.
+        zero: uint8 ``[groups, outputs]``, or None for 8.
+        group_size: input channels per group.
+    """
+    from panscan.model.quantized import kernels
+
+    rows = rows.contiguous()
+    if len(rows) <= _VECTOR_ROWS:
+        return kernels.vector_int4(kernels.fixed_point(rows, group_size), weight, scale, zero, rows.dtype)
+    if len(rows) <= _FEW_ROWS:
+        return kernels.product_int4(rows, weight, scale, zero, group_size, _gpu(weight.device)[0])
+    inputs, outputs = rows.shape[1], weight.shape[1]
+    at_once = max(1, _DENSE_BYTES // (inputs * rows.element_size() * _ALIGNED)) * _ALIGNED
+    if outputs <= at_once:
+        dense = kernels.dequantize_int4(weight, scale, zero, group_size, inputs, rows.dtype)
+        return functional.linear(rows, dense)
+    product = rows.new_empty(len(rows), outputs)
+    for first in range(0, outputs, at_once):
+        part = slice(first, first + at_once)
+        zeros = None if zero is None else zero[:, part]
+        dense = kernels.dequantize_int4(weight[:, part], scale[:, part], zeros, group_size, inputs, rows.dtype)
+        torch.mm(rows, dense.T, out=product[:, part])
+    return product
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Return whether the Triton kernels run on a device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[int, bool]:
+    """Return the shared memory of one program in bytes, and whether the GPU has a copy engine."""
+    facts = torch.cuda.get_device_properties(device)
+    return int(facts.shared_memory_per_block_optin), facts.major >= 9  # type: ignore[attr-defined]  # missing in the stubs
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)

@@ -1,0 +1,93 @@
+"""The price of quantised weights: which cells are compared, with what, and how every report shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.analysis.test_task_cost import BASE, cell_records
+from tests.records import synthetic
+from tests.report.report_page import page_of, rows_of, section
+from tests.report.test_terminal import shown
+
+from panscan.analysis.cells import measured_rows
+from panscan.analysis.quantization import NOTE, price_table, prices_of
+from panscan.analysis.recommend import recommend
+from panscan.analysis.task_cost import costs_of_cells
+from panscan.records.store import Run
+from panscan.report import to_markdown
+from panscan.report.terminal import print_summary
+
+INT4 = "int4, groups of 64"
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
+    "plain": ({}, {"weight_bytes": 4 * 2**30}, "exact", 2),
+    "other": ({"batch_size": 4}, {"weight_bytes": 4 * 2**30}, "exact", 0),
+    "int8": ({"quantization": "int8"}, {"weights": "int8", "weight_bytes": 2**31}, "different", 2),
+    "stored": (
+        {"model": "out/", "revision": "r"},
+        {"weights": INT4, "base_model": "mini", "weight_bytes": 2**30},
+        "different",
+        12,
+    ),
+    "alone": ({"quantization": "int8", "max_new_tokens": 64}, {"weights": "int8"}, "different", 2),
+}
+"""By id: settings, fields of the load, verdict, and questions answered wrongly."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    header = synthetic.header({cell: {**BASE, **settings} for cell, (settings, *_) in CELLS.items()})
+    records = [header, synthetic.truth()]
+    for cell, (_, load, word, wrong) in CELLS.items():
+        records += [synthetic.load([cell], None, **load), *cell_records(cell, word, wrong)]
+    return synthetic.write_run(tmp_path, records)
+
+
+def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_settings(run: Run) -> None:
+    prices = prices_of(run, measured_rows(run))
+    assert [price.row.cell for price in prices] == ["plain", "int8", "stored", "alone"]
+    plain, int8, stored, alone = prices
+    assert (plain.base, int8.base, stored.base, alone.base) == (None, plain, plain, None)
+    assert (int8.relative_size, stored.relative_size, alone.relative_size) == (0.5, 0.25, None)
+    assert int8.relative_speed == pytest.approx(1)
+    assert int8.kl == pytest.approx((0.09, 0.09))
+    found = stored.difference
+    assert found is not None and (found.value, found.better, found.worse) == (-0.25, 0, 10)
+    assert int8.difference is not None and (int8.difference.value, int8.difference.p_value) == (0, 1)
+
+
+def test_a_run_without_quantised_cells_has_no_price() -> None:
+    run = synthetic.run_of()
+    assert price_table(run, measured_rows(run)) is None
+    assert "Price of quantisation" not in to_markdown(run)
+
+
+def test_every_report_has_the_same_table(run: Run) -> None:
+    table = price_table(run, measured_rows(run))
+    assert table is not None
+    numbers = {
+        row["id"].text: row["cell"].text for row in rows_of(next(iter(section(page_of(run), "cells").all("table"))))
+    }
+    page = rows_of(next(iter(section(page_of(run), "quantisation").all("table"))))
+    for row, cell, texts in zip(page, table.cells, table.rows, strict=True):
+        assert row["cell"].text == numbers[cell].split()[0]
+        assert [row[heading].text for heading in table.headings] == list(texts)
+    markdown, terminal = to_markdown(run), shown(print_summary, run, width=120)
+    assert all(f"| {' | '.join(texts)} |".replace("~", r"\~") in markdown for texts in table.rows)
+    assert "0.250x" in terminal and "-25.0 (" in terminal
+    assert table.rows[2][-1].startswith("-25.0 (") and table.rows[3][-1] == "no unquantised cell"
+    assert NOTE in markdown and " ".join(NOTE.split()[:8]) in " ".join(terminal.split())
+
+
+def test_a_quantised_checkpoint_costs_accuracy_against_the_exact_cells_of_its_base(run: Run) -> None:
+    assert {cell: cost.exact for cell, cost in costs_of_cells(run).items()} == {
+        "int8": "plain", "stored": "plain", "alone": None,
+    }  # fmt: skip
+
+
+def test_different_cells_are_recommended_only_without_a_measurable_loss(run: Run) -> None:
+    """40 questions with equal answers do not exclude a loss of more than the limit; ten wrong ones are a loss."""
+    rejected = recommend(run).rejected
+    assert "is not excluded" in rejected["int8"] and "a measurable loss" in rejected["stored"]
+    assert recommend(run, allow=["stored"]).rejected.keys() == rejected.keys() - {"stored"}
