@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from panscan.cli.main import run
 from panscan.model.tiny import tiny_directory
 from panscan.quantize.audit import garbage_reason
-from panscan.quantize.measure import Measured
+from panscan.quantize.measure import MeasuredWeights
 
 _OPTIONS = ["--device", "cpu", "--do-pan-and-scan", "false", "--max-new-tokens", "4"]
 
@@ -93,15 +93,19 @@ def test_a_checkpoint_can_be_described_without_running_it(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("row", "reference", "says"),
     [
-        (Measured("q", {"top1": {"clear": 10, "agree": 4}}), None, "40%"),
-        (Measured("q", {"verdict": "different", "reason": "3 of 9 positions overflow"}), None, "overflow"),
-        (Measured("q", contains=0.1, answers=20), Measured("dense", contains=0.8), "10%"),
-        (Measured("q", repetitive=0.9, answers=20), None, "repeat"),
-        (Measured("q", contains=0.0, answers=20), None, "none of 20"),
-        (Measured("q", {"top1": {"clear": 10, "agree": 9}}, contains=0.7), Measured("dense", contains=0.8), None),
-        (Measured("q", repetitive=0.9), Measured("dense", repetitive=0.9), None),
+        (MeasuredWeights("q", {"top1": {"clear": 10, "agree": 4}}), None, "40%"),
+        (MeasuredWeights("q", {"verdict": "different", "reason": "3 of 9 positions overflow"}), None, "overflow"),
+        (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8), "10%"),
+        (MeasuredWeights("q", repetitive=0.9, answers=20), None, "repeat"),
+        (MeasuredWeights("q", contains=0.0, answers=20), None, "none of 20"),
+        (
+            MeasuredWeights("q", {"top1": {"clear": 10, "agree": 9}}, contains=0.7),
+            MeasuredWeights("dense", contains=0.8),
+            None,
+        ),
+        (MeasuredWeights("q", repetitive=0.9), MeasuredWeights("dense", repetitive=0.9), None),
     ],
 )
-def test_garbage(row: Measured, reference: Measured | None, says: str | None) -> None:
+def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: str | None) -> None:
     found = garbage_reason(row, reference)
     assert (found is None) if says is None else (found is not None and says in found)

@@ -106,7 +106,7 @@ def _quantize(options: dict[str, Any]) -> int:
         raise SettingError("--model goes with --audit; the checkpoint to quantise is the first argument")
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
-    settings = Settings(model=options["base"], **given_values(options))
+    settings = Settings(model=options["base"], **_axes_of(options))
     calibration = CalibrationSource(
         options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
     )
@@ -139,7 +139,7 @@ def _audit(options: dict[str, Any]) -> int:
     for name in ("calibration", "prompts"):
         if options[name]:
             raise SettingError(f"--{name.removesuffix('s')} does not go with --audit: use --dataset")
-    settings = Settings(model=options["audit"], **given_values(options))
+    settings = Settings(model=options["audit"], **_axes_of(options))
     with _progress() as step:
         found = audit(
             AuditOptions(settings, options["reference"], options["dataset"], options["verify"]), step, _report_problem
@@ -148,6 +148,11 @@ def _audit(options: dict[str, Any]) -> int:
     if found.garbage is not None:
         return _GARBAGE
     return 0 if found.judged or not options["verify"] else _UNKNOWN
+
+
+def _axes_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings among the options. The format of new weights is none: it is not that of the loaded model."""
+    return given_values({name: options[name] for name in _AXES})
 
 
 def _report_problem(problem: Exception) -> None:

@@ -7,23 +7,21 @@ this can be told from a correct move: norm factor times column norm of the matri
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from panscan.core import InputError, ModelError
-from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
 from panscan.model.machine import resolve_device, resolve_dtype
+from panscan.model.quantization import base_model_of
 from panscan.model.quantized.inventory import Inventory, inventory
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quantize.documents import load_documents
-from panscan.quantize.measure import Candidate, Measured, Measurement, measure
+from panscan.quantize.measure import MeasuredWeights, Measurement, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
 
@@ -36,7 +34,6 @@ _GARBAGE_TOP1 = 0.5
 _GARBAGE_SHARE = 0.25  # of the reference's right answers
 _LEAST = 0.05  # of that share, below which a few questions decide
 _ENOUGH = 10  # answers, to judge without a reference
-_BASE = re.compile(r"^base_model:\s*['\"]?([^\s'\"]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +121,8 @@ def audit(
             folded.extend(_misfolded(loaded, base, found))
         return loaded
 
-    dense = None if base is None else Candidate("dense", lambda: load_model(base.name, placement))
-    measured = measure(dense, [Candidate(Path(name).name, load)], settings, workload, source, say)
+    dense = None if base is None else WeightsToMeasure("dense", lambda: load_model(base.name, placement))
+    measured = measure(dense, [WeightsToMeasure(Path(name).name, load)], settings, workload, source, say)
     found.measurement = measured
     row, reference = measured.rows[-1], measured.rows[0] if dense is not None else None
     found.judged = row.contains is not None or row.figures is not None
@@ -134,7 +131,7 @@ def audit(
     return found
 
 
-def garbage_reason(row: Measured, reference: Measured | None) -> str | None:
+def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> str | None:
     """Return why a checkpoint's answers are garbage; None if they are not.
 
     Args:
@@ -159,28 +156,13 @@ def _base(options: AuditOptions, found: Audit) -> DenseCheckpoint | None:
     """Return the dense checkpoint to compare with, if there is one."""
     if options.base is not None:
         return DenseCheckpoint(options.base)
-    named = _named_base(options.settings.model)
-    if named is None or not _is_local(named):
-        where = "names no base model" if named is None else f"names {named}, which is not on this machine"
-        found.remarks.append(f"No reference: the model card {where}. Give --model BASE for a comparison.")
+    try:
+        named = base_model_of(options.settings.model, options.settings.revision)
+    except ModelError as error:
+        reason = str(error).removeprefix(f"--model {options.settings.model}: ").partition(";")[0]
+        found.remarks.append(f"No reference: {reason}. Give --model BASE for a comparison.")
         return None
     return DenseCheckpoint(named)
-
-
-def _named_base(name: str) -> str | None:
-    """Return the base model of a local checkpoint's card."""
-    card = Path(name) / "README.md"
-    try:
-        match = _BASE.search(card.read_text("utf-8")) if card.is_file() else None
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if match is None else match[1]
-
-
-def _is_local(name: str) -> bool:
-    if name in BUNDLED or Path(name).is_dir():
-        return True
-    return name.count("/") == 1 and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _parts(stored: Inventory) -> list[PartSummary]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import yaml
+
 import panscan
 from panscan.model.quantized.weights import WeightFormat
-from panscan.quantize.measure import Measured, Measurement
+from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
 
 __all__ = ["HEADINGS", "CardFacts", "described_format", "model_card", "notes", "table_rows"]
@@ -16,6 +18,12 @@ _FORMATS = {
     "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",
     "int8": "8-bit integer weights per output channel, inputs per token (W8A8)",
     "fp8": "float8_e4m3 weights per output channel, inputs per token",
+}
+_FRONT_MATTER = {
+    "base_model_relation": "quantized",
+    "library_name": "transformers",
+    "pipeline_tag": "image-text-to-text",
+    "tags": ["compressed-tensors", "panscan"],
 }
 HEADINGS = ("Weights", "Verdict", "KL, answers", "KL, images", "Top-1", "Accuracy", "Difference")
 
@@ -58,11 +66,7 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
     lines = [
         "---",
-        f"base_model: {facts.base}",
-        "base_model_relation: quantized",
-        "library_name: transformers",
-        "pipeline_tag: image-text-to-text",
-        "tags: [compressed-tensors, panscan]",
+        *yaml.safe_dump(_FRONT_MATTER | {"base_model": facts.base}, allow_unicode=True).splitlines(),
         "---",
         "",
         f"# {facts.name}",
@@ -88,7 +92,7 @@ def table_rows(found: Measurement) -> list[tuple[str, ...]]:
     return [_row(row) for row in found.rows]
 
 
-def _row(row: Measured) -> tuple[str, ...]:
+def _row(row: MeasuredWeights) -> tuple[str, ...]:
     figures = row.figures or {}
     reference = row.name == "dense"
     word = "reference" if reference else figures.get("verdict", "unverified")

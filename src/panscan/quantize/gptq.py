@@ -14,7 +14,7 @@ from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_
 __all__ = ["Hessian", "gptq", "output_error"]
 
 _DAMPING = 0.01  # of the mean diagonal
-_ATTEMPTS = 6
+_ATTEMPTS = 5
 _TOGETHER = 128  # channels after which corrections reach all later channels
 _ZERO = 8  # stored for a weight of 0
 

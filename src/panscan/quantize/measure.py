@@ -21,7 +21,7 @@ from panscan.quality.scores import scores_of
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
-__all__ = ["Candidate", "Measured", "Measurement", "measure"]
+__all__ = ["MeasuredWeights", "Measurement", "WeightsToMeasure", "measure"]
 
 VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
 """Requests of the verdict and tokens of each."""
@@ -32,7 +32,7 @@ Load = Callable[[], Loaded]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WeightsToMeasure:
     """Weights to measure.
 
     Args:
@@ -45,7 +45,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredWeights:
     """What was measured of some weights.
 
     Args:
@@ -95,16 +95,16 @@ class Measurement:
     metric: str | None
     questions: int
     documents: str
-    rows: list[Measured] = field(default_factory=list)
+    rows: list[MeasuredWeights] = field(default_factory=list)
 
-    def row(self, name: str) -> Measured | None:
+    def row(self, name: str) -> MeasuredWeights | None:
         """Return what was measured of a candidate."""
         return next((row for row in self.rows if row.name == name), None)
 
 
 def measure(
-    reference: Candidate | None,
-    candidates: Sequence[Candidate],
+    reference: WeightsToMeasure | None,
+    candidates: Sequence[WeightsToMeasure],
     settings: Settings,
     workload: Workload,
     source: Source,
@@ -149,9 +149,9 @@ class _Session:
     _noise: Noise | None = None
     _head: Loaded | None = None
 
-    def reference(self, candidate: Candidate) -> Measured:
+    def reference(self, candidate: WeightsToMeasure) -> MeasuredWeights:
         """Answer with the unquantised weights, and compute the truth."""
-        row = Measured(candidate.name)
+        row = MeasuredWeights(candidate.name)
         try:
             self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
@@ -165,9 +165,9 @@ class _Session:
         release_memory()
         return row
 
-    def candidate(self, candidate: Candidate) -> Measured:
+    def candidate(self, candidate: WeightsToMeasure) -> MeasuredWeights:
         """Answer with quantised weights, and compare their distributions with the truth's."""
-        row = Measured(candidate.name)
+        row = MeasuredWeights(candidate.name)
         try:
             self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
@@ -179,7 +179,7 @@ class _Session:
         release_memory()
         return row
 
-    def _answer(self, loaded: Loaded, row: Measured) -> None:
+    def _answer(self, loaded: Loaded, row: MeasuredWeights) -> None:
         items = list(self.asked or self.verdict_items)
         runner = GenerateRunner(loaded, self.settings)
         results = []

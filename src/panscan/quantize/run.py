@@ -16,7 +16,7 @@ from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.quantize.card import CardFacts, described_format, model_card
 from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
-from panscan.quantize.measure import Candidate, Measurement, measure
+from panscan.quantize.measure import Measurement, WeightsToMeasure, measure
 from panscan.quantize.partial import PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint, weight_format
 from panscan.quantize.write import CheckpointWriter, Steps
@@ -181,9 +181,9 @@ def _measured(
     dtype = resolve_dtype("auto", device)
     placement = Placement(device, dtype)
     method = "GPTQ" if calibrated else "rounded"
-    candidates = [Candidate(f"{how.kind} ({method})", lambda: load_model(str(path), placement))]
+    candidates = [WeightsToMeasure(f"{how.kind} ({method})", lambda: load_model(str(path), placement))]
     if calibrated:
         plain = lambda: load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]  # noqa: E731 - one use
-        candidates.append(Candidate(f"{how.kind} (rounded)", plain))
-    dense = Candidate("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
+        candidates.append(WeightsToMeasure(f"{how.kind} (rounded)", plain))
+    dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
     return measure(dense, candidates, settings, documents.measured, documents.measured_source, on_step)
