@@ -78,7 +78,7 @@ def rounded(values: torch.Tensor, how: WeightFormat) -> QuantizedLinear:
 
     Weights are rounded for the scale that is stored, not for an exact one that a loader would round again.
     """
-    linear = QuantizedLinear(values.shape[1], values.shape[0], how, scale_type=values.dtype)
+    linear = QuantizedLinear(values.shape[1], values.shape[0], how, scale_type=values.dtype, device=values.device)
     linear.quantize(values)
     if how.kind != "int4":
         linear.scale.copy_(linear.scale.to(values.dtype))

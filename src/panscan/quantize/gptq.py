@@ -76,13 +76,16 @@ def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Return the upper Cholesky factor of the damped Hessian's inverse; more damping where it is singular."""
-    diagonal = hessian.diagonal()
+    """Return the upper Cholesky factor of the damped Hessian's inverse; more damping where it is singular.
+
+    The Hessian's diagonal is overwritten: at 21,504 channels every copy takes 1.8 GB.
+    """
+    diagonal = hessian.diagonal().clone()
     mean = float(diagonal.mean()) or 1.0
-    eye = torch.eye(len(hessian), device=hessian.device)
-    idle = torch.diag((diagonal == 0).float())  # channels without inputs correct nothing
+    diagonal += mean * (diagonal == 0)  # channels without inputs correct nothing
     for attempt in range(_ATTEMPTS):
-        lower, failed = torch.linalg.cholesky_ex(hessian + eye * (mean * _DAMPING * 10**attempt) + idle * mean)
+        hessian.diagonal().copy_(diagonal + mean * _DAMPING * 10**attempt)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
         if failed:
             continue
         upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)

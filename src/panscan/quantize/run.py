@@ -120,7 +120,7 @@ def quantize_checkpoint(
             writer.calibrate_layers(asked, device, options.settings.revision)
             release_memory()
         else:
-            writer.round_layers()
+            writer.round_layers(device)
         writer.finish(calibrated=calibrated)
         found = None
         if options.verify:

@@ -50,12 +50,12 @@ class CheckpointWriter:
                 self.target.write_tensors(file, {name: self.source.read(name) for name in names})
             self.on_step("copying unquantised tensors", number + 1, len(shards))
 
-    def round_layers(self) -> None:
-        """Write decoder layers rounded to nearest, one matrix at a time."""
+    def round_layers(self, device: torch.device) -> None:
+        """Write decoder layers rounded to nearest on a device, one matrix at a time."""
         for number, layer in enumerate(self.source.layers):
             if not self.target.has(self._layer_file(number)):
                 self._write_layer(
-                    number, {name: rounded(self.source.read(tensor), self.how) for name, tensor in layer.items()}
+                    number, {name: rounded(self.source.read(tensor).to(device), self.how) for name, tensor in layer.items()}
                 )
             self.on_step("quantising layers", number + 1, len(self.source.layers))
 
