@@ -53,7 +53,7 @@ Examples
 
 The checkpoint is in the compressed-tensors layout, which Transformers, vLLM and panscan load. With --calibration, int4
 weights are fitted to your documents (GPTQ); int8 and fp8 need none. An interrupted job continues from OUT.partial when
-it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See docs/quantization.md.
+it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See docs/quantize.md.
 """
 
 

@@ -44,7 +44,7 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
         "strategy": "group" if how.kind == "int4" else "channel",
         "block_structure": None,
         "dynamic": False,
-        "actorder": "static" if calibrated and how.kind == "int4" else None,
+        "actorder": "weight" if calibrated and how.kind == "int4" else None,
         "scale_dtype": None,
         "zp_dtype": None,
         "observer": "memoryless_minmax",
