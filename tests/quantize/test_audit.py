@@ -103,7 +103,7 @@ def test_a_checkpoint_can_be_described_without_running_it(tmp_path: Path, capsys
             MeasuredWeights("dense", contains=0.8),
             None,
         ),
-        (MeasuredWeights("q", repetitive=0.9), MeasuredWeights("dense", repetitive=0.9), None),
+        (MeasuredWeights("q", repetitive=0.9, answers=20), MeasuredWeights("dense", repetitive=0.9), None),
     ],
 )
 def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: str | None) -> None:

@@ -21,7 +21,7 @@ from panscan.model.quantization import base_model_of
 from panscan.model.quantized.inventory import Inventory, inventory
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quantize.documents import load_documents
-from panscan.quantize.measure import MeasuredWeights, Measurement, WeightsToMeasure, measure
+from panscan.quantize.measure import MeasuredWeights, Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
 
@@ -33,6 +33,7 @@ _MOVED = 0.1  # relative change of a column's effect that rounding does not expl
 _GARBAGE_TOP1 = 0.5
 _GARBAGE_SHARE = 0.25  # of the reference's right answers
 _LEAST = 0.05  # of that share, below which a few questions decide
+_FEW = 3  # answers, to judge by their repetition
 _ENOUGH = 10  # answers, to judge without a reference
 
 
@@ -87,14 +88,12 @@ class Audit:
     judged: bool = False
 
 
-def audit(
-    options: AuditOptions, say: Callable[[str, int, int], None], on_problem: Callable[[InputError], None]
-) -> Audit:
+def audit(options: AuditOptions, on_step: Steps, on_problem: Callable[[InputError], None]) -> Audit:
     """Describe a quantised checkpoint, and judge its answers.
 
     Args:
         options: checked.
-        say: called with a stage, the steps of it that are done, and all.
+        on_step: called with a stage, the steps of it that are done, and all.
         on_problem: called for each document that cannot be read.
 
     Raises:
@@ -109,9 +108,25 @@ def audit(
     if not options.verify:
         return found
     base = _base(options, found)
+    folded = _measure(options, base, found, on_step, on_problem)
+    assert found.measurement is not None
+    rows = found.measurement.rows
+    found.judged = rows[-1].contains is not None or rows[-1].figures is not None
+    if (reason := garbage_reason(rows[-1], None if base is None else rows[0])) is not None:
+        found.garbage = f"{reason}. {_cause(folded, stored, base)}"
+    return found
+
+
+def _measure(
+    options: AuditOptions, base: DenseCheckpoint | None, found: Audit, on_step: Steps,
+    on_problem: Callable[[InputError], None],
+) -> list[str]:  # fmt: skip
+    """Run the checkpoint and its base, and add what was measured; return the norms whose scales were moved wrongly."""
+    settings, name = options.settings, options.settings.model
     reads_images = "vision_config" in checkpoint_files(name, settings.revision).config
     workload, source = load_documents(options.dataset, on_problem, reads_images=reads_images)
-    placement = Placement(resolve_device(settings.device), resolve_dtype("auto", resolve_device(settings.device)))
+    device = resolve_device(settings.device)
+    placement = Placement(device, resolve_dtype("auto", device))
     folded: list[str] = []
 
     def load() -> Loaded:
@@ -122,13 +137,9 @@ def audit(
         return loaded
 
     dense = None if base is None else WeightsToMeasure("dense", lambda: load_model(base.name, placement))
-    measured = measure(dense, [WeightsToMeasure(Path(name).name, load)], settings, workload, source, say)
-    found.measurement = measured
-    row, reference = measured.rows[-1], measured.rows[0] if dense is not None else None
-    found.judged = row.contains is not None or row.figures is not None
-    if (reason := garbage_reason(row, reference)) is not None:
-        found.garbage = f"{reason}. {_cause(folded, stored, base)}"
-    return found
+    quantized = WeightsToMeasure(Path(name).name, load)
+    found.measurement = measure(dense, [quantized], settings, workload, source, on_step)
+    return folded
 
 
 def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> str | None:
@@ -145,7 +156,11 @@ def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> s
     usual = reference.contains if reference is not None else None
     if row.contains is not None and usual is not None and row.contains < _GARBAGE_SHARE * usual >= _LEAST:
         return f"{100 * row.contains:.0f}% of the answers are right, the dense model's: {100 * usual:.0f}%"
-    if row.repetitive >= _GARBAGE_TOP1 and (reference is None or reference.repetitive < row.repetitive / 2):
+    if (
+        row.answers >= _FEW
+        and row.repetitive >= _GARBAGE_TOP1
+        and (reference is None or reference.repetitive < row.repetitive / 2)
+    ):
         return f"{100 * row.repetitive:.0f}% of the answers repeat a few tokens without end"
     if reference is None and row.contains == 0.0 and row.answers >= _ENOUGH:
         return f"none of {row.answers} answers is right"

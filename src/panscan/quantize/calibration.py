@@ -38,11 +38,6 @@ class Calibration:
         self._arguments: list[dict[str, dict[str, Any]]] = []
         self._at = 0
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens of all prompts."""
-        return sum(state.shape[1] for state in self._states)
-
     @torch.no_grad()
     def read(self, requests: Sequence[Request], on_done: Callable[[int], None]) -> None:
         """Embed prompts and their images.

@@ -50,9 +50,7 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
         "observer": "memoryless_minmax",
         "observer_kwargs": {},
     }
-    inputs = weights | {
-        "group_size": None, "strategy": "token", "dynamic": True, "actorder": None, "observer": None,
-    }  # fmt: skip
+    inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}  # of 8-bit kinds, which have no groups
     group = {
         "targets": ["Linear"],
         "weights": weights,

@@ -21,14 +21,15 @@ from panscan.quality.scores import scores_of
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
-__all__ = ["MeasuredWeights", "Measurement", "WeightsToMeasure", "measure"]
+__all__ = ["MeasuredWeights", "Measurement", "Steps", "WeightsToMeasure", "measure"]
 
 VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
 """Requests of the verdict and tokens of each."""
 _LEAST_TOKENS = 12  # of an answer that may be repetition
 _REPEATED = 0.6  # of an answer's end, from which it counts as repetition
 _LONGEST_PERIOD = 8  # tokens
-Load = Callable[[], Loaded]
+Steps = Callable[[str, int, int], None]
+"""Called with a stage, the steps of it that are done, and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class WeightsToMeasure:
     """
 
     name: str
-    load: Load
+    load: Callable[[], Loaded]
 
 
 @dataclass(slots=True)
@@ -90,16 +91,17 @@ class MeasuredWeights:
 
 @dataclass(slots=True)
 class Measurement:
-    """All that was measured, the reference first if there is one."""
+    """All that was measured.
+
+    Args:
+        metric: of the accuracy; None without accepted answers.
+        questions: with accepted answers.
+        rows: the reference first, if there is one.
+    """
 
     metric: str | None
     questions: int
-    documents: str
     rows: list[MeasuredWeights] = field(default_factory=list)
-
-    def row(self, name: str) -> MeasuredWeights | None:
-        """Return what was measured of a candidate."""
-        return next((row for row in self.rows if row.name == name), None)
 
 
 def measure(
@@ -108,7 +110,7 @@ def measure(
     settings: Settings,
     workload: Workload,
     source: Source,
-    on_step: Callable[[str, int, int], None],
+    on_step: Steps,
 ) -> Measurement:
     """Measure weights one after the other, so that only one model is in memory.
 
@@ -124,7 +126,7 @@ def measure(
     """
     asked = [item for item in workload.items if item.answers]
     metric = workload.quality_metric(None)
-    found = Measurement(metric, len(asked), source.dataset or " ".join(source.images))
+    found = Measurement(metric, len(asked))
     session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source, on_step)
     if reference is not None:
         found.rows.append(session.reference(reference))
@@ -144,7 +146,7 @@ class _Session:
     asked: Sequence[Item]
     metric: str | None
     source: Source
-    on_step: Callable[[str, int, int], None]
+    on_step: Steps
     _truth: Truth | None = None
     _noise: Noise | None = None
     _head: Loaded | None = None

@@ -27,7 +27,6 @@ __all__ = ["JOB_FILE", "PartialCheckpoint"]
 
 JOB_FILE = "panscan-quantize.json"
 _LOCK = ".lock"
-_MODE = 0o644
 
 
 class PartialCheckpoint:
@@ -82,7 +81,7 @@ class PartialCheckpoint:
         """Write a safetensors file, in one step."""
         temporary = self.path / f".{name}"
         save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, temporary, {"format": "pt"})
-        temporary.chmod(_MODE)  # safetensors creates files that only their owner can read
+        temporary.chmod((self.path / JOB_FILE).stat().st_mode)  # safetensors lets only the owner read them
         self._finish(temporary, name)
 
     def write_bytes(self, name: str, data: bytes) -> None:

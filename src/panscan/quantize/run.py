@@ -11,19 +11,18 @@ from typing import Any
 import panscan
 from panscan.bench.workload import Item, Source, Workload, request_of
 from panscan.core import InputError, SettingError
-from panscan.model.checkpoint import Placement, load_model, load_shard_of
+from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.quantize.card import CardFacts, described_format, model_card
 from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
-from panscan.quantize.measure import Measurement, WeightsToMeasure, measure
+from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.partial import PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint, weight_format
-from panscan.quantize.write import CheckpointWriter, Steps
+from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings, nearest
 
 __all__ = ["QuantizeOptions", "Quantized", "quantize_checkpoint"]
-
 
 _NO_CALIBRATION = CalibrationSource()
 
@@ -126,9 +125,8 @@ def quantize_checkpoint(
         if options.verify:
             found = _measured(options, how, target.path, documents, on_step, calibrated=calibrated)
         size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
-        facts = CardFacts(
-            options.settings.model, options.out.name, how, len(documents.calibration) if calibrated else 0
-        )
+        prompts = len(documents.calibration) if calibrated else 0
+        facts = CardFacts(options.settings.model, options.out.name, how, prompts)
         target.write_bytes("README.md", model_card(facts, (source.dense_bytes, size), found).encode())
         resumed = target.resumed
         target.publish()
@@ -183,7 +181,10 @@ def _measured(
     method = "GPTQ" if calibrated else "rounded"
     candidates = [WeightsToMeasure(f"{how.kind} ({method})", lambda: load_model(str(path), placement))]
     if calibrated:
-        plain = lambda: load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]  # noqa: E731 - one use
-        candidates.append(WeightsToMeasure(f"{how.kind} (rounded)", plain))
+
+        def load_rounded() -> Loaded:
+            return load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]
+
+        candidates.append(WeightsToMeasure(f"{how.kind} (rounded)", load_rounded))
     dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
     return measure(dense, candidates, settings, documents.measured, documents.measured_source, on_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,12 @@ from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quantize.calibration import Calibration
 from panscan.quantize.compressed import compressed_parts, linear_of_parts, quantization_config, rounded
 from panscan.quantize.gptq import gptq
+from panscan.quantize.measure import Steps
 from panscan.quantize.partial import PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
 
-__all__ = ["CheckpointWriter", "Steps"]
+__all__ = ["CheckpointWriter"]
 
-Steps = Callable[[str, int, int], None]
-"""Called with a stage, the steps of it that are done, and all."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -55,12 +54,13 @@ class CheckpointWriter:
         for number, layer in enumerate(self.source.layers):
             if not self.target.has(self._layer_file(number)):
                 self._write_layer(
-                    number, {name: rounded(self.source.read(tensor).to(device), self.how) for name, tensor in layer.items()}
+                    number,
+                    {name: rounded(self.source.read(tensor).to(device), self.how) for name, tensor in layer.items()},
                 )
             self.on_step("quantising layers", number + 1, len(self.source.layers))
 
-    def calibrate_layers(self, requests: Sequence[Request], device: torch.device, revision: str | None = None) -> int:
-        """Write decoder layers quantised by GPTQ; return the number of calibration tokens.
+    def calibrate_layers(self, requests: Sequence[Request], device: torch.device, revision: str | None = None) -> None:
+        """Write decoder layers quantised by GPTQ.
 
         Args:
             requests: calibration prompts.
@@ -71,6 +71,8 @@ class CheckpointWriter:
             ModelError: the model overflows, or its inputs are degenerate.
         """
         layers = self.source.layers
+        if all(self.target.has(self._layer_file(number)) for number in range(len(layers))):
+            return
         placement = Placement(torch.device("cpu"), resolve_dtype("auto", device))
         loaded = load_model(self.source.name, placement, revision=revision)
         calibration = Calibration(loaded, device)
@@ -87,7 +89,6 @@ class CheckpointWriter:
                 if number + 1 < len(layers):
                     calibration.advance(layer)
             self.on_step("quantising layers", number + 1, len(layers))
-        return calibration.tokens
 
     def finish(self, *, calibrated: bool) -> None:
         """Write the other files that loading needs, ``config.json`` last."""
