@@ -60,11 +60,11 @@ class StoredTensors:
         self._tensors: dict[str, tuple[Any, str]] = {}
         self._modules: dict[str, dict[str, str]] = {}
         self.metadata: dict[str, str] = {}
-        """Of all files' headers."""
+        """Metadata of all files by key: Transformers writes names of another layout there than those of the tensors."""
         for path in files:
             file: Any = safe_open(path, "pt")
             self._files.append(file)
-            self.metadata.update(file.metadata() or {})
+            self.metadata.update({key_of(name): value for name, value in (file.metadata() or {}).items()})
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 self._add(name, file)
 
@@ -165,9 +165,9 @@ class MatrixTensors:
         return f"{any_name.rpartition('.')[0]}.weight"
 
     @property
-    def metadata(self) -> Mapping[str, str]:
-        """Metadata of the checkpoint's files."""
-        return self._stored.metadata
+    def description(self) -> str | None:
+        """What the file's metadata says about the weight."""
+        return self._stored.metadata.get(f"{self._key}.weight")
 
     def __contains__(self, leaf: str) -> bool:
         return leaf in self._leaves

@@ -86,7 +86,7 @@ class TorchAoScheme:
 
 def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
     """Return class and attributes of a weight."""
-    text = tensors.metadata.get(tensors.weight_name)
+    text = tensors.description
     if text is None:
         raise ValueError(f"the file's metadata does not describe {tensors.weight_name}")
     try:
