@@ -152,9 +152,24 @@ def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
     assert len(found.quantized("vision")) == 6
     assert not found.quantized("projector") and not found.quantized("embedding")
     weight = next(fact for fact in found.tensors if fact.name == f"{STORED}self_attn.q_proj.weight")
-    assert weight.stored_as == "bfloat16 + float8_e4m3fn"
+    assert weight.stored_as == "fp8, per tensor"
     assert weight.bytes == 64 * 32 + 2 + 2  # with the scales of weights and inputs
     assert found.bytes_of("embedding") == 1024 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("w4a16-asym-w8a8", {"int4, per channel, zero points", "int8, per channel"}),
+        ("gptq", {"int4, groups of 32"}),
+        ("awq", {"int4, groups of 32, zero points"}),
+        ("torchao-int8", {"Int8Tensor"}),
+    ],
+)
+def test_inventory_names_the_kinds_of_matrices(name: str, kinds: set[str], tmp_path: Path) -> None:
+    found = inventory(str(Checkpoint.read(name).write(tmp_path)))
+    assert {fact.stored_as for fact in found.quantized("decoder")} == kinds
+    assert not any(fact.quantized for fact in found.tensors if "norm" in fact.name)
 
 
 def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,8 +183,10 @@ def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, capl
 def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     directory = str(Checkpoint.read("awq").write(tmp_path))
     assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
-    with pytest.raises(UnsupportedError, match=r"already quantised \(AWQ \(gemm, 4 bits\)\)"):
+    with pytest.raises(ModelError, match=r"is quantised already \(awq\)"):
         load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
+    with pytest.raises(ModelError, match=r"is quantised already \(AWQ \(gemm, 4 bits\)\)"):
+        load_shard_of(directory, 0, 1, torch.bfloat16, CPU, how=WeightFormat("int8"))
     with pytest.raises(UnsupportedError, match="--device-map: not supported"):
         load_for(Settings(model=directory, dtype="bf16", device_map="auto"))
 

@@ -74,6 +74,15 @@ class CompressedTensorsScheme:
         """See :class:`StoredScheme`."""
         return self._find(names) is not None
 
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        group = self._find(names)
+        if group is None:
+            return "unknown"
+        kind = "fp8" if group.floating else f"int{group.bits}"
+        grain = f"groups of {group.group_size}" if group.strategy == "group" else f"per {group.strategy}"
+        return f"{kind}, {grain}{'' if group.symmetric else ', zero points'}"
+
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         group = self._find(names)

@@ -23,11 +23,11 @@ from panscan.model.quantized.layouts import (
     int4_linear,
     order_of,
 )
-from panscan.model.quantized.schemes import field_of, unreadable
+from panscan.model.quantized.schemes import field_of, names_match, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
-__all__ = ["AwqScheme", "GptqScheme", "names_match"]
+__all__ = ["AwqScheme", "GptqScheme"]
 
 _INT32, _INDICES = (torch.int32,), (torch.int32, torch.int64)
 _OVERRIDES = ("bits", "group_size", "sym", "desc_act")
@@ -39,6 +39,10 @@ class _Packing:
 
     bits: int
     group_size: int
+
+    def __str__(self) -> str:
+        grain = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
+        return f"int{self.bits}, {grain}"
 
     def groups(self, inputs: int) -> int:
         size = inputs if self.group_size == -1 else self.group_size
@@ -85,6 +89,10 @@ class GptqScheme:
     def quantizes(self, names: Sequence[str]) -> bool:
         """See :class:`StoredScheme`."""
         return self._find(names) is not None
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return str(self._find(names) or self._packing)
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
@@ -154,6 +162,10 @@ class AwqScheme:
         """See :class:`StoredScheme`."""
         return not names_match(self._excluded, names)
 
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return f"{self._packing}, zero points"
+
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         groups = self._packing.groups(inputs)
@@ -163,18 +175,6 @@ class AwqScheme:
         zero = awq_levels(tensors.take("qzeros", (groups, outputs // 8), types=_INT32))
         scale = tensors.take_scale("scales", (groups, outputs))
         return int4_linear(Int4Values(levels.T, scale, zero))
-
-
-def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether a matrix is among modules left unquantised, named by a part or the beginning of their paths."""
-    return any(part in name or _begins(part, name) for part in excluded for name in names)
-
-
-def _begins(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False  # a plain name
 
 
 def _packing(config: Mapping[str, Any]) -> _Packing:

@@ -23,7 +23,7 @@ from panscan.model.quantized.gptq import AwqScheme, GptqScheme
 from panscan.model.quantized.outline import build_model, decoder_linears, set_computed_buffers, set_module
 from panscan.model.quantized.parts import part_of
 from panscan.model.quantized.schemes import StoredScheme, unreadable
-from panscan.model.quantized.tensors import MatrixTensors, StoredTensors, aliases, key_of
+from panscan.model.quantized.tensors import StoredTensors, key_of, names_of
 from panscan.model.quantized.torchao_tensors import TorchAoScheme
 from panscan.model.sharding import shard_config, shard_of
 
@@ -172,7 +172,7 @@ class _Loading:
         key = key_of(name)
         stored = self._tensors.of_module(key, self._device)
         marker = next((leaf for leaf in self._scheme.markers if leaf in stored), None)
-        names = _names_of(key, stored)
+        names = names_of(key, stored)
         said = self._scheme.quantizes(names) if inside or self._scheme.covers_all or marker else False
         if said and marker is None:
             missing = f"{stored.weight_name.removesuffix('weight')}{self._scheme.markers[-1]}"
@@ -210,11 +210,6 @@ class _Loading:
             if key in allowed or key.rpartition(".")[2] in _WITHOUT_MEANING:
                 continue
             raise ValueError(f"the tensor {name} belongs to no matrix that the model or config.json names")
-
-
-def _names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
-    """Return all names that a configuration may give to a module, the one in the files first."""
-    return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *aliases(key)]))
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:

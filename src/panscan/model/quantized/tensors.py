@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-__all__ = ["MatrixTensors", "StoredTensors", "aliases", "key_of"]
+__all__ = ["MatrixTensors", "StoredTensors", "key_of", "names_of"]
 
 _LAYOUT_SEGMENTS = frozenset({"model", "language_model", "vision_model"})
 _TYPES = {
@@ -33,7 +33,12 @@ def key_of(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _LAYOUT_SEGMENTS)
 
 
-def aliases(key: str) -> tuple[str, ...]:
+def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
+    """Return all names that a configuration may give to a module, the one in the files first."""
+    return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *_aliases(key)]))
+
+
+def _aliases(key: str) -> tuple[str, ...]:
     """Return the names that configurations of all layouts give to the module of a key."""
     if key.startswith("layers."):
         return (f"model.language_model.{key}", f"language_model.model.{key}", f"model.{key}", key)

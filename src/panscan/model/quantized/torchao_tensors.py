@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from panscan.model.quantized.gptq import names_match
 from panscan.model.quantized.layouts import Int4Values, byte_levels, channel_linear, int4_linear
-from panscan.model.quantized.schemes import field_of, unreadable
+from panscan.model.quantized.schemes import field_of, names_match, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
@@ -66,6 +65,10 @@ class TorchAoScheme:
     def quantizes(self, names: Sequence[str]) -> bool:
         """See :class:`StoredScheme`."""
         return not names_match(self._excluded, names)
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return "unknown" if tensors.description is None else _description(tensors)[0]
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
