@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.quantized.small import CHECKPOINTS, Checkpoint, dense_weights
+from tests.model.quantized.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_outline, load_shard_of
@@ -99,6 +99,15 @@ def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
         module = model.get_submodule(key.removesuffix(".weight"))
         values = module.dequantized(expected.dtype) if isinstance(module, QuantizedLinear) else module.weight
         assert torch.equal(values, expected)
+
+
+def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("w4a16")
+    checkpoint.tensors = {key.replace(STORED, "model.layers.0."): value for key, value in checkpoint.tensors.items()}
+    checkpoint.expected = {key.replace(LAYER, "model.layers.0."): value for key, value in checkpoint.expected.items()}
+    model = load(checkpoint.write(tmp_path, TEXT_ONLY)).model
+    for key, expected in checkpoint.expected.items():
+        assert torch.equal(model.get_submodule(key.removesuffix(".weight")).dequantized(expected.dtype), expected)
 
 
 @pytest.mark.parametrize("name", ["w4a16-asym-w8a8", "gptq", "fp8-dynamic"])
@@ -248,7 +257,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     ),
     "other class": (
         "torchao-int8-dynamic", _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
-        "is a Int8Tensor; quant_type in config.json implies Float8Tensor",
+        "has the class Int8Tensor; config.json implies Float8Tensor",
     ),
     "no metadata": (
         "torchao-int8-dynamic", lambda checkpoint: checkpoint.metadata.clear(), "metadata does not describe",
@@ -310,8 +319,13 @@ def test_unquantised_and_bitsandbytes_checkpoints_go_through_transformers() -> N
 
 
 @pytest.mark.parametrize(
-    "value", ["x", 1, [], {"config_groups": 3}, {"config_groups": {"a": {"format": "pack-quantized"}}}]
-)
+    "value",
+    [
+        "x", 1, [], {"config_groups": 3}, {"config_groups": {"a": {"format": "pack-quantized"}}},
+        _compressed({}) | {"ignore": ["re:("]}, _compressed({"num_bits": "4"}),
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, {"quant_method": "awq", "group_size": True},
+    ],
+)  # fmt: skip
 def test_a_damaged_configuration_is_one_line(value: Any) -> None:
     config = {"quant_method": "compressed-tensors", **value} if isinstance(value, dict) else value
     with pytest.raises(PanscanError) as caught:

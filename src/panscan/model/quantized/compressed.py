@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from panscan.model.quantized.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
-from panscan.model.quantized.schemes import field_of, unreadable
+from panscan.model.quantized.schemes import check_pattern, field_of, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
@@ -64,6 +64,8 @@ class CompressedTensorsScheme:
             raise ValueError("config.json: quantization_config.config_groups is missing or empty")
         overall = field_of(config, "format", str, "")
         self._groups = tuple(_group_of(name, group, overall) for name, group in groups.items())
+        for target in (*self._ignored, *(target for group in self._groups for target in group.targets)):
+            check_pattern(target.removeprefix("re:") if _is_pattern(target) else "")
         self.notes = tuple(dict.fromkeys(note for group in groups.values() for note in _notes(group)))
         if config.get("kv_cache_scheme") is not None:
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
@@ -121,14 +123,9 @@ def _is_pattern(target: str) -> bool:
 
 
 def _matches(target: str, names: Sequence[str]) -> bool:
-    if not target.startswith("re:"):
+    if _is_exact(target):
         return target in names
-    try:
-        return any(re.match(target.removeprefix("re:"), name) for name in names)
-    except re.error as error:
-        raise ValueError(
-            f"config.json: quantization_config: {target!r:.80} is no regular expression: {error}"
-        ) from error
+    return any(re.match(target.removeprefix("re:"), name) for name in names)
 
 
 def _refuse_transforms(config: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from panscan.model.quantized.layouts import (
     int4_linear,
     order_of,
 )
-from panscan.model.quantized.schemes import field_of, names_match, unreadable
+from panscan.model.quantized.schemes import check_pattern, field_of, names_match, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
@@ -81,6 +81,8 @@ class GptqScheme:
         self._minus_one = layout == "gptq"
         self._packing = _packing(config)
         self._dynamic = field_of(config, "dynamic", dict, {})
+        for rule in self._dynamic:
+            check_pattern(_pattern_of(rule))
         listed = field_of(config, "modules_in_block_to_quantize", list)
         self._listed = None if listed is None else tuple(_flattened(listed))
         self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
@@ -120,8 +122,7 @@ class GptqScheme:
         if self._listed is not None and not any(name.endswith(end) for name in names for end in self._listed):
             return None
         for rule, changes in self._dynamic.items():
-            pattern = rule.removeprefix("+:").removeprefix("-:")
-            if any(re.match(pattern, name) for name in names):
+            if any(re.match(_pattern_of(rule), name) for name in names):
                 return None if rule.startswith("-:") else _overridden(self._packing, rule, changes)
         return self._packing
 
@@ -182,6 +183,11 @@ def _packing(config: Mapping[str, Any]) -> _Packing:
     if bits not in (4, 8):
         raise unreadable(f"GPTQ or AWQ with {bits} bits")
     return _Packing(bits, size)
+
+
+def _pattern_of(rule: str) -> str:
+    """Return the regular expression of a rule of GPTQModel's ``dynamic``."""
+    return rule.removeprefix("+:").removeprefix("-:")
 
 
 def _overridden(packing: _Packing, rule: str, changes: Any) -> _Packing:

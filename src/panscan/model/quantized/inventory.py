@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from panscan.core import ModelError
 from panscan.model.checkpoint import open_stored, stored_scheme_of
 from panscan.model.quantized.schemes import StoredScheme
 from panscan.model.quantized.tensors import StoredTensors, names_of
@@ -71,12 +72,15 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
         revision: of a hub checkpoint.
 
     Raises:
-        ModelError: the checkpoint cannot be had, or is not in safetensors files.
+        ModelError: the checkpoint cannot be had, is damaged, or is not in safetensors files.
         UnsupportedError: it is quantised in a format that cannot be read.
     """
     scheme = stored_scheme_of(name, revision)
-    with open_stored(name, revision) as tensors:
-        facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
+    try:
+        with open_stored(name, revision) as tensors:
+            facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
+    except ValueError as error:
+        raise ModelError(f"--model {name}: {error}") from error
     found = tuple(sorted(facts, key=lambda fact: fact.name))
     return Inventory(None if scheme is None else scheme.name, () if scheme is None else scheme.notes, found)
 

@@ -10,7 +10,7 @@ from panscan.core import UnsupportedError
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
-__all__ = ["StoredScheme", "field_of", "names_match", "unreadable"]
+__all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unreadable"]
 
 _READABLE = (
     "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
@@ -84,6 +84,18 @@ def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...]
         expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
         raise ValueError(f"config.json: quantization_config.{name}: expected {expected}, got {value!r:.60}")
     return value
+
+
+def check_pattern(pattern: str) -> None:
+    """Check a regular expression of ``quantization_config``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"config.json: {pattern!r:.80} is not a regular expression: {error}") from error
 
 
 def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from panscan.model.quantized.parts import part_of
 from panscan.model.quantized.schemes import StoredScheme, unreadable
 from panscan.model.quantized.tensors import StoredTensors, key_of, names_of
 from panscan.model.quantized.torchao_tensors import TorchAoScheme
+from panscan.model.quantized.weights import WeightFormat
 from panscan.model.sharding import shard_config, shard_of
 
 __all__ = ["load_stored", "part_of", "stored_scheme"]
@@ -184,6 +185,8 @@ class _Loading:
         if marker is None:
             return
         quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
+        if inside:
+            _check_device(quantized.how, self._device)
         for leaf in stored.taken:
             self._left.pop(f"{key}.{leaf}", None)
         if not inside:
@@ -210,6 +213,17 @@ class _Loading:
             if key in allowed or key.rpartition(".")[2] in _WITHOUT_MEANING:
                 continue
             raise ValueError(f"the tensor {name} belongs to no matrix that the model or config.json names")
+
+
+def _check_device(how: WeightFormat, device: torch.device) -> None:
+    """Refuse products in fp8 on GPUs without them, at the first matrix rather than after the last."""
+    if device.type != "cuda" or how.rows != torch.float8_e4m3fn:
+        return
+    if (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise UnsupportedError(
+            f"products in fp8 need compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}: use an int8"
+            " (W8A8) or int4 checkpoint, or --quantization int8 on the unquantised model"
+        )
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:

@@ -73,8 +73,10 @@ class TorchAoScheme:
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         kind, fields = _description(tensors)
+        if kind not in _CLASSES.values():
+            raise unreadable(f"torchao {kind}")
         if self._class is not None and kind != self._class:
-            raise ValueError(f"{tensors.weight_name} is a {kind}; quant_type in config.json implies {self._class}")
+            raise ValueError(f"{tensors.weight_name} has the class {kind}; config.json implies {self._class}")
         if "_weight_act_pre_scale" in tensors:
             raise unreadable(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
         tensors.ignore(*_STATIC)
@@ -82,9 +84,7 @@ class TorchAoScheme:
             return _eight_bits(kind, fields, tensors, outputs, inputs)
         if kind == "Int4Tensor":
             return _int4(tensors, outputs, inputs)
-        if kind == "IntxUnpackedToInt8Tensor":
-            return _intx(fields, tensors, outputs, inputs)
-        raise unreadable(f"torchao {kind}")
+        return _intx(fields, tensors, outputs, inputs)
 
 
 def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
