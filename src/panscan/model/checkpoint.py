@@ -219,8 +219,8 @@ def load_shard_of(
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
     copied to the device, one parameter at a time. With ``how``, the decoder's matrices are quantised there on arrival,
-    so the device never holds more than the quantised model and one dense matrix. Of a quantised checkpoint, each
-    matrix is read to the device by itself.
+    so the device never holds more than the quantised model and one dense matrix. Matrices of
+    a quantised checkpoint are read, converted and split one at a time.
 
     Raises:
         ModelError: as :func:`load_model`, or ``how`` is asked of a quantised checkpoint.

@@ -101,6 +101,18 @@ def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
         assert torch.equal(values, expected)
 
 
+def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("gptq")
+    biases = {
+        key.replace("scales", "bias"): torch.zeros(value.shape[1])
+        for key, value in checkpoint.tensors.items()
+        if key.endswith("scales")
+    }
+    checkpoint.tensors |= biases
+    model = load(checkpoint.write(tmp_path)).model
+    assert model.get_submodule(f"{LAYER}mlp.up_proj").bias is None
+
+
 def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
     checkpoint = Checkpoint.read("w4a16")
     checkpoint.tensors = {key.replace(STORED, "model.layers.0."): value for key, value in checkpoint.tensors.items()}
@@ -185,7 +197,7 @@ def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, capl
     directory = Checkpoint.read("fp8-static-all").write(tmp_path)
     with caplog.at_level(logging.INFO, logger="panscan"):
         load(directory)
-    assert "static ones are ignored" in caplog.text
+    assert "static scales are ignored" in caplog.text
     assert "6 quantised matrices outside the decoder were converted to bfloat16" in caplog.text
 
 
@@ -242,14 +254,17 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "groups that do not divide": ("gptq", _configure(group_size=48), "groups of 48 do not divide 32"),
     "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
     "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
-    "not quantised": ("gptq", _dense, "config.json says that .*q_proj.weight is quantised"),
+    "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
     "quantised though ignored": (
         "w4a16", lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
         "q_proj.weight is quantised, but config.json",
     ),
     "extra tensor": (
         "w4a16", lambda checkpoint: checkpoint.tensors.update({f"{STORED}mlp.gate.qweight": torch.zeros(2)}),
-        "mlp.gate.qweight belongs to no matrix",
+        "mlp.gate.qweight has no place",
+    ),
+    "a bias": (
+        "gptq", lambda checkpoint: checkpoint.tensors.update({f"{Q}bias": torch.ones(64)}), "q_proj.bias is not zero",
     ),
     "the same tensor twice": (
         "w4a16", lambda checkpoint: checkpoint.tensors.update({f"{LAYER}mlp.up_proj.weight_scale": torch.zeros(2)}),
@@ -308,8 +323,8 @@ def _compressed(weights: dict[str, Any], layout: str = "pack-quantized", **field
 )
 def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
-        stored_scheme({"quantization_config": config}, "somebody/gemma")
-    assert str(caught.value).startswith("--model somebody/gemma: ")
+        stored_scheme({"quantization_config": config}, "owner/gemma")
+    assert str(caught.value).startswith("--model owner/gemma: ")
     assert "use compressed-tensors (W4A16" in str(caught.value)
 
 

@@ -198,9 +198,7 @@ def _notes(group: Any) -> list[str]:
         return []
     notes = []
     if not inputs.get("dynamic", False):
-        notes.append(
-            "inputs are quantised per token with scales of their own; the checkpoint's static ones are ignored"
-        )
+        notes.append("inputs are quantised per token; the checkpoint's static scales are ignored")
     elif inputs.get("strategy", "tensor") == "tensor":
         notes.append("inputs are quantised per token; the checkpoint's configuration asks for one scale per tensor")
     if not inputs.get("symmetric", True):

@@ -160,7 +160,7 @@ class MatrixTensors:
         self._stored, self._key, self._device = stored, key, device
         self._leaves = stored.modules.get(key, {})
         self.taken: set[str] = set()
-        """Leaves that were read or are known to mean nothing."""
+        """Leaves that were read or ignored."""
 
     @property
     def weight_name(self) -> str:
@@ -227,9 +227,14 @@ class MatrixTensors:
         """Declare leaves that do not change the weights."""
         self.taken.update(leaves)
 
-    def left(self) -> list[str]:
-        """Return the stored names of tensors that were not read."""
-        return [name for leaf, name in self._leaves.items() if leaf not in self.taken]
+    def skip_zero_bias(self, outputs: int) -> None:
+        """Ignore the zeros that old versions of AutoGPTQ write as the bias of a matrix without one.
+
+        Raises:
+            ValueError: a value is not zero.
+        """
+        if "bias" in self and self.take("bias", (outputs,), types=_FLOATING).any():
+            raise ValueError(f"{self._leaves['bias']} is not zero, but the model has no such bias")
 
     def _require(self, leaf: str) -> None:
         if leaf not in self._leaves:

@@ -58,7 +58,7 @@ class TorchAoScheme:
         self.name = f"torchao {name}"
         static = "StaticActivation" in str(name)
         self.notes: tuple[str, ...] = (
-            ("inputs are quantised per token with scales of their own; the checkpoint's static ones are ignored",)
+            ("inputs are quantised per token; the checkpoint's static scales are ignored",)
             if static else ()
         )  # fmt: skip
 
