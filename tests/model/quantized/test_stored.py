@@ -254,6 +254,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "groups that do not divide": ("gptq", _configure(group_size=48), "groups of 48 do not divide 32"),
     "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
     "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
+    "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
     "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
     "quantised though ignored": (
         "w4a16", lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),

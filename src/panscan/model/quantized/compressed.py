@@ -22,7 +22,6 @@ __all__ = ["CompressedTensorsScheme"]
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
-_MIXED = "mixed-precision"
 _ACTIVATION_LEAVES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_shape")
 _INDICES = (torch.int32, torch.int64)
 
@@ -65,7 +64,8 @@ class CompressedTensorsScheme:
         overall = field_of(config, "format", str, "")
         self._groups = tuple(_group_of(name, group, overall) for name, group in groups.items())
         for target in (*self._ignored, *(target for group in self._groups for target in group.targets)):
-            check_pattern(target.removeprefix("re:") if _is_pattern(target) else "")
+            if _is_pattern(target):
+                check_pattern(target.removeprefix("re:"))
         self.notes = tuple(dict.fromkeys(note for group in groups.values() for note in _notes(group)))
         if config.get("kv_cache_scheme") is not None:
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)

@@ -79,6 +79,7 @@ class GptqScheme:
             if config.get(name):
                 raise unreadable(f"GPTQ with {name}")
         self._minus_one = layout == "gptq"
+        self._ordered = field_of(config, "desc_act", bool, False)
         self._packing = _packing(config)
         self._dynamic = field_of(config, "dynamic", dict, {})
         for rule in self._dynamic:
@@ -106,7 +107,7 @@ class GptqScheme:
         zero = gptq_zeros(zeros, packing.bits, minus_one=self._minus_one)[:, :outputs]
         scale = tensors.take_scale("scales", (groups, outputs))
         order = None
-        if "g_idx" in tensors:  # old versions leave it out without act-order
+        if self._ordered or "g_idx" in tensors:  # old versions leave it out without act-order
             order = order_of(tensors.take("g_idx", (inputs,), types=_INDICES), groups)
         if packing.bits == 4:
             return int4_linear(Int4Values(levels, scale, zero, order))
