@@ -78,7 +78,7 @@ def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
 
 
 def _scales(dense: torch.Tensor, largest: torch.Tensor, energy: torch.Tensor, how: WeightFormat) -> torch.Tensor:
-    """Return the scales ``[groups, outputs]`` whose rounding errors change outputs least, each error by itself.
+    """Return the scales ``[groups, outputs]`` whose rounding errors change outputs least, taken independently.
 
     Args:
         dense: weights, float32 ``[outputs, inputs]``.
