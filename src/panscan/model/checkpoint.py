@@ -39,6 +39,9 @@ from panscan.images.pixels import PixelSpec
 from panscan.model.bundled import bundled_directory
 from panscan.model.prompt import PromptWriter
 from panscan.model.quantized.outline import quantized_outline
+from panscan.model.quantized.schemes import StoredScheme
+from panscan.model.quantized.stored import load_stored, stored_scheme
+from panscan.model.quantized.tensors import StoredTensors
 from panscan.model.quantized.weights import WeightFormat
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 
@@ -55,6 +58,8 @@ __all__ = [
     "load_random_shard",
     "load_reader",
     "load_shard_of",
+    "open_stored",
+    "stored_scheme_of",
 ]
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
@@ -214,12 +219,17 @@ def load_shard_of(
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
     copied to the device, one parameter at a time. With ``how``, the decoder's matrices are quantised there on arrival,
-    so the device never holds more than the quantised model and one dense matrix.
+    so the device never holds more than the quantised model and one dense matrix. Of a quantised checkpoint, each
+    matrix is read to the device by itself.
 
     Raises:
         ModelError: as :func:`load_model`.
-        UnsupportedError: ``size`` does not divide the model.
+        UnsupportedError: ``size`` does not divide the model, or ``how`` is asked of a quantised checkpoint.
     """
+    if (scheme := stored_scheme_of(name, revision)) is not None:
+        if how is not None:
+            raise _already_quantized(name, scheme, how.kind)
+        return _load_stored(name, scheme, dtype, device, revision, rank, size)
     whole = load_model(name, Placement(torch.device("cpu"), dtype), revision=revision)
     config = whole.model.config
     check_divides(config, size)
@@ -272,7 +282,11 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
 
     Raises:
         ModelError: it cannot be had, is not a Gemma 3, or misses weights.
+        UnsupportedError: its weights are quantised in a way that cannot be read, or cannot be placed like this.
     """
+    if (scheme := stored_scheme_of(name, revision)) is not None:
+        _check_placement(name, scheme, placement)
+        return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
     source = _source(name)
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
@@ -284,6 +298,81 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return _prepared(model, reader)
+
+
+def open_stored(name: str, revision: str | None = None) -> StoredTensors:
+    """Open the safetensors files of a checkpoint.
+
+    Raises:
+        ModelError: it cannot be had, or is not in safetensors files.
+    """
+    source = _source(name)
+    with _explained(name):
+        files = sorted({*_weight_files(source, revision).values()} or {SAFE_WEIGHTS_NAME})
+        if not all(file.endswith(".safetensors") for file in files):
+            raise ModelError(f"--model {name}: {_PICKLED}")
+        return StoredTensors(Path(cached_file(source, file, revision=revision)) for file in files)
+
+
+def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
+    """Return how a checkpoint's matrices are quantised; None if they are not, or in a format that Transformers loads.
+
+    Raises:
+        ModelError: the checkpoint cannot be had.
+        UnsupportedError: the format cannot be read.
+    """
+    source = _source(name)
+    with _explained(name):
+        stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+        return stored_scheme(stored, name)
+
+
+def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"--quantization {asked}: --model {name} is already quantised ({scheme.name}); leave out --quantization,"
+        " or name the unquantised model"
+    )
+
+
+def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> None:
+    """Refuse placements of quantised checkpoints that only ``from_pretrained`` offers.
+
+    Raises:
+        UnsupportedError: with the option that does not go with the checkpoint.
+    """
+    if placement.quantization is not None:
+        raise _already_quantized(name, scheme, str(getattr(placement.quantization, "quant_method", "")) or "...")
+    for option in ("device_map", "max_memory", "tp_plan"):
+        if getattr(placement, option) is not None:
+            raise UnsupportedError(
+                f"--{option.replace('_', '-')}: not supported for quantised checkpoints (--model {name} is"
+                f" {scheme.name}); use --runner engine --tensor-parallel-size"
+            )
+
+
+def _load_stored(
+    name: str, scheme: StoredScheme, dtype: torch.dtype, device: torch.device, revision: str | None,
+    rank: int = 0, size: int = 1,
+) -> tuple[Loaded, int]:  # fmt: skip
+    """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
+    source = _source(name)
+    reader = load_reader(name, revision)
+    with _explained(name):
+        config = _unquantized(_config(name, source, revision))
+        check_divides(config, size)
+        with open_stored(name, revision) as tensors:
+            model = load_stored(name, config, scheme, tensors, dtype, device, rank, size)
+        model.generation_config = _generation_config(model, source, revision)
+    return _prepared(model, reader), int(config.get_text_config().vocab_size)
+
+
+def _unquantized(config: Any) -> Any:
+    """Return a configuration without its quantisation, which Transformers would otherwise apply."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if getattr(part, name, None) is not None:
+                delattr(part, name)
+    return config
 
 
 def load_outline(
@@ -305,9 +394,11 @@ def load_outline(
     source = _source(name)
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
+    scheme = None if embedding else stored_scheme_of(name, revision)
     with _explained(name):
+        config = _config(name, source, revision)
         with torch.device("meta"):
-            model = kind.from_config(_config(name, source, revision), dtype=dtype, **_NO_CODE)
+            model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)
         model.generation_config = _generation_config(model, source, revision)
         if embedding:
             _keep_head(model, _stored_head(source, revision, tied=_is_tied(model)).to(device, dtype))

@@ -13,13 +13,12 @@ from torch import nn
 
 from panscan.model.jit import kernel
 from panscan.model.linear import Product, Rows
-from panscan.model.quantized.kernels import rounded
+from panscan.model.quantized.kernels import quantize_chunks, rounded
 from panscan.model.quantized.products import LARGEST, QuantizedRows, ScaledSums
 
 __all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
 
 _GELU_COLUMNS = 1024  # per program
-_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MOST_HEADS = 16  # per program of the rotary embedding
 
 
@@ -86,18 +85,16 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, rows: torch
     """
     values, row_scale, column_scale, scaled = _unscaled(gate_up)
     count, both = values.shape
-    width = both // 2
-    dtype = dtype or values.dtype
-    columns = _GELU_COLUMNS if rows is None else triton.next_power_of_2(width)
-    product = values.new_empty(count, width, dtype=rows or dtype)
-    scale = values.new_empty(count, 1, dtype=torch.float32)
+    width, dtype = both // 2, dtype or values.dtype
+    chunks = triton.cdiv(width, _GELU_COLUMNS)
+    product = values.new_empty(count, width, dtype=dtype)
+    largest = values.new_empty(count, chunks, dtype=torch.float32)
     with torch.cuda.device(values.get_device()):
-        _gelu_product[(count, triton.cdiv(width, columns))](
-            values, row_scale, column_scale, product, scale, most=_most(rows), width=width, columns=columns,
-            scaled=scaled, model_type=_TRITON_TYPES[dtype],
-            num_warps=4 if rows is None else min(32, max(4, columns // 1024)),
+        _gelu_product[(count, chunks)](
+            values, row_scale, column_scale, product, largest, width=width, columns=_GELU_COLUMNS, scaled=scaled,
+            measures=rows is not None,
         )  # fmt: skip
-    return product if rows is None else QuantizedRows(product, scale)
+    return product if rows is None else quantize_chunks(product, largest, rows)
 
 
 def rotate_and_store(
@@ -245,10 +242,10 @@ def _row_rms_norm(values, weight, epsilon, width: tl.constexpr):
 
 @kernel()
 def _gelu_product(
-    gate_up, row_scale, column_scale, product, scale, most: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
-    scaled: tl.constexpr, model_type: tl.constexpr,
+    gate_up, row_scale, column_scale, product, largest, width: tl.constexpr, columns: tl.constexpr,
+    scaled: tl.constexpr, measures: tl.constexpr,
 ):  # fmt: skip
-    """Process ``columns`` columns of one row; all of them where they are quantised.
+    """Process ``columns`` columns of one row; ``measures``: store their largest absolute value.
 
     With u = sqrt(2 / pi) (x + 0.044715 x³), ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``, which neither overflows nor
     cancels for any finite x.
@@ -262,9 +259,12 @@ def _gelu_product(
     up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
     up = _scaled(up, row_scale, column_scale, row, column + width, valid, scaled)
     doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    activated = (gate * tl.sigmoid(doubled)).to(model_type).to(tl.float32)
-    result = (activated * up).to(model_type).to(tl.float32)
-    _store_rows(product + row * width + column, result, scale, row, valid, most)
+    activated = (gate * tl.sigmoid(doubled)).to(product.dtype.element_ty).to(tl.float32)
+    result = (activated * up).to(product.dtype.element_ty)
+    tl.store(product + row * width + column, result, mask=valid)
+    if measures:
+        most = tl.max(tl.abs(tl.where(valid, result.to(tl.float32), 0.0)), 0)
+        tl.store(largest + row * tl.num_programs(1) + tl.program_id(1), most)
 
 
 @kernel()

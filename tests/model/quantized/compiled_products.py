@@ -24,7 +24,7 @@ POINTERS = {
     **dict.fromkeys(("gate_up", "hidden", "k_cache", "normed", "out", "part", "product", "qkv", "query"), "*bf16"),
     **dict.fromkeys(("total", "v_cache", "cos", "sin", "q_weight", "k_weight"), "*bf16"),
     **dict.fromkeys(("part_weight", "next_weight", "values"), "*bf16"),
-    **dict.fromkeys(("column_scale", "row_scale", "scales", "sums", "w_scale", "x_scale", "x_sum"), "*fp32"),
+    **dict.fromkeys(("column_scale", "row_scale", "largest", "scales", "sums", "w_scale", "x_scale", "x_sum"), "*fp32"),
     "slots": "*i64",
     "zero": "*u8",
 }
@@ -98,13 +98,14 @@ def layers(capability: int) -> Iterator[tuple[str, int]]:
         norm = {"most": most, "width": 5376, "padded": 8192, "adds": True, "scaled": True}
         types = {"normed": rows, "scale": "*fp32"}
         yield f"norm {rows}", compiled(layer_kernels._add_rms_norms, capability, types, norm, num_warps=16)
-        gelu = {"most": most, "width": 21504, "columns": 32768, "scaled": True, "model_type": triton.language.bfloat16}
-        types = {"product": rows, "scale": "*fp32"}
-        yield f"gelu {rows}", compiled(layer_kernels._gelu_product, capability, types, gelu, num_warps=32)
+        chunk = {"most": most, "width": 21504, "columns": 1024, "padded": 32, "whole": most == 127.0}
+        yield f"chunk {rows}", compiled(kernels._quantize_chunk, capability, {"quantized": rows}, chunk, num_warps=4)
         row = {"most": most, "width": 5376, "padded": 8192, "whole": most == 127.0}
         yield f"rows {rows}", compiled(kernels._quantize, capability, {"quantized": rows}, row, num_warps=16)
     rotate = {"heads": 32, "kv_heads": 16, "size": 128, "group": 16, "scaled": True}
     yield "rotate", compiled(layer_kernels._rotate_and_store, capability, {}, rotate, num_warps=4)
+    gelu = {"width": 21504, "columns": 1024, "scaled": True, "measures": True}
+    yield "gelu", compiled(layer_kernels._gelu_product, capability, {}, gelu, num_warps=4)
     fixed = {"padded": 64, "group": 128}
     types = {"x": "*bf16", "high": "*i8", "low": "*i8"}
     yield "fixed point", compiled(kernels._fixed_point, capability, types, fixed, num_warps=16)

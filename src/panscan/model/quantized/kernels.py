@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from panscan.model.jit import INTERPRETED, kernel
-from panscan.model.quantized.products import LARGEST
+from panscan.model.quantized.products import LARGEST, QuantizedRows
 
 __all__ = [
     "FixedPoint",
@@ -25,13 +25,14 @@ __all__ = [
     "product_int4",
     "product_int8",
     "quantize",
+    "quantize_chunks",
     "rounded",
     "scale_sums",
     "vector_int4",
 ]
 
 _LEAST_SCALE = tl.constexpr(1e-12)  # of a row of zeros
-_COLUMNS = 1024  # of a program that scales sums
+_COLUMNS = 1024  # of a program that has a part of a row
 
 
 class Tiles(NamedTuple):
@@ -74,6 +75,26 @@ def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
             num_warps=min(16, max(4, padded // 512)),
         )  # fmt: skip
     return quantized, scales
+
+
+def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """Quantise rows whose largest absolute values are known by chunks. Many programs share a long row.
+
+    Args:
+        values: contiguous ``[T, inputs]``.
+        largest: float32 ``[T, chunks]``: largest absolute value of each 1024 columns.
+        dtype: int8 or float8_e4m3fn.
+    """
+    rows, width = values.shape
+    chunks = largest.shape[1]
+    quantized = torch.empty_like(values, dtype=dtype)
+    scales = values.new_empty(rows, 1, dtype=torch.float32)
+    with torch.cuda.device(values.get_device()):
+        _quantize_chunk[(rows, chunks)](
+            values, largest, quantized, scales, LARGEST[dtype], chunks, width=width, columns=_COLUMNS,
+            padded=triton.next_power_of_2(chunks), whole=dtype == torch.int8,
+        )  # fmt: skip
+    return QuantizedRows(quantized, scales)
 
 
 def scale_sums(
@@ -261,6 +282,24 @@ def _quantize(values, quantized, scales, most, width: tl.constexpr, padded: tl.c
     scale = tl.maximum(tl.max(tl.abs(x), 0), _LEAST_SCALE) / most
     tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
     tl.store(scales + row, scale)
+
+
+@kernel()
+def _quantize_chunk(
+    values, largest, quantized, scales, most, chunks, width: tl.constexpr, columns: tl.constexpr, padded: tl.constexpr,
+    whole: tl.constexpr,
+):  # fmt: skip
+    """Quantise ``columns`` columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, padded)
+    top = tl.max(tl.load(largest + row * chunks + chunk, mask=chunk < chunks, other=0.0), 0)
+    scale = tl.maximum(top, _LEAST_SCALE) / most
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    valid = column < width
+    x = tl.load(values + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
+    if tl.program_id(1) == 0:
+        tl.store(scales + row, scale)
 
 
 @kernel()

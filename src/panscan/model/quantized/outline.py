@@ -16,7 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from panscan.core import UnsupportedError
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 
-__all__ = ["decoder_linears", "fitting_group_size", "quantized_outline", "set_module"]
+__all__ = [
+    "build_model",
+    "decoder_linears",
+    "fitting_group_size",
+    "quantized_outline",
+    "set_computed_buffers",
+    "set_module",
+]
 
 _GROUP_SIZES = (128, 64, 32)
 
@@ -35,7 +42,7 @@ def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device
     Raises:
         UnsupportedError: the group size does not divide a matrix.
     """
-    model = _built(config, dtype, torch.device("meta"))
+    model = build_model(config, dtype, torch.device("meta"))
     for name, linear in decoder_linears(model):
         try:
             quantized = QuantizedLinear(
@@ -47,9 +54,7 @@ def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device
             ) from error
         set_module(model, name, quantized)
     _allocate(model, dtype, device)
-    for name, value in _computed_buffers(config, dtype, device).items():
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+    set_computed_buffers(model, config, dtype, device)
     model.tie_weights()
     return model.eval()
 
@@ -80,7 +85,8 @@ def _fitting(model: Any) -> str:
     return f" use {' or '.join(sizes)}" if sizes else " use int8 or fp8"
 
 
-def _built(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the model of a configuration, without changing random states."""
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         return kind.from_config(config, dtype=dtype)
@@ -99,6 +105,13 @@ def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
             setattr(module, name, allocated[parameter])
 
 
+def set_computed_buffers(model: nn.Module, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Set the buffers of a model on the meta device that a constructor computes and no checkpoint holds."""
+    for name, value in _computed_buffers(config, dtype, device).items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+
+
 def _computed_buffers(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the buffers that a constructor computes and no checkpoint holds, such as rotary frequencies.
 
@@ -111,4 +124,4 @@ def _computed_buffers(config: Any, dtype: torch.dtype, device: torch.device) -> 
     text.vocab_size, text.pad_token_id = 8, None
     if hasattr(small, "vision_config"):
         small.vision_config.num_hidden_layers = 1
-    return {name: value for name, value in _built(small, dtype, device).named_buffers() if "layers." not in name}
+    return {name: value for name, value in build_model(small, dtype, device).named_buffers() if "layers." not in name}

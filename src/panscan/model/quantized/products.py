@@ -31,6 +31,7 @@ _LEAST_SCALE = 1e-12  # of a row of zeros
 _VECTOR_ROWS = 2  # int4: up to so many rows are multiplied without tensor cores
 _FEW_ROWS = 64  # int4: more rows are multiplied with dequantised weights, which cost the same for any number of rows
 _DENSE_BYTES = 192 << 20  # of weights that are dequantised at once
+_ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned parts of the result
 
 
 class QuantizedRows(NamedTuple):
@@ -143,7 +144,7 @@ def multiply_int4(
     if len(rows) <= _FEW_ROWS:
         return kernels.product_int4(rows, weight, scale, zero, group_size, _gpu(weight.device)[0])
     inputs, outputs = rows.shape[1], weight.shape[1]
-    at_once = max(1, _DENSE_BYTES // (inputs * rows.element_size()))
+    at_once = max(1, _DENSE_BYTES // (inputs * rows.element_size() * _ALIGNED)) * _ALIGNED
     if outputs <= at_once:
         dense = kernels.dequantize_int4(weight, scale, zero, group_size, inputs, rows.dtype)
         return functional.linear(rows, dense)

@@ -1,0 +1,98 @@
+"""What a checkpoint's files hold: which tensors are quantised, in what, and how many bytes they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from panscan.model.checkpoint import open_stored, stored_scheme_of
+from panscan.model.quantized.schemes import StoredScheme
+from panscan.model.quantized.tensors import StoredTensors
+
+__all__ = ["Inventory", "Part", "TensorFacts", "inventory"]
+
+Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
+_PARTS: tuple[tuple[str, Part], ...] = (
+    ("layers.", "decoder"), ("vision_tower.", "vision"), ("multi_modal_projector.", "projector"),
+    ("embed_tokens.", "embedding"), ("lm_head.", "head"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A quantised matrix with its scales and zero points, or an unquantised tensor.
+
+    Args:
+        name: parameter name in the checkpoint's layout, such as ``language_model.model.layers.0.mlp.up_proj.weight``.
+        part: of the model.
+        quantized: whether the values are quantised.
+        stored_as: types of the stored tensors, such as ``bfloat16`` or ``float16 + int32``.
+        bytes: of all stored tensors.
+    """
+
+    name: str
+    part: Part
+    quantized: bool
+    stored_as: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The tensors of a checkpoint.
+
+    Args:
+        format: how its matrices are quantised, such as ``compressed-tensors pack-quantized``; None: they are not, or in
+            a format that Transformers loads.
+        notes: differences between the computation that the checkpoint describes and ours.
+        tensors: in the order of their names.
+    """
+
+    format: str | None
+    notes: tuple[str, ...]
+    tensors: tuple[TensorFacts, ...]
+
+    def quantized(self, part: Part) -> tuple[TensorFacts, ...]:
+        """Return the quantised matrices of a part of the model."""
+        return tuple(facts for facts in self.tensors if facts.part == part and facts.quantized)
+
+    def bytes_of(self, part: Part) -> int:
+        """Return the bytes of a part of the model."""
+        return sum(facts.bytes for facts in self.tensors if facts.part == part)
+
+
+def inventory(name: str, revision: str | None = None) -> Inventory:
+    """Return what a checkpoint's files hold, from their headers.
+
+    Args:
+        name: a directory, a hub id, or a bundled model.
+        revision: of a hub checkpoint.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or is not in safetensors files.
+        UnsupportedError: it is quantised in a format that cannot be read.
+    """
+    scheme = stored_scheme_of(name, revision)
+    with open_stored(name, revision) as tensors:
+        facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
+    found = tuple(sorted(facts, key=lambda fact: fact.name))
+    return Inventory(None if scheme is None else scheme.name, () if scheme is None else scheme.notes, found)
+
+
+def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> list[TensorFacts]:
+    """Return one entry for a quantised matrix and its companions, and one for each other tensor of a module."""
+    leaves = dict(tensors.modules[key])
+    part: Part = next((part for start, part in _PARTS if f"{key}.".startswith(start)), "other")
+    facts = []
+    if scheme is not None and any(marker in leaves for marker in scheme.markers):
+        owner = next(iter(leaves.values())).rpartition(".")[0]
+        matrix = [leaf for leaf in leaves if leaf != "bias"]
+        facts.append(_fact(f"{owner}.weight", part, True, key, matrix, tensors))
+        leaves = {leaf: name for leaf, name in leaves.items() if leaf == "bias"}
+    return facts + [_fact(name, part, False, key, [leaf], tensors) for leaf, name in leaves.items()]
+
+
+def _fact(name: str, part: Part, quantized: bool, key: str, leaves: list[str], tensors: StoredTensors) -> TensorFacts:
+    keys = [f"{key}.{leaf}" if key else leaf for leaf in leaves]
+    types = sorted({str(tensors.dtype(each)).removeprefix("torch.") for each in keys})
+    return TensorFacts(name, part, quantized, " + ".join(types), sum(tensors.bytes(each) for each in keys))

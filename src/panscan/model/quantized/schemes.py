@@ -1,0 +1,81 @@
+"""What a checkpoint's configuration says about its quantised matrices: shared by the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from panscan.core import UnsupportedError
+from panscan.model.quantized.tensors import MatrixTensors
+from panscan.model.quantized.weights import QuantizedLinear
+
+__all__ = ["READABLE", "StoredScheme", "field_of", "unreadable"]
+
+READABLE = (
+    "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
+    " checkpoints, and --quantization fp8, int8 or int4 on the unquantised model"
+)
+"""What works instead, for messages."""
+
+
+class StoredScheme(Protocol):
+    """How a checkpoint's configuration says that its matrices are quantised."""
+
+    @property
+    def name(self) -> str:
+        """Format, for messages and reports."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Differences between the checkpoint's computation and ours, one line each."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Leaf names of tensors of which every quantised module has one."""
+        ...
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether the configuration decides about matrices outside the decoder layers too; False: the tensors do."""
+        ...
+
+    def quantizes(self, names: Sequence[str]) -> bool:
+        """Return whether the configuration says that the matrix with these names (aliases) is quantised.
+
+        Raises:
+            UnsupportedError: in a way that cannot be read.
+        """
+        ...
+
+    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+        """Return the matrix with these names.
+
+        Raises:
+            ValueError: the tensors do not agree with the configuration, or are damaged.
+            UnsupportedError: they are stored in a way that cannot be read.
+        """
+        ...
+
+
+def unreadable(what: str) -> UnsupportedError:
+    """Return the error for a quantisation that cannot be read."""
+    return UnsupportedError(
+        f"the checkpoint's weights are quantised as {what}, which panscan cannot read: use {READABLE}"
+    )
+
+
+def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    """Return a field of ``quantization_config``; a missing one or null is ``default``.
+
+    Raises:
+        ValueError: it has another type.
+    """
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
+        raise ValueError(f"config.json: quantization_config.{name}: expected {expected}, got {value!r:.60}")
+    return value

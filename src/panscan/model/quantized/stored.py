@@ -1,0 +1,243 @@
+"""Published quantised checkpoints become Transformers models with :class:`QuantizedLinear` in their decoder layers.
+
+The model is built without memory, and its modules are filled one by one from the safetensors files. Each matrix is
+converted on the target device, and only a rank's part of it is kept, so neither a dense copy of the model nor the
+whole model of a tensor parallel group ever exists. ``from_pretrained`` is not used: its quantisers need a package per
+format, some of them a GPU, and change with Transformers. This module depends on the names of submodules only.
+
+Quantised matrices outside the decoder layers (vision tower, projector) become dense ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from panscan.core import ModelError, UnsupportedError
+from panscan.model.quantized.compressed import CompressedTensorsScheme
+from panscan.model.quantized.gptq import AwqScheme, GptqScheme
+from panscan.model.quantized.outline import build_model, decoder_linears, set_computed_buffers, set_module
+from panscan.model.quantized.parts import part_of
+from panscan.model.quantized.schemes import StoredScheme, unreadable
+from panscan.model.quantized.tensors import MatrixTensors, StoredTensors, aliases, key_of
+from panscan.model.quantized.torchao_tensors import TorchAoScheme
+from panscan.model.sharding import shard_config, shard_of
+
+__all__ = ["load_stored", "part_of", "stored_scheme"]
+
+log = logging.getLogger("panscan.model")
+
+_SCHEMES: dict[str, type[CompressedTensorsScheme | GptqScheme | AwqScheme | TorchAoScheme]] = {
+    "compressed-tensors": CompressedTensorsScheme,
+    "gptq": GptqScheme,
+    "awq": AwqScheme,
+    "torchao": TorchAoScheme,
+}
+_BY_TRANSFORMERS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+_WITHOUT_MEANING = (  # of leaves that no product uses
+    "inv_freq", "original_inv_freq", "position_ids", "k_scale", "v_scale", "q_scale", "prob_scale",
+)  # fmt: skip
+_BY_COLUMNS = ("o_proj", "down_proj")
+
+
+def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | None:
+    """Return how a checkpoint's matrices are quantised.
+
+    None if they are not, or in a format that Transformers loads (bitsandbytes).
+
+    Args:
+        config: the checkpoint's configuration, as a mapping or Transformers' object.
+        name: of the checkpoint, for messages.
+
+    Raises:
+        UnsupportedError: the format cannot be read; the message says what can.
+        ModelError: the configuration of the quantisation is damaged.
+    """
+    described = _quantization_of(config if isinstance(config, Mapping) else config.to_dict())
+    if described is None:
+        return None
+    if not isinstance(described, Mapping):
+        raise ModelError(f"--model {name}: quantization_config in config.json is no mapping")
+    method = str(described.get("quant_method") or described.get("method") or "").lower()
+    if method in _BY_TRANSFORMERS or described.get("load_in_4bit") or described.get("load_in_8bit"):
+        return None
+    try:
+        if (scheme := _SCHEMES.get(method)) is None:
+            raise unreadable(_described(method, described))
+        return scheme(described)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"--model {name}: {error}") from error
+    except ValueError as error:
+        raise ModelError(f"--model {name}: {error}") from error
+
+
+@torch.no_grad()
+def load_stored(
+    name: str, config: Any, scheme: StoredScheme, tensors: StoredTensors, dtype: torch.dtype, device: torch.device,
+    rank: int = 0, size: int = 1,
+) -> Any:  # fmt: skip
+    """Return a model, or one rank's part of it, filled with a checkpoint's tensors.
+
+    Args:
+        name: of the checkpoint, for messages.
+        config: of the whole model.
+        scheme: how its matrices are quantised.
+        tensors: the checkpoint's.
+        dtype: of everything that is not quantised.
+        device: of the model.
+        rank: which part, from 0.
+        size: number of ranks.
+
+    Raises:
+        ModelError: configuration and tensors do not agree, or tensors are damaged or missing.
+        UnsupportedError: a matrix is stored in a way that cannot be read, or cannot be split.
+    """
+    loading = _Loading(config, scheme, tensors, dtype, device, rank, size)
+    try:
+        model = loading.model()
+    except ValueError as error:
+        raise ModelError(f"--model {name}: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"--model {name}: {error}") from error
+    for note in (*scheme.notes, *loading.notes()):
+        log.info("%s: %s", scheme.name, note)
+    return model
+
+
+class _Loading:
+    """One call of :func:`load_stored`."""
+
+    def __init__(
+        self, config: Any, scheme: StoredScheme, tensors: StoredTensors, dtype: torch.dtype, device: torch.device,
+        rank: int, size: int,
+    ) -> None:  # fmt: skip
+        self._config, self._scheme, self._tensors = config, scheme, tensors
+        self._dtype, self._device, self._rank, self._size = dtype, device, rank, size
+        self._whole = build_model(config, dtype, torch.device("meta"))
+        self._left = {key_of(name): name for name in tensors.names}
+        self._dequantized: list[str] = []
+
+    def model(self) -> Any:
+        """Return the filled model.
+
+        Raises:
+            ValueError: configuration and tensors do not agree, or tensors are damaged or missing.
+            UnsupportedError: see :func:`load_stored`.
+        """
+        config = shard_config(self._config, self._size) if self._size > 1 else self._config
+        model = build_model(config, self._dtype, torch.device("meta"))
+        inside = {name for name, _ in decoder_linears(self._whole)}
+        tied = self._tied_names()
+        for name, linear in self._whole.named_modules():
+            if isinstance(linear, nn.Linear) and f"{name}.weight" not in tied:
+                self._fill_linear(model, name, linear, inside=name in inside)
+        for name, parameter in self._whole.named_parameters():
+            if name in tied or not self._is_meta(model, name):
+                continue
+            values = self._dense(name, tuple(parameter.shape))
+            _set_parameter(model, name, shard_of(name, values, self._rank, self._size))
+        self._check_leftovers(tied)
+        set_computed_buffers(model, config, self._dtype, self._device)
+        model.tie_weights()
+        return model.eval()
+
+    def notes(self) -> list[str]:
+        """Return what was done to matrices outside the decoder layers."""
+        if not self._dequantized:
+            return []
+        count, dtype = len(self._dequantized), str(self._dtype).removeprefix("torch.")
+        return [
+            f"{count} quantised matrices outside the decoder were converted to {dtype}, e.g. {self._dequantized[0]}"
+        ]
+
+    def _tied_names(self) -> set[str]:
+        """Return the names of parameters that are others' aliases."""
+        if not getattr(self._config, "tie_word_embeddings", True):
+            return set()
+        head = self._whole.get_output_embeddings()
+        return {f"{name}.weight" for name, module in self._whole.named_modules() if module is head}
+
+    def _is_meta(self, model: Any, name: str) -> bool:
+        """Whether a parameter is still to be filled; a quantised matrix has none of the name."""
+        owner, _, leaf = name.rpartition(".")
+        parameter = model.get_submodule(owner)._parameters.get(leaf)
+        return parameter is not None and parameter.is_meta
+
+    def _fill_linear(self, model: Any, name: str, linear: nn.Linear, *, inside: bool) -> None:
+        """Set a matrix that is quantised in the checkpoint; leave others to be filled as parameters."""
+        key = key_of(name)
+        stored = self._tensors.of_module(key, self._device)
+        marker = next((leaf for leaf in self._scheme.markers if leaf in stored), None)
+        names = _names_of(key, stored)
+        said = self._scheme.quantizes(names) if inside or self._scheme.covers_all or marker else False
+        if said and marker is None:
+            missing = f"{stored.weight_name.removesuffix('weight')}{self._scheme.markers[-1]}"
+            raise ValueError(
+                f"config.json says that {stored.weight_name} is quantised; the tensor {missing} is missing"
+            )
+        if marker and not said:
+            raise ValueError(f"{stored.weight_name} is quantised, but config.json says that it is not")
+        if marker is None:
+            return
+        quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
+        for leaf in stored.taken:
+            self._left.pop(f"{key}.{leaf}", None)
+        if not inside:
+            self._dequantized.append(stored.weight_name)
+            _set_parameter(model, f"{name}.weight", quantized.dequantized(self._dtype))
+            return
+        if linear.bias is not None:
+            bias = self._dense(f"{name}.bias", (linear.out_features,))
+            quantized.bias = nn.Parameter(bias, requires_grad=False)
+        by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
+        set_module(model, name, part_of(quantized, self._rank, self._size, by))
+
+    def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        key = key_of(name)
+        if key not in self._tensors:
+            raise ValueError(f"the tensor {name} is missing: download the checkpoint again")
+        self._left.pop(key, None)
+        return self._tensors.read_dense(key, shape, self._device).to(self._dtype)
+
+    def _check_leftovers(self, tied: set[str]) -> None:
+        """Refuse tensors that no module took; those that mean nothing to the model's products may stay."""
+        allowed = {key_of(name) for name in tied}
+        for key, name in self._left.items():
+            if key in allowed or key.rpartition(".")[2] in _WITHOUT_MEANING:
+                continue
+            raise ValueError(f"the tensor {name} belongs to no matrix that the model or config.json names")
+
+
+def _names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
+    """Return all names that a configuration may give to a module, the one in the files first."""
+    return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *aliases(key)]))
+
+
+def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    # A part of a larger tensor would keep all of it in memory.
+    values = values.clone() if values.untyped_storage().nbytes() > values.numel() * values.element_size() else values
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(values.contiguous(), requires_grad=False))
+
+
+def _quantization_of(config: Mapping[str, Any]) -> Any:
+    """Return the configuration of the quantisation, which old versions of compressed-tensors name otherwise."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for field in ("quantization_config", "compression_config"):
+            if place.get(field) is not None:
+                return place[field]
+    return None
+
+
+def _described(method: str, config: Mapping[str, Any]) -> str:
+    """Return the name of an unknown format, for messages."""
+    if not method:
+        return "config.json does not say (quantization_config without quant_method)"
+    if method == "fp8" and config.get("weight_block_size"):
+        return f"block fp8 (blocks of {config['weight_block_size']})"
+    return repr(method)[1:40].rstrip("'")
