@@ -36,9 +36,9 @@ def quantization_mini() -> str:
     rows = [_mini_row(name, variant, base) for name, variant in variants.items()]
     facts = record["environment"]
     return (
-        f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents (seed"
-        f" {record['seed']}), paired by question; float32 but for the bf16 row. KL: mean divergence in nats from the"
-        f" float32 truth of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
+        f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
+        f" (seed {record['seed']}), paired by question; float32 but for the bf16 row. KL: mean divergence in nats from"
+        f" the float32 truth of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
         f" {base['verdict']['image']['positions']:,} image positions. {facts['cpu']}, torch"
         f" {facts['packages']['torch']}, transformers {facts['packages']['transformers']}."
         f" Record: `benchmarks/records/quantization-mini.json`. Command: `{record['command']}`"
@@ -62,7 +62,11 @@ def _mini_row(name: str, variant: dict[str, Any], base: dict[str, Any]) -> list[
             f"{changed} of {count}",
         ]
     top1 = verdict["top1"]
-    return [*row, *(f"{verdict[kind]['kl']:.2g}" for kind in ("answer", "image")), f"{top1['agree']} of {top1['clear']}"]
+    return [
+        *row,
+        *(f"{verdict[kind]['kl']:.2g}" for kind in ("answer", "image")),
+        f"{top1['agree']} of {top1['clear']}",
+    ]
 
 
 def quantization_products() -> str:
@@ -76,8 +80,8 @@ def quantization_products() -> str:
     ]  # fmt: skip
     return (
         f"{table(['rows', 'float32 ms', 'int8 ms', 'int8 is faster'], rows)}\n\nOne product of {found['inputs']:,} x"
-        f" {found['outputs']:,} weights (the 4B shape's MLP) with the quantisation of its inputs, medians, both in turn;"
-        f" {facts['cpu']}, {found['threads']} threads, torch {facts['packages']['torch']}."
+        f" {found['outputs']:,} weights (the 4B shape's MLP) with the quantisation of its inputs, medians, both in"
+        f" turn; {facts['cpu']}, {found['threads']} threads, torch {facts['packages']['torch']}."
         " Record: `benchmarks/records/quantization-mini.json`."
     )
 
@@ -93,10 +97,10 @@ def quantization_27b() -> str:
     rows = [_w1_row(name, record) for name, record in sorted(records.items(), key=lambda each: _order(each[1]))]
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in records.values()})
     return (
-        f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and 128"
-        " output tokens; throughput with all requests in flight, latency and decode step of one request alone, medians."
-        " GB per GPU: the limit set by `--gpu-memory-gb`. Requests at once: decoded together in the largest measured"
-        f" step. {', '.join(gpus)}."
+        f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and"
+        " 128 output tokens; throughput with all requests in flight, latency and decode step of one request alone,"
+        " medians. GB per GPU: the limit set by `--gpu-memory-gb`. Requests at once: decoded together in the largest"
+        f" measured step. {', '.join(gpus)}."
     )
 
 

@@ -43,8 +43,18 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "cluster.md", "robustness.md",
-                            "quantization.md")),
+    *(
+        DOCS / name
+        for name in (
+            "measured.md",
+            "verdict.md",
+            "verify.md",
+            "load.md",
+            "cluster.md",
+            "robustness.md",
+            "quantization.md",
+        )
+    ),
     CARD,
 )
 

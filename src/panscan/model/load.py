@@ -21,7 +21,7 @@ from panscan.model.checkpoint import (
     load_shard_of,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.quantization import stored_method
+from panscan.model.quantization import stored_format
 from panscan.model.quantized.outline import fitting_group_size
 from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.model.shapes import SHAPES
@@ -114,9 +114,9 @@ def _check_unquantized(settings: Settings) -> None:
     """Refuse ``--quantization`` for a checkpoint whose weights are quantised already."""
     if settings.quantization is None or settings.random_weights:
         return
-    if (method := stored_method(settings.model, settings.revision)) is not None:
+    if (method := stored_format(settings.model, settings.revision)) is not None:
         raise ModelError(
-            f"--quantization {settings.quantization}: --model {settings.model} is quantised already ({method});"
+            f"--quantization {settings.quantization}: --model {settings.model} is quantised already: {method};"
             " leave out --quantization, or use the unquantised checkpoint"
         )
 
