@@ -27,7 +27,7 @@ from panscan.model.machine import release_memory
 from panscan.model.text_layers import LayerFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)  # no test but those marked gpu touches one
-LAYERS = [LayerFacts(local, 2, 16, torch.float32, CPU) for local in (True, True, False, True)]
+LAYERS = [LayerFacts(local, 2, 16, torch.float32, torch.float32, CPU) for local in (True, True, False, True)]
 FACTS = MemoryFacts(
     KVShape.of(LAYERS), CPU, working_bytes=10**8, view_bytes=1024, window=30, image_tokens=4, max_positions=131_072
 )

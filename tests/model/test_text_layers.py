@@ -84,7 +84,7 @@ def test_a_layer_gets_the_plan_of_its_kind_and_its_own_cache() -> None:
 def test_facts_come_from_the_configuration() -> None:
     layers = TextLayers(model_of("two kv heads"))
     assert [layer.local for layer in layers.layers] == [True, True, False, True]
-    assert layers.layers[0] == LayerFacts(True, 2, 16, torch.float32, torch.device("cpu"))
+    assert layers.layers[0] == LayerFacts(True, 2, 16, torch.float32, torch.float32, torch.device("cpu"))
     assert (layers.window, layers.hidden_size, layers.vocab_size, layers.max_positions) == (30, 64, 1024, 32_768)
     assert (layers.device, layers.dtype) == (torch.device("cpu"), torch.float32)
 

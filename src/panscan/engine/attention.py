@@ -73,7 +73,7 @@ class _Decode:
         """Return ``[B, heads, D]`` for queries ``[B, heads, D]``."""
         batch, heads, size = query.shape
         key, value = (
-            cache.index_select(0, self.slots.flatten()).view(*self.slots.shape, *cache.shape[1:]).transpose(1, 2)
+            _gathered(cache, self.slots.flatten(), query).view(*self.slots.shape, *cache.shape[1:]).transpose(1, 2)
             for cache in (k_cache, v_cache)
         )
         # The query heads that share a kv head become rows, so that its keys are read once.
@@ -113,7 +113,7 @@ class _Prefill:
     ) -> None:
         """Fill the chunk's rows of ``output [T, heads, D]`` from those of ``query [T, heads, D]``."""
         # The kv heads are the batch, so that their query heads share keys and mask; on a CPU without copies.
-        key, value = (cache.index_select(0, self.slots).transpose(0, 1)[:, None] for cache in (k_cache, v_cache))
+        key, value = (_gathered(cache, self.slots, query).transpose(0, 1)[:, None] for cache in (k_cache, v_cache))
         kv_heads, (_, heads, size) = key.shape[0], query.shape
         for piece in self.pieces:
             rows = query[piece.start : piece.end].view(-1, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)
@@ -151,6 +151,14 @@ class SegmentsPlan:
             for chunk in self.prefill:
                 chunk.attend(query, k_cache, v_cache, scaling, output)
             return output
+
+
+def _gathered(cache: torch.Tensor, slots: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return the keys or values of these slots in the type of the query."""
+    if cache.dtype == torch.float8_e4m3fn:  # not every device selects float8
+        stored = cache.view(torch.uint8).index_select(0, slots)
+        return stored.view(cache.dtype).to(query.dtype)
+    return cache.index_select(0, slots)
 
 
 def _kernels(device: torch.device) -> AbstractContextManager[None]:

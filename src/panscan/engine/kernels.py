@@ -205,14 +205,14 @@ def _absorb(
     """
     d = tl.arange(0, head_size)
     offset = (page.to(tl.int64) * page_size + at_key % page_size) * (kv_heads * head_size) + kv_head * head_size
-    key = tl.load(k_cache + offset[None, :] + d[:, None], mask=valid[None, :], other=0.0)
+    key = tl.load(k_cache + offset[None, :] + d[:, None], mask=valid[None, :], other=0.0).to(query.dtype)
     score = tl.where(mask, tl.dot(query, key, input_precision=precision) * scale, float("-inf"))
     # "top" starts finite: the difference of infinities would be NaN in a row that has not had a key yet.
     higher = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - higher[:, None])
     before = tl.exp2(top - higher)
     # Masked too: unwritten slots hold arbitrary values, and the product of a weight of 0 and NaN is NaN.
-    value = tl.load(v_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0)
+    value = tl.load(v_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
     sums = tl.dot(weight.to(value.dtype), value, sums * before[:, None], input_precision=precision)
     return higher, total * before + tl.sum(weight, 1), sums
 

@@ -219,7 +219,8 @@ class ModelRunner:
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
-        self._text = TextLayers(model, self._ranks, vocab_size=vocab_size)
+        kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
+        self._text = TextLayers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
         self._backend = choice.backend

@@ -42,6 +42,7 @@ class EngineOptions:
     gpu_memory_utilization: float = _default("gpu_memory_utilization")
     gpu_memory_gb: float | None = _default("gpu_memory_gb")
     kv_cache_gb: float | None = _default("kv_cache_gb")
+    kv_cache_dtype: str = _default("kv_cache_dtype")
     vision_cache_gb: float = _default("vision_cache_gb")
     image_memory_gb: float = _default("image_memory_gb")
     vision_batch_size: int = _default("vision_batch_size")

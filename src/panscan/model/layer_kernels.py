@@ -114,7 +114,8 @@ def rotate_and_store(
         cos: contiguous ``[T, D]``.
         sin: contiguous ``[T, D]``.
         slots: contiguous int64 ``[T]``, in ``[0, N)``: cache slot of each row.
-        k_cache: contiguous ``[N, kv_heads, D]``, of the type of ``qkv``; modified in place.
+        k_cache: contiguous ``[N, kv_heads, D]``, of the type of ``qkv`` or float8_e4m3fn; modified in place. Values
+            beyond what float8 holds become its largest.
         v_cache: same shape and type; modified in place.
         heads: number of query heads.
     """
@@ -309,5 +310,5 @@ def _rotate_and_store(
     tl.store(query_at, turned_first, mask=is_query)
     tl.store(query_at + half, turned_second, mask=is_query)
     key_at = k_cache + (slot * kv_heads + head - heads) * size + column
-    tl.store(key_at, turned_first, mask=is_key)
-    tl.store(key_at + half, turned_second, mask=is_key)
+    tl.store(key_at, turned_first.to(tl.float32).to(k_cache.dtype.element_ty), mask=is_key)
+    tl.store(key_at + half, turned_second.to(tl.float32).to(k_cache.dtype.element_ty), mask=is_key)

@@ -69,7 +69,18 @@ def _machine_reason(settings: Settings) -> str | None:
     dtype = resolve_dtype(settings.dtype, device)
     if (reason := _tensor_parallel_reason(settings.tensor_parallel_size, device)) is not None:
         return reason
+    if settings.kv_cache_dtype == "fp8" and (reason := _fp8_cache_reason(device)) is not None:
+        return reason
     return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
+
+
+def _fp8_cache_reason(device: torch.device) -> str | None:
+    """Return why keys and values cannot be float8 on a device; None if they can."""
+    if device.type == "mps":
+        return "--kv-cache-dtype fp8 needs an NVIDIA GPU or a CPU; use auto"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        return "--kv-cache-dtype fp8 needs compute capability 8.9 or later; this GPU has {}.{}: use auto".format(*found)
+    return None
 
 
 def _tensor_parallel_reason(size: int, device: torch.device) -> str | None:

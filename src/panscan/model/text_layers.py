@@ -50,12 +50,16 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """Keys and values of one layer on this rank: its kind (``local``: sliding window), heads, type and device."""
+    """Keys and values of one layer on this rank: its kind (``local``: sliding window), heads, types and device.
+
+    ``dtype``: of queries and fresh keys. ``cached``: of keys and values in the cache.
+    """
 
     local: bool
     kv_heads: int
     head_size: int
     dtype: torch.dtype
+    cached: torch.dtype
     device: torch.device
 
 
@@ -89,12 +93,16 @@ class TextLayers:
         loaded_model: in evaluation mode, on one device. With several ranks, its parameters are this rank's shards.
         ranks: the processes that share the model.
         vocab_size: rows of the whole output matrix; None: as the configuration says.
+        kv_dtype: of keys and values in the cache; None: that of the model.
 
     Raises:
         UnsupportedError: the layers are on several devices, or text attention is bidirectional.
     """
 
-    def __init__(self, loaded_model: Any, ranks: Ranks = ALONE, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, loaded_model: Any, ranks: Ranks = ALONE, *, vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         _refuse_spread(loaded_model)
         self._model, self._ranks = loaded_model, ranks
         self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
@@ -111,6 +119,7 @@ class TextLayers:
         self.max_positions = _max_positions(config)
         probe = self.embed(torch.zeros(1, dtype=torch.long, device=_device(loaded_model)))
         self.device, self.dtype = probe.device, probe.dtype
+        self._kv_dtype = kv_dtype or self.dtype
         self._layers = [
             _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
         ]
@@ -126,7 +135,8 @@ class TextLayers:
     def layers(self) -> tuple[LayerFacts, ...]:
         """Facts of each layer's keys and values, in order."""
         return tuple(
-            LayerFacts(each.local, each.kv_heads, each.head_size, self.dtype, self.device) for each in self._layers
+            LayerFacts(each.local, each.kv_heads, each.head_size, self.dtype, self._kv_dtype, self.device)
+            for each in self._layers
         )
 
     @torch.no_grad()
@@ -304,13 +314,23 @@ class _TorchOps:
         heads = self._dense(qkv).view(len(slots), -1, layer.head_size)
         query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
-        k_cache.index_copy_(0, slots, key)
-        v_cache.index_copy_(0, slots, value)
+        _store(k_cache, slots, key)
+        _store(v_cache, slots, value)
         rotated: torch.Tensor = query
         return rotated
 
     def _dense(self, product: Product) -> torch.Tensor:
         return product.scaled(self._dtype) if isinstance(product, ScaledSums) else product
+
+
+def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """Write keys or values to their slots; beyond what float8 holds, its largest."""
+    if cache.dtype == torch.float8_e4m3fn:
+        most = torch.finfo(cache.dtype).max
+        stored = values.clamp(-most, most).to(cache.dtype)
+        cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # not every device copies float8
+    else:
+        cache.index_copy_(0, slots, values)
 
 
 class _KernelOps:
