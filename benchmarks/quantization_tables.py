@@ -99,8 +99,8 @@ def quantization_27b() -> str:
     return (
         f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and"
         " 128 output tokens; throughput with all requests in flight, latency and decode step of one request alone,"
-        " medians. GB per GPU: the limit set by `--gpu-memory-gb`. Requests at once: decoded together in the largest"
-        f" measured step. {', '.join(gpus)}."
+        " medians. GB per GPU: the limit set by `--gpu-memory-gb`. Requests at once: those that the KV cache holds."
+        f" {', '.join(gpus)}."
     )
 
 
@@ -111,6 +111,15 @@ def _order(record: dict[str, Any]) -> tuple[Any, ...]:
     return kinds.index(settings.get("quantization")), settings.get("tensor_parallel_size", 1), -limit
 
 
+def _at_once(record: dict[str, Any], measured: list[int]) -> str:
+    """Requests that the KV cache holds, by the size that the engine logged; else at least those decoded at once."""
+    for line in record["measured"]["engine"]["decisions"]:
+        if found := re.match(r"KV cache: .* ([\d,]+) tokens in global layers", line):
+            tokens = int(found[1].replace(",", ""))
+            return f"{tokens // (record['work']['prompt_tokens'] + record['work']['output_tokens']):,}"
+    return f"{max(measured)} or more" if measured else "-"
+
+
 def _w1_row(name: str, record: dict[str, Any]) -> list[str]:
     settings, found = record["settings"], record["measured"]["engine"]
     alone, limit = found["alone"], settings.get("gpu_memory_gb")
@@ -119,7 +128,7 @@ def _w1_row(name: str, record: dict[str, Any]) -> list[str]:
     single = next((each["ms_per_step"] for each in steps if each["batch"] == 1), None)
     throughput = statistics.median(turn["requests_per_s"] for turn in found["throughput"])
     return [
-        kind if size is None else f"{kind}, groups of {size}",
+        f"int4, groups of {size or 128}" if kind == "int4" else kind,
         str(settings.get("tensor_parallel_size", 1)),
         "-" if limit is None else f"{limit:g}",
         f"{record['model']['weight_bytes'] / 1e9:.1f}",
@@ -127,6 +136,6 @@ def _w1_row(name: str, record: dict[str, Any]) -> list[str]:
         f"{statistics.median(alone['ttft_ms']['all']):.0f}",
         f"{statistics.median(alone['e2e_ms']['all']):,.0f}",
         "-" if single is None else f"{single:.1f}",
-        str(max((each["batch"] for each in steps), default="-")),
+        _at_once(record, [each["batch"] for each in steps]),
         f"`{name}.json`",
     ]
