@@ -33,7 +33,8 @@ def quantization_mini() -> str:
         "weights", "MB", "accuracy (exact match)", "vs unquantised, points (95%)", "p-value", "other answers",
         "KL answers", "KL images", "top-1",
     ]  # fmt: skip
-    rows = [_mini_row(name, variant, base) for name, variant in variants.items()]
+    names = sorted(variants, key=lambda name: name if name.startswith("int4") else "")  # stable: others stay in order
+    rows = [_mini_row(name, variants[name], base) for name in names]
     facts = record["environment"]
     return (
         f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
