@@ -28,6 +28,7 @@ VERBS = {
     "crops": "Draw the views that pan and scan takes of an image.",
     "demo": "What pan and scan brings and costs, on made-up documents.",
     "load": "Measure an OpenAI-compatible endpoint under traffic.",
+    "quantize": "Write a quantised checkpoint, or audit one.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
@@ -42,8 +43,9 @@ Exit codes
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used; after batch: some documents failed
   4  this machine cannot do it; after bench and load: some cells were skipped or failed
-  5  after compare: a --fail-on condition holds; after verify: the endpoint is different
-  6  after verify: no verdict
+  5  after compare: a --fail-on condition holds; after verify: the endpoint is different;
+     after quantize --audit: its answers are garbage
+  6  after verify and quantize --audit: no verdict
 130  interrupted; finished work is kept
 """
 

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.distributed import DistributedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
@@ -46,9 +46,11 @@ from panscan.model.quantized.weights import WeightFormat
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 
 __all__ = [
+    "CheckpointFiles",
     "Loaded",
     "Placement",
     "Reader",
+    "checkpoint_files",
     "drop_weights",
     "load_config",
     "load_model",
@@ -70,6 +72,11 @@ _PICKLED = (
     "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"
     " pytorch_model.bin, can run code and are not loaded)"
 )
+_COMPANIONS = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json",
+)  # fmt: skip
 _LEAST_VOCABULARY = 260  # every byte and the marks of turns
 
 
@@ -112,6 +119,55 @@ class Reader:
     @property
     def reads_images(self) -> bool:
         return self.pixels is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """Local files of a checkpoint.
+
+    Args:
+        config: contents of ``config.json``.
+        weights: the file of each stored tensor, by the tensor's name.
+        companions: files of the tokenizer, the processor and generation, by name.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Path]
+    companions: dict[str, Path]
+
+
+def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
+    """Find the files of a Gemma 3 checkpoint, and download those of a hub checkpoint. No tensor is read.
+
+    Args:
+        name: ``mini``, ``tiny``, a directory or a hub id.
+        revision: of a hub checkpoint.
+
+    Raises:
+        ModelError: it cannot be had, is not a Gemma 3, or is not in safetensors files.
+    """
+    source = _source(name)
+    with _explained(name):
+        _config(name, source, revision)
+        config = json.loads(Path(cached_file(source, CONFIG_NAME, revision=revision)).read_text("utf-8"))
+        named = _weight_files(source, revision)
+        if not all(file.endswith(".safetensors") for file in named.values()):
+            raise ModelError(f"--model {name}: {_PICKLED}")
+        paths = {
+            file: Path(cached_file(source, file, revision=revision))
+            for file in sorted({*named.values()} or {SAFE_WEIGHTS_NAME})
+        }
+        weights: dict[str, Path] = {}
+        for path in paths.values():
+            with safe_open(path, "pt") as tensors:
+                weights |= dict.fromkeys(tensors.keys(), path)
+        if absent := sorted(named.keys() - weights.keys()):
+            raise ModelError(f"--model {name}: {len(absent)} tensors are missing, e.g. {absent[0]}: download it again")
+        others = {
+            file: cached_file(source, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+            for file in _COMPANIONS
+        }
+    return CheckpointFiles(config, weights, {file: Path(path) for file, path in others.items() if path is not None})
 
 
 @dataclass(slots=True)

@@ -128,19 +128,19 @@ def weight_format(settings: Settings) -> WeightFormat | None:
 
     Raises:
         ModelError: the checkpoint cannot be had.
+        UnsupportedError: the group size does not divide the model, found out before any weight is loaded.
     """
     if settings.quantization not in KINDS:
         return None
     if settings.quantization != "int4":
         return WeightFormat(settings.quantization)
-    if settings.quantization_group_size is not None:
-        return WeightFormat("int4", settings.quantization_group_size)
     if settings.model_shape is not None:
         text = SHAPES[settings.model_shape].text
-        return WeightFormat("int4", fitting_group_size(text.hidden, text.intermediate, text.heads * text.head_size))
-    config = load_config(settings.model, settings.revision).get_text_config()
-    heads = config.num_attention_heads * config.head_dim
-    return WeightFormat("int4", fitting_group_size(config.hidden_size, config.intermediate_size, heads))
+        widths = text.hidden, text.intermediate, text.heads * text.head_size
+    else:
+        config = load_config(settings.model, settings.revision).get_text_config()
+        widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    return WeightFormat("int4", fitting_group_size(settings.quantization_group_size, *widths))
 
 
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:

@@ -1,0 +1,223 @@
+"""``panscan quantize``: a quantised checkpoint from a dense one, or an audit of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from panscan.cli.options import (
+    SEED,
+    InRange,
+    axis_options,
+    common_options,
+    echo,
+    errors,
+    given_values,
+    max_pages_option,
+    out,
+    show_warnings,
+    url_options,
+    utf8,
+)
+from panscan.core import SettingError, now
+from panscan.core.ranges import Range
+from panscan.settings import Settings
+
+if TYPE_CHECKING:
+    from panscan.quantize.audit import Audit
+    from panscan.quantize.measure import Measurement
+
+__all__ = ["command"]
+
+_GARBAGE, _UNKNOWN = 5, 6
+_COUNT = InRange(Range(whole=True, least=1, most=100_000))
+_GROUP = InRange(Range(whole=True, least=1, most=65_536))
+_EVERY_S = 10.0  # between two lines of a log
+_AXES = (
+    "revision", "device", "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate", "max_new_tokens",
+)  # fmt: skip
+
+EPILOG = """\b
+Examples
+  panscan quantize google/gemma-3-27b-it gemma-3-27b-it-int4 --quantization int4 --calibration scans/
+  panscan quantize mini mini-int4 --quantization int4 --calibration questions.jsonl
+  panscan quantize google/gemma-3-4b-it gemma-3-4b-it-fp8 --quantization fp8
+  panscan quantize --audit someone/gemma-3-4b-it-awq --model google/gemma-3-4b-it
+
+The checkpoint is in the compressed-tensors layout, which Transformers, vLLM and panscan load. With --calibration, int4
+weights are fitted to your documents (GPTQ); int8 and fp8 need none. An interrupted job continues from OUT.partial when
+it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See docs/quantize.md.
+"""
+
+
+@click.command("quantize", epilog=EPILOG, short_help="Write a quantised checkpoint, or audit one.")
+@click.argument("base", required=False, metavar="MODEL")
+@click.argument("output", required=False, metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--quantization", metavar="int4|int8|fp8", help="Format of the decoder's weights.")
+@click.option(
+    "--quantization-group-size", type=_GROUP, help="Input channels per scale (int4).  [default: 128 if it fits]"
+)
+@click.option(
+    "--calibration", multiple=True, metavar="DIR|FILES", help="Documents to calibrate int4 on; may be repeated."
+)
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, help="Question about the calibration documents; may be repeated."
+)
+@click.option(
+    "--num-samples", type=_COUNT, default=128, show_default=True, help="Maximum number of calibration prompts."
+)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the draw of calibration prompts.")
+@click.option("--dataset", metavar="FILE|DIR", help="Labelled questions to measure accuracy on.")
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Measure the result against the dense model."
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if this command wrote it.")
+@click.option("--audit", metavar="CHECKPOINT", help="Describe a quantised checkpoint and judge its answers.")
+@click.option("--model", "reference", metavar="BASE", help="With --audit: the dense checkpoint to compare with.")
+@url_options
+@max_pages_option
+@axis_options(_AXES)
+@common_options
+def command(**options: Any) -> int:
+    """Write MODEL with quantised decoder layers to OUT, measured against the dense model."""
+    from panscan.model.runtime import quiet_libraries
+
+    show_warnings(errors())
+    quiet_libraries()
+    for name in ("base", "audit", "reference", "dataset"):
+        utf8(f"--{name}", options[name])
+    return _audit(options) if options["audit"] is not None else _quantize(options)
+
+
+def _quantize(options: dict[str, Any]) -> int:
+    from panscan.quantize.documents import CalibrationSource
+    from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
+
+    if options["base"] is None or options["output"] is None:
+        raise SettingError("quantize takes two arguments, MODEL and OUT (or --audit CHECKPOINT)")
+    if options["reference"] is not None:
+        raise SettingError("--model goes with --audit; the checkpoint to quantise is the first argument")
+    if options["quantization"] is None:
+        raise SettingError("--quantization is missing: int4, int8 or fp8")
+    settings = Settings(model=options["base"], **_axes_of(options))
+    calibration = CalibrationSource(
+        options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
+    )
+    chosen = QuantizeOptions(
+        settings, options["output"], options["quantization"], options["quantization_group_size"], calibration,
+        options["dataset"], options["verify"], options["overwrite"],
+    )  # fmt: skip
+    if calibration.places and chosen.kind != "int4":
+        errors().print(
+            f"--calibration changes no {chosen.kind} weights: the documents are used for the measurement only",
+            soft_wrap=True,
+        )
+    with _progress() as step:
+        found = quantize_checkpoint(chosen, step, _report_problem)
+    if found.measurement is not None:
+        _show(found.measurement)
+    ratio = found.dense_bytes / found.bytes
+    echo(
+        f"{found.path}: {found.described}, {found.bytes / 1e9:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)"
+    )
+    return 0
+
+
+def _audit(options: dict[str, Any]) -> int:
+    from panscan.quantize.audit import AuditOptions, audit
+
+    for name in ("base", "output", "quantization", "quantization_group_size"):
+        if options[name] is not None:
+            raise SettingError(f"--audit takes a checkpoint and no {name.upper()}: it writes nothing")
+    for name in ("calibration", "prompts"):
+        if options[name]:
+            raise SettingError(f"--{name.removesuffix('s')} does not go with --audit: use --dataset")
+    settings = Settings(model=options["audit"], **_axes_of(options))
+    with _progress() as step:
+        found = audit(
+            AuditOptions(settings, options["reference"], options["dataset"], options["verify"]), step, _report_problem
+        )
+    _show_audit(found)
+    if found.garbage is not None:
+        return _GARBAGE
+    return 0 if found.judged or not options["verify"] else _UNKNOWN
+
+
+def _axes_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings among the options. The format of new weights is none: it is not that of the loaded model."""
+    return given_values({name: options[name] for name in _AXES})
+
+
+def _report_problem(problem: Exception) -> None:
+    errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function to call with a stage, the steps of it that are done, and all.
+
+    Without a terminal it prints a line now and then.
+    """
+    console = errors()
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    begun: dict[str, float] = {}
+    printed = [now()]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def step(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    bar.remove_task(task)
+                tasks.clear()
+                tasks[stage] = bar.add_task(stage, total=total)
+                begun[stage] = now()
+            bar.update(tasks[stage], completed=done)
+            if not console.is_terminal and now() - printed[0] >= _EVERY_S:
+                printed[0] = now()
+                left = (now() - begun[stage]) / max(done, 1) * (total - done)
+                detail = f": {done} of {total}, about {left:.0f} s left" if done else ""
+                console.print(f"{stage}{detail}", soft_wrap=True)
+
+        yield step
+
+
+def _show(found: Measurement) -> None:
+    """Print the table of measured weights."""
+    from panscan.quantize.card import HEADINGS, notes, table_rows
+
+    table = Table(box=None, pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
+    for row in table_rows(found):
+        table.add_row(*row)
+    out().print(table)
+    for line in notes(found):
+        out().print(line, style="dim", soft_wrap=True)
+
+
+def _show_audit(found: Audit) -> None:
+    """Print what a checkpoint holds, how its answers compare, and what is wrong with it."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("Part", "Tensors", "Quantised", "Stored as", "Size"):
+        table.add_column(heading, justify="right" if heading in ("Tensors", "Quantised", "Size") else "left")
+    for part in found.parts:
+        table.add_row(part.name, str(part.tensors), str(part.quantized), part.stored_as, f"{part.bytes / 1e6:,.1f} MB")
+    echo(f"{found.name}: {found.format}")
+    out().print(table)
+    for line in found.remarks:
+        out().print(line, soft_wrap=True)
+    if found.measurement is not None:
+        _show(found.measurement)
+    if found.garbage is not None:
+        out().print(f"Garbage: {found.garbage}", style="bold red", soft_wrap=True)

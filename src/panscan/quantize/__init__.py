@@ -1,0 +1,1 @@
+"""Quantised checkpoints: written from dense ones, calibrated on documents, audited."""

@@ -1,0 +1,258 @@
+"""What a quantised checkpoint holds, and whether its answers can be used.
+
+AWQ moves scales from a matrix into the norm before it. Gemma computes ``1 + w`` of a norm weight ``w``; a tool that
+divides ``w`` instead of ``1 + w`` writes a checkpoint that loads and answers garbage. With the dense checkpoint at hand
+this can be told from a correct move: norm factor times column norm of the matrix must stay the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from panscan.core import InputError, ModelError
+from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
+from panscan.model.machine import resolve_device, resolve_dtype
+from panscan.model.quantization import base_model_of
+from panscan.model.quantized.inventory import Inventory, inventory
+from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.quantize.documents import load_documents
+from panscan.quantize.measure import MeasuredWeights, Measurement, Steps, WeightsToMeasure, measure
+from panscan.quantize.source import DenseCheckpoint
+from panscan.settings import Settings
+
+__all__ = ["Audit", "AuditOptions", "PartSummary", "audit", "garbage_reason"]
+
+_PARTS = ("decoder", "vision", "projector", "embedding", "head", "other")
+_NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))
+_MOVED = 0.1  # relative change of a column's effect that rounding does not explain
+_GARBAGE_TOP1 = 0.5
+_GARBAGE_SHARE = 0.25  # of the reference's right answers
+_LEAST = 0.05  # of that share, below which a few questions decide
+_FEW = 3  # answers, to judge by their repetition
+_ENOUGH = 10  # answers, to judge without a reference
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """What to audit.
+
+    Args:
+        settings: the checkpoint as ``model``, device, pan and scan, and how answers are generated.
+        base: the dense checkpoint; None: the one that the model card names, if it is on this machine.
+        dataset: labelled questions; None: those of the bundled sample documents.
+        verify: whether to run the checkpoint.
+    """
+
+    settings: Settings
+    base: str | None = None
+    dataset: str | None = None
+    verify: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """Tensors of a part of the model: how many, how many of them quantised, their types and bytes."""
+
+    name: str
+    tensors: int
+    quantized: int
+    stored_as: str
+    bytes: int
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was found.
+
+    Args:
+        name: of the checkpoint.
+        format: in words.
+        parts: of the model.
+        remarks: sentences.
+        measurement: None if the checkpoint was not run.
+        garbage: why its answers are garbage, with the likely cause; None if they are not.
+        judged: whether its answers could be judged.
+    """
+
+    name: str
+    format: str
+    parts: list[PartSummary]
+    remarks: list[str] = field(default_factory=list)
+    measurement: Measurement | None = None
+    garbage: str | None = None
+    judged: bool = False
+
+
+def audit(options: AuditOptions, on_step: Steps, on_problem: Callable[[InputError], None]) -> Audit:
+    """Describe a quantised checkpoint, and judge its answers.
+
+    Args:
+        options: checked.
+        on_step: called with a stage, the steps of it that are done, and all.
+        on_problem: called for each document that cannot be read.
+
+    Raises:
+        ModelError: the checkpoint or the base cannot be had.
+        UnsupportedError: a format that panscan cannot read.
+    """
+    settings = options.settings
+    name = settings.model
+    stored = inventory(name, settings.revision)
+    found = Audit(name, stored.format or "not quantised, or in a format that Transformers loads", _parts(stored))
+    found.remarks += [f"{note}." for note in stored.notes]
+    if not options.verify:
+        return found
+    base = _base(options, found)
+    folded = _measure(options, base, found, on_step, on_problem)
+    assert found.measurement is not None
+    rows = found.measurement.rows
+    found.judged = rows[-1].contains is not None or rows[-1].figures is not None
+    if (reason := garbage_reason(rows[-1], None if base is None else rows[0])) is not None:
+        found.garbage = f"{reason}. {_cause(folded, stored, base)}"
+    return found
+
+
+def _measure(
+    options: AuditOptions, base: DenseCheckpoint | None, found: Audit, on_step: Steps,
+    on_problem: Callable[[InputError], None],
+) -> list[str]:  # fmt: skip
+    """Run the checkpoint and its base, and add what was measured; return the norms whose scales were moved wrongly."""
+    settings, name = options.settings, options.settings.model
+    reads_images = "vision_config" in checkpoint_files(name, settings.revision).config
+    workload, source = load_documents(options.dataset, on_problem, reads_images=reads_images)
+    device = resolve_device(settings.device)
+    placement = Placement(device, resolve_dtype("auto", device))
+    folded: list[str] = []
+
+    def load() -> Loaded:
+        loaded = load_model(name, placement, revision=settings.revision)
+        found.remarks += _formats(loaded)
+        if base is not None:
+            folded.extend(_misfolded(loaded, base, found))
+        return loaded
+
+    dense = None if base is None else WeightsToMeasure("dense", lambda: load_model(base.name, placement))
+    quantized = WeightsToMeasure(Path(name).name, load)
+    found.measurement = measure(dense, [quantized], settings, workload, source, on_step)
+    return folded
+
+
+def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> str | None:
+    """Return why a checkpoint's answers are garbage; None if they are not.
+
+    Args:
+        row: what was measured of the checkpoint.
+        reference: of the dense weights; None: they are not at hand.
+    """
+    if "overflow" in str((row.figures or {}).get("reason", "")):
+        return f"hidden states overflow: {(row.figures or {})['reason']}"
+    if row.top1 is not None and row.top1 < _GARBAGE_TOP1:
+        return f"only {100 * row.top1:.0f}% of the most probable tokens are the dense model's"
+    usual = reference.contains if reference is not None else None
+    if row.contains is not None and usual is not None and row.contains < _GARBAGE_SHARE * usual >= _LEAST:
+        return f"{100 * row.contains:.0f}% of the answers are right, the dense model's: {100 * usual:.0f}%"
+    if (
+        row.answers >= _FEW
+        and row.repetitive >= _GARBAGE_TOP1
+        and (reference is None or reference.repetitive < row.repetitive / 2)
+    ):
+        return f"{100 * row.repetitive:.0f}% of the answers repeat a few tokens without end"
+    if reference is None and row.contains == 0.0 and row.answers >= _ENOUGH:
+        return f"none of {row.answers} answers is right"
+    return None
+
+
+def _base(options: AuditOptions, found: Audit) -> DenseCheckpoint | None:
+    """Return the dense checkpoint to compare with, if there is one."""
+    if options.base is not None:
+        return DenseCheckpoint(options.base)
+    try:
+        named = base_model_of(options.settings.model, options.settings.revision)
+    except ModelError as error:
+        reason = str(error).removeprefix(f"--model {options.settings.model}: ").partition(";")[0]
+        found.remarks.append(f"No reference: {reason}. Give --model BASE for a comparison.")
+        return None
+    return DenseCheckpoint(named)
+
+
+def _parts(stored: Inventory) -> list[PartSummary]:
+    found = []
+    for part in _PARTS:
+        facts = [each for each in stored.tensors if each.part == part]
+        if facts:
+            types = Counter(each.stored_as for each in facts)
+            shown = ", ".join(name for name, _ in types.most_common(3))
+            quantized = sum(each.quantized for each in facts)
+            found.append(PartSummary(part, len(facts), quantized, shown, sum(each.bytes for each in facts)))
+    return found
+
+
+def _formats(loaded: Loaded) -> list[str]:
+    """Return one sentence for each format of the loaded decoder matrices."""
+    formats = Counter(each.how for each in loaded.model.modules() if isinstance(each, QuantizedLinear))
+    return [f"{count} matrices: {_described(how)}." for how, count in formats.most_common()]
+
+
+def _described(how: WeightFormat) -> str:
+    if how.kind != "int4":
+        inputs = "inputs quantised per token" if how.quantizes_inputs else "weights only"
+        return f"{how.kind}, 8 bits, one scale per output channel, symmetric, {inputs}"
+    zeros = "with zero points" if how.zero_points else "symmetric"
+    order = "channels in order of activations (act order)" if how.ordered else "channels in their own order"
+    return f"int4, 4 bits, groups of {how.group_size}, {zeros}, {order}, weights only"
+
+
+def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]:
+    """Return the norms whose scales were moved wrongly; remark on norms that differ from the base's.
+
+    Raises:
+        ModelError: the base is of another shape.
+    """
+    layers = getattr(loaded.model.model, "language_model", loaded.model.model).layers
+    if len(layers) != len(base.layers):
+        raise ModelError(
+            f"--model {base.name} has {len(base.layers)} layers, {found.name} {len(layers)}: another model"
+        )
+    changed, wrong = 0, []
+    for number, layer in enumerate(layers):
+        for norm, matrix in _NORMED:
+            tensor = base.layers[number][matrix]
+            stem = tensor.removesuffix(f"{matrix}.weight")
+            ours, dense = layer.get_submodule(norm).weight.float().cpu(), base.read(f"{stem}{norm}.weight").float()
+            if ours.shape != dense.shape:
+                raise ModelError(f"--model {base.name}: {stem}{norm}.weight has another shape than in {found.name}")
+            if torch.allclose(ours, dense, rtol=_MOVED, atol=1e-3):
+                continue
+            changed += 1
+            columns, dense_columns = _columns(layer.get_submodule(matrix)), base.read(tensor).float().norm(dim=0)
+            effect = ((1 + ours) * columns) / ((1 + dense) * dense_columns).clamp_min(1e-9)
+            if float((effect.abs() - 1).abs().median()) > _MOVED:
+                wrong.append(f"{number}.{norm}")
+    if changed:
+        how = f"in {len(wrong)} of them the matrices do not make up for it" if wrong else "the matrices make up for it"
+        found.remarks.append(f"{changed} norms differ from those of {base.name}; {how}.")
+    return wrong
+
+
+def _columns(linear: torch.nn.Module) -> torch.Tensor:
+    """Return the norm of each column of a matrix."""
+    weight = linear.dequantized() if isinstance(linear, QuantizedLinear) else linear.get_parameter("weight").float()
+    norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=0)
+    return norms.cpu()
+
+
+def _cause(folded: list[str], stored: Inventory, base: DenseCheckpoint | None) -> str:
+    """Return the likely cause of garbage."""
+    fold = "scales were folded into RMSNorm weights w, but Gemma multiplies by 1 + w"
+    if folded:
+        return f"Likely cause: {fold} (AWQ; {len(folded)} norms, e.g. {folded[0]}): quantise without folding"
+    if stored.format is not None and "awq" in stored.format.lower() and base is None:
+        return f"Likely cause for AWQ on Gemma: {fold}; --model BASE checks it"
+    if stored.quantized("vision") or stored.quantized("projector"):
+        return "Likely cause: the vision tower or projector is quantised: leave both in bf16"
+    return "Cause unknown: the weights may be damaged, or made for another base model"

@@ -1,0 +1,142 @@
+"""Calibration, decoder layer by decoder layer: what flows into each matrix while a model reads documents.
+
+Prompts are prepared as for an answer, with the views of pan and scan and their image tokens. The model's own forward
+pass makes masks and positions; its decoder layers are replaced meanwhile, so it computes only their common arguments.
+Then each layer runs over all prompts on its own, with the layers before it quantised, and leaves the device again. In
+memory are one layer on the device and the hidden states of all prompts on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from panscan.core import Request
+from panscan.model.checkpoint import Loaded
+from panscan.model.inputs import collate, prepare, read_images
+from panscan.quantize.gptq import Hessian
+
+__all__ = ["Calibration"]
+
+
+class Calibration:
+    """Hidden states of prompts on their way through a decoder.
+
+    Args:
+        loaded: a dense model on the host, whose decoder layers are consumed.
+        device: where to compute.
+    """
+
+    def __init__(self, loaded: Loaded, device: torch.device) -> None:
+        self._loaded, self._device = loaded, device
+        self._decoder = getattr(loaded.model.model, "language_model", loaded.model.model)
+        self._states: list[torch.Tensor] = []
+        self._arguments: list[dict[str, dict[str, Any]]] = []
+        self._at = 0
+
+    @torch.no_grad()
+    def read(self, requests: Sequence[Request], on_done: Callable[[int], None]) -> None:
+        """Embed prompts and their images.
+
+        Args:
+            requests: the prompts.
+            on_done: called with the number of prompts that are embedded.
+        """
+        loaded, layers = self._loaded, self._decoder.layers
+        recorders = [_Recorder(kind) for kind in loaded.model.config.get_text_config().layer_types]
+        self._decoder.layers = nn.ModuleList(recorders)
+        loaded.model.to(self._device)
+        loaded.model.hf_device_map = {"": str(self._device)}
+        try:
+            for number, request in enumerate(requests, start=1):
+                item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
+                loaded.model.model(**collate([item], loaded, None), use_cache=False)
+                self._states.append(recorders[0].hidden.cpu())
+                self._arguments.append({each.kind: _moved(each.arguments, "cpu") for each in recorders})
+                on_done(number)
+        finally:
+            self._decoder.layers = layers
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[nn.Module]:
+        """Place a layer on the device, and drop its weights at the end of the block. Layers come in their order."""
+        assert number == self._at  # the states are those before this layer
+        layer: nn.Module = self._decoder.layers[number].to(self._device)
+        yield layer
+        layer.to("meta")
+        self._at += 1
+
+    @torch.no_grad()
+    def hessians(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the Hessian of each matrix of the present layer, by the matrix's name."""
+        found = {name: Hessian() for name in _WATCHED}
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(_adder(found[name])) for name in _WATCHED]
+        try:
+            for number in range(len(self._states)):
+                self._run(layer, number)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {
+            matrix: hessian.values
+            for name, hessian in found.items()
+            for matrix in _WATCHED[name]
+            if hessian.values is not None
+        }
+
+    @torch.no_grad()
+    def advance(self, layer: nn.Module) -> None:
+        """Replace the hidden states by the present layer's outputs."""
+        for number in range(len(self._states)):
+            self._states[number] = self._run(layer, number).cpu()
+
+    def _run(self, layer: nn.Module, number: int) -> torch.Tensor:
+        kind = self._loaded.model.config.get_text_config().layer_types[self._at]
+        arguments = _moved(self._arguments[number][kind], self._device)
+        output: torch.Tensor = layer(self._states[number].to(self._device), **arguments)
+        return output
+
+
+_WATCHED = {
+    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+"""Matrices whose inputs are watched, each with those that have the same inputs."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer: keeps what it is called with, and returns its input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.hidden = torch.empty(0)
+        self.arguments: dict[str, Any] = {}
+
+    def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        self.hidden, self.arguments = hidden_states, arguments
+        return hidden_states
+
+
+def _adder(hessian: Hessian) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def add(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        hessian.add(inputs[0])
+
+    return add
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """Return tensors in nested containers on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    return value

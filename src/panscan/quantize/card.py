@@ -1,0 +1,129 @@
+"""The model card of a quantised checkpoint: what it is, how it was made, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import yaml
+
+import panscan
+from panscan.model.quantized.weights import WeightFormat
+from panscan.quantize.measure import MeasuredWeights, Measurement
+from panscan.records.quality import accuracy_title
+
+__all__ = ["HEADINGS", "CardFacts", "described_format", "model_card", "notes", "table_rows"]
+
+_FORMATS = {
+    "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",
+    "int8": "8-bit integer weights per output channel, inputs per token (W8A8)",
+    "fp8": "float8_e4m3 weights per output channel, inputs per token",
+}
+_FRONT_MATTER = {
+    "base_model_relation": "quantized",
+    "library_name": "transformers",
+    "pipeline_tag": "image-text-to-text",
+    "tags": ["compressed-tensors", "panscan"],
+}
+HEADINGS = ("Weights", "Verdict", "KL, answers", "KL, images", "Top-1", "Accuracy", "Difference")
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """How a checkpoint was made.
+
+    Args:
+        base: the dense checkpoint, as the user named it.
+        name: of the new checkpoint.
+        how: format of its decoder matrices.
+        prompts: calibration prompts; 0: rounded to nearest.
+    """
+
+    base: str
+    name: str
+    how: WeightFormat
+    prompts: int
+
+
+def described_format(how: WeightFormat) -> str:
+    """Return a format in words."""
+    return _FORMATS[how.kind].format(group=how.group_size)
+
+
+def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | None) -> str:
+    """Return the model card as markdown with front matter.
+
+    Args:
+        facts: how the checkpoint was made.
+        sizes: bytes of the dense weights and of the quantised ones.
+        found: what was measured; None if nothing was.
+    """
+    calibration = (
+        f"GPTQ on {facts.prompts} prompts with images, prepared with pan and scan" if facts.prompts else
+        "round to nearest, without calibration"
+    )  # fmt: skip
+    dense, quantized = (f"{size / 1e9:.2f} GB" for size in sizes)
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
+    lines = [
+        "---",
+        *yaml.safe_dump(_FRONT_MATTER | {"base_model": facts.base}, allow_unicode=True).splitlines(),
+        "---",
+        "",
+        f"# {facts.name}",
+        "",
+        f"{facts.base} with quantised decoder layers: {described_format(facts.how)}.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        "| Quantised | all matrices of the decoder layers |",
+        "| Not quantised | vision tower, projector, embedding and output matrix, norms |",
+        f"| Method | {calibration} |",
+        "| Layout | compressed-tensors, for Transformers, vLLM and panscan |",
+        f"| Size | {quantized} (dense: {dense}) |",
+        f"| Made with | panscan {panscan.__version__}, {libraries} |",
+        "",
+        *_measured(found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table_rows(found: Measurement) -> list[tuple[str, ...]]:
+    """Return the cells below :data:`HEADINGS`, one row for each measured model."""
+    return [_row(row) for row in found.rows]
+
+
+def _row(row: MeasuredWeights) -> tuple[str, ...]:
+    figures = row.figures or {}
+    reference = row.name == "dense"
+    word = "reference" if reference else figures.get("verdict", "unverified")
+    kl = ["-" if (value := row.kl(kind)) is None else f"{value:.2g}" for kind in ("answer", "image")]
+    top1 = "-" if row.top1 is None else f"{100 * row.top1:.1f}%"
+    accuracy = "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"
+    against = "-"
+    if row.difference is not None:
+        gap = row.difference
+        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
+    return (row.name, word, *kl, top1, accuracy, against)
+
+
+def _measured(found: Measurement | None) -> list[str]:
+    if found is None:
+        return ["## Measured", "", "Nothing was measured."]
+    lines = ["## Measured", "", f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS)]
+    lines += [f"| {' | '.join(row)} |" for row in table_rows(found)]
+    lines += ["", *notes(found)]
+    return lines
+
+
+def notes(found: Measurement) -> list[str]:
+    """Return what a reader of the table needs to know, one sentence a line."""
+    lines = [
+        "KL: Kullback-Leibler divergence from the float32 reference of the dense weights, in nats per token.",
+        "Top-1: share of positions with a clear choice at which the most probable token is the reference's.",
+    ]
+    if found.metric is not None:
+        title = accuracy_title(found.metric)
+        lines.append(
+            f"{title} over {found.questions} questions; differences in percentage points, paired, 95% interval."
+        )
+    return lines + [f"{row.name}: {row.problem}." for row in found.rows if row.problem]

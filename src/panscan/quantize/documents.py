@@ -1,0 +1,118 @@
+"""Documents of a quantisation: prompts to calibrate on, and those that the result is measured on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from panscan.bench.workload import DEFAULT_PROMPT, Item, Source, Workload, load_workload, sample_dataset
+from panscan.core import ImageError, InputError, SettingError
+from panscan.core.request import MAX_PAGES
+
+__all__ = ["CalibrationSource", "digest_of", "load_calibration", "load_documents"]
+
+_HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
+_MOST_HELD_OUT = 8
+_DATASETS = (".jsonl", ".json", ".parquet", ".arrow")
+_TEXT_PROMPT = "List the fields of an invoice, and explain each of them."
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSource:
+    """Where calibration prompts come from.
+
+    Args:
+        places: directories, globs and files of documents, or one dataset; empty for none.
+        prompts: questions about the documents; empty: a general one.
+        num_samples: prompts at most.
+        seed: of their draw.
+        max_pages: of one document.
+    """
+
+    places: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    num_samples: int = 128
+    seed: int = 0
+    max_pages: int = MAX_PAGES
+
+    def __post_init__(self) -> None:
+        if self.prompts and not self.places:
+            raise SettingError("--prompt asks about --calibration documents, which are missing")
+        if any(not prompt.strip() for prompt in self.prompts):
+            raise SettingError("--prompt is empty: give a question")
+        if self.prompts and self.is_dataset:
+            raise SettingError(f"--calibration {self.places[0]} has its own questions: leave --prompt out")
+
+    @property
+    def is_dataset(self) -> bool:
+        """Whether the prompts are a dataset's questions."""
+        return len(self.places) == 1 and self.places[0].endswith(_DATASETS)
+
+
+def load_documents(
+    dataset: str | None, on_problem: Callable[[InputError], None], *, reads_images: bool = True
+) -> tuple[Workload, Source]:
+    """Return labelled questions: a dataset's, or those of the bundled sample documents.
+
+    Args:
+        dataset: file or directory; None for the samples.
+        on_problem: called for each document that cannot be read.
+        reads_images: False: a text prompt instead of the samples.
+    """
+    if dataset is None and not reads_images:
+        source = Source(no_images=True, prompt=_TEXT_PROMPT)
+    else:
+        source = Source(dataset=dataset or str(sample_dataset()))
+    return load_workload(source, on_problem=on_problem), source
+
+
+def load_calibration(
+    wanted: CalibrationSource, on_problem: Callable[[InputError], None]
+) -> tuple[list[Item], list[Item], Source]:
+    """Return calibration prompts, prompts about other documents to measure the result on, and the source of both.
+
+    The second list is empty where there are few documents. Documents are drawn by content and seed; their order and
+    names do not matter.
+
+    Args:
+        wanted: with at least one place.
+        on_problem: called for each document that cannot be read.
+
+    Raises:
+        ImageError: no document is usable.
+    """
+    first, *others = wanted.prompts or (DEFAULT_PROMPT,)
+    if wanted.is_dataset:
+        source = Source(dataset=wanted.places[0], max_pages=wanted.max_pages)
+    else:
+        source = Source(images=wanted.places, prompt=first, max_pages=wanted.max_pages)
+    try:
+        items = load_workload(source, on_problem=on_problem).items
+    except ImageError as error:
+        text = str(error).replace("--images", "--calibration", 1)
+        raise ImageError(text if "--calibration" in text else f"--calibration {wanted.places[0]}: {text}") from error
+    items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
+    kept, held_out = _split(_drawn(items, wanted.seed))
+    return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
+
+
+def digest_of(items: Sequence[Item]) -> str:
+    """Return a digest of documents and prompts."""
+    facts = [[[document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _drawn(items: Sequence[Item], seed: int) -> list[Item]:
+    keys = {item.id: hashlib.sha256(f"{seed} {digest_of([item])}".encode()).digest() for item in items}
+    return sorted(items, key=lambda item: keys[item.id])
+
+
+def _split(items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """Return prompts about most documents, and those about the others."""
+    documents = list(dict.fromkeys(item.documents for item in items))
+    count = min(len(documents) // _HELD_OUT, _MOST_HELD_OUT)
+    held_out = set(documents[len(documents) - count :])
+    kept = [item for item in items if item.documents not in held_out]
+    return kept, [item for item in items if item.documents in held_out]

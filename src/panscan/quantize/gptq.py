@@ -1,0 +1,116 @@
+"""GPTQ (Frantar et al., ICLR 2023): 4-bit weights that reproduce a matrix's outputs on calibration inputs.
+
+Input channels are quantised one by one, those with the largest inputs first. After each, the channels that are still
+dense are corrected so that the outputs change least. Groups keep their channels and the scales of round-to-nearest
+("static groups"), so a checkpoint needs no order of channels and runs as fast as one without calibration.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_int4
+
+__all__ = ["Hessian", "gptq", "output_error"]
+
+_DAMPING = 0.01  # of the mean diagonal
+_ATTEMPTS = 5
+_TOGETHER = 128  # channels after which corrections reach all later channels
+_ZERO = 8  # stored for a weight of 0
+
+
+class Hessian:
+    """Running mean of ``x x^T`` over the inputs of one matrix, float32 ``[inputs, inputs]``."""
+
+    def __init__(self) -> None:
+        self.values: torch.Tensor | None = None
+        self.rows = 0
+
+    @torch.no_grad()
+    def add(self, inputs: torch.Tensor) -> None:
+        """Add inputs ``[..., inputs]``."""
+        rows = inputs.flatten(0, -2).float()
+        if self.values is None:
+            self.values = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+        count = self.rows + len(rows)
+        self.values *= self.rows / count
+        self.values.addmm_(rows.T, rows, alpha=1 / count)
+        self.rows = count
+
+
+@torch.no_grad()
+def gptq(
+    weight: torch.Tensor, hessian: torch.Tensor, how: WeightFormat, *, scale_type: torch.dtype = torch.bfloat16
+) -> QuantizedLinear:
+    """Quantise a matrix for the inputs that a Hessian describes.
+
+    Args:
+        weight: ``[outputs, inputs]``.
+        hessian: float32 ``[inputs, inputs]``, on any device, where the work is done. Channels without inputs are
+            rounded to nearest.
+        how: ``int4``, symmetric, channels in their own order.
+        scale_type: of the scales.
+
+    Raises:
+        ValueError: the Hessian is not finite, or the group size does not divide the inputs.
+    """
+    if not hessian.isfinite().all():
+        raise ValueError("the calibration inputs are not finite")
+    device = hessian.device
+    found = QuantizedLinear(weight.shape[1], weight.shape[0], how, scale_type=scale_type, device=device)
+    found.quantize(weight)  # for its scales
+    dense = weight.to(device, torch.float32)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    factor = _inverse_factor(hessian[order][:, order])
+    scales = found.scale.float()[order // how.group_size]
+    levels = _quantized_columns(dense[:, order].T.contiguous(), factor, scales)
+    restored = torch.empty_like(levels).index_copy_(0, order, levels)
+    found.weight.copy_(pack_int4(restored.T.contiguous()))
+    return found
+
+
+def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
+    """Return the mean squared change of an output value that a change of weights ``[outputs, inputs]`` causes."""
+    change = change.to(hessian.device, torch.float32)
+    return float(((change @ hessian) * change).sum(1).mean())
+
+
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the damped Hessian's inverse; more damping where it is singular.
+
+    The Hessian's diagonal is overwritten: at 21,504 channels every copy takes 1.8 GB.
+    """
+    diagonal = hessian.diagonal().clone()
+    mean = float(diagonal.mean()) or 1.0
+    diagonal += mean * (diagonal == 0)  # channels without inputs correct nothing
+    for attempt in range(_ATTEMPTS):
+        hessian.diagonal().copy_(diagonal + mean * _DAMPING * 10**attempt)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if failed:
+            continue
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            factor: torch.Tensor = upper
+            return factor
+    raise ValueError("the calibration inputs are degenerate: calibrate on more documents")
+
+
+def _quantized_columns(columns: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Quantise ``columns`` ``[inputs, outputs]`` in their order, in place; return levels uint8 of that shape.
+
+    Args:
+        columns: float32.
+        factor: upper triangular ``[inputs, inputs]``.
+        scales: float32 ``[inputs, outputs]``.
+    """
+    levels = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+    for start in range(0, len(columns), _TOGETHER):
+        stop = min(start + _TOGETHER, len(columns))
+        errors = torch.empty(stop - start, columns.shape[1], device=columns.device)
+        for at in range(start, stop):
+            level = torch.round(columns[at] / scales[at]).clamp_(-8, 7)
+            levels[at] = (level + _ZERO).to(torch.uint8)
+            errors[at - start] = (columns[at] - level * scales[at]) / factor[at, at]
+            columns[at + 1 : stop].addr_(factor[at, at + 1 : stop], errors[at - start], alpha=-1)
+        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    return levels

@@ -1,0 +1,247 @@
+"""What quantisation changes: distributions against the unquantised truth, and answers against accepted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from panscan.analysis.significance import QualityDifference, paired_difference
+from panscan.bench.divergence import DivergenceTally, Noise
+from panscan.bench.truth import Truth, compute_truth, eager_settings, observe_eager
+from panscan.bench.workload import Item, Source, Workload, request_of
+from panscan.core import PanscanError
+from panscan.model.checkpoint import Loaded, drop_weights
+from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.runtime import reference_computation
+from panscan.quality.scores import scores_of
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
+
+__all__ = ["MeasuredWeights", "Measurement", "Steps", "WeightsToMeasure", "measure"]
+
+VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
+"""Requests of the verdict and tokens of each."""
+_LEAST_TOKENS = 12  # of an answer that may be repetition
+_REPEATED = 0.6  # of an answer's end, from which it counts as repetition
+_LONGEST_PERIOD = 8  # tokens
+Steps = Callable[[str, int, int], None]
+"""Called with a stage, the steps of it that are done, and all."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsToMeasure:
+    """Weights to measure.
+
+    Args:
+        name: in tables, such as ``int4 (GPTQ)``.
+        load: loads the model.
+    """
+
+    name: str
+    load: Callable[[], Loaded]
+
+
+@dataclass(slots=True)
+class MeasuredWeights:
+    """What was measured of some weights.
+
+    Args:
+        name: the candidate's.
+        figures: of :meth:`panscan.bench.divergence.DivergenceTally.verdict`; None without a reference, and of the
+            reference.
+        scores: of each question's answer, in the workload's order; None without accepted answers.
+        contains: share of answers that contain an accepted one.
+        repetitive: share of answers that end in repetition.
+        answers: their number.
+        difference: scores against the reference's.
+        problem: why something was not measured.
+    """
+
+    name: str
+    figures: dict[str, Any] | None = None
+    scores: list[float] | None = None
+    contains: float | None = None
+    repetitive: float = 0.0
+    answers: int = 0
+    difference: QualityDifference | None = None
+    problem: str = ""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean score."""
+        return fmean(self.scores) if self.scores else None
+
+    @property
+    def top1(self) -> float | None:
+        """Share of clear positions with the truth's most probable token."""
+        if self.figures is None or "top1" not in self.figures:
+            return None
+        counts = self.figures["top1"]
+        return float(counts["agree"] / counts["clear"]) if counts["clear"] else 1.0
+
+    def kl(self, kind: str) -> float | None:
+        """Mean divergence from the truth in nats at ``answer`` or ``image`` positions."""
+        found = (self.figures or {}).get(kind)
+        return None if found is None else float(found["kl"])
+
+
+@dataclass(slots=True)
+class Measurement:
+    """All that was measured.
+
+    Args:
+        metric: of the accuracy; None without accepted answers.
+        questions: with accepted answers.
+        rows: the reference first, if there is one.
+    """
+
+    metric: str | None
+    questions: int
+    rows: list[MeasuredWeights] = field(default_factory=list)
+
+
+def measure(
+    reference: WeightsToMeasure | None,
+    candidates: Sequence[WeightsToMeasure],
+    settings: Settings,
+    workload: Workload,
+    source: Source,
+    on_step: Steps,
+) -> Measurement:
+    """Measure weights one after the other, so that only one model is in memory.
+
+    What cannot be measured, for lack of memory for instance, is a row's ``problem``.
+
+    Args:
+        reference: the unquantised weights; None: answers only.
+        candidates: quantised weights.
+        settings: how requests are prepared and answered.
+        workload: documents and questions; the first few are those of the verdict.
+        source: of the workload.
+        on_step: called with a stage, the steps of it that are done, and all.
+    """
+    asked = [item for item in workload.items if item.answers]
+    metric = workload.quality_metric(None)
+    found = Measurement(metric, len(asked))
+    session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source, on_step)
+    if reference is not None:
+        found.rows.append(session.reference(reference))
+    for candidate in candidates:
+        found.rows.append(session.candidate(candidate))
+    dense = found.rows[0].scores if reference is not None else None
+    for row in found.rows[1:] if dense else ():
+        if row.scores and dense:
+            row.difference = paired_difference([ours - base for ours, base in zip(row.scores, dense, strict=True)])
+    return found
+
+
+@dataclass(slots=True)
+class _Session:
+    settings: Settings
+    verdict_items: Sequence[Item]
+    asked: Sequence[Item]
+    metric: str | None
+    source: Source
+    on_step: Steps
+    _truth: Truth | None = None
+    _noise: Noise | None = None
+    _head: Loaded | None = None
+
+    def reference(self, candidate: WeightsToMeasure) -> MeasuredWeights:
+        """Answer with the unquantised weights, and compute the truth."""
+        row = MeasuredWeights(candidate.name)
+        try:
+            self.on_step(f"loading {candidate.name}", 0, 1)
+            loaded = candidate.load()
+            self._answer(loaded, row)
+            with reference_computation(loaded.model):
+                self._compute_truth(loaded)
+            drop_weights(loaded)
+            self._head = loaded
+        except (PanscanError, RuntimeError) as error:  # PyTorch's errors: out of memory, mostly
+            row.problem = _reason(error)
+        release_memory()
+        return row
+
+    def candidate(self, candidate: WeightsToMeasure) -> MeasuredWeights:
+        """Answer with quantised weights, and compare their distributions with the truth's."""
+        row = MeasuredWeights(candidate.name)
+        try:
+            self.on_step(f"loading {candidate.name}", 0, 1)
+            loaded = candidate.load()
+            self._answer(loaded, row)
+            if self._truth is not None:
+                row.figures = self._compare(loaded, self._truth)
+        except (PanscanError, RuntimeError) as error:
+            row.problem = _reason(error)
+        release_memory()
+        return row
+
+    def _answer(self, loaded: Loaded, row: MeasuredWeights) -> None:
+        items = list(self.asked or self.verdict_items)
+        runner = GenerateRunner(loaded, self.settings)
+        results = []
+        for number, item in enumerate(items, start=1):
+            results += runner.run([request_of(item, self.settings, self.source)])
+            self.on_step(f"answering with {row.name}", number, len(items))
+        row.answers = len(results)
+        row.repetitive = fmean(_is_repetitive(result.token_ids) for result in results)
+        if self.metric is not None and self.asked:
+            scores = [scores_of(result.text, item.answers) for result, item in zip(results, items, strict=True)]
+            row.contains = fmean(each["contains_answer"] for each in scores)
+            row.scores = [each.get(self.metric, 0.0) for each in scores]
+
+    def _compute_truth(self, loaded: Loaded) -> None:
+        plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
+        requests = [request_of(item, plain, self.source) for item in self.verdict_items]
+        names = ("", "", self.settings.model_name)
+        truth = compute_truth(loaded, plain, requests, names, VERDICT_TOKENS, self._say)
+        if loaded.dtype == torch.float32:
+            image = 0.0 if truth.image_positions else None
+            self._noise = Noise([[0.0] * len(expected.tokens) for expected in truth.requests], image, 0.0)
+        else:
+            tally = DivergenceTally()
+            seen = observe_eager(loaded, plain, requests, truth, self._say)
+            for expected, each in zip(truth.requests, seen, strict=True):
+                tally.add(loaded, expected.answer, each.answer, expected.image, each.image)
+            self._noise = tally.noise()
+        self._truth = truth
+
+    def _say(self, text: str) -> None:
+        self.on_step(text, 0, 1)
+
+    def _compare(self, loaded: Loaded, truth: Truth) -> dict[str, Any]:
+        assert self._head is not None and self._noise is not None  # computed with the truth
+        settings = replace(self.settings, max_new_tokens=VERDICT_TOKENS)
+        runner = GenerateRunner(loaded, settings)
+        tally = DivergenceTally()
+        for number, (item, expected) in enumerate(zip(self.verdict_items, truth.requests, strict=True), start=1):
+            forced = expected.forced_tokens(VERDICT_TOKENS)
+            [seen] = runner.observe([request_of(item, settings, self.source)], [forced])
+            tally.add(self._head, expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image)
+            self.on_step("comparing distributions", number, len(truth.requests))
+        return tally.verdict(self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
+
+
+def _is_repetitive(tokens: Sequence[int]) -> bool:
+    """Return whether most of an answer's end repeats a few tokens again and again."""
+    if len(tokens) < _LEAST_TOKENS:
+        return False
+    for period in range(1, _LONGEST_PERIOD + 1):
+        length = period
+        while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
+            length += 1
+        if length >= max(_LEAST_TOKENS, 3 * period) and length >= _REPEATED * len(tokens):
+            return True
+    return False
+
+
+def _reason(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "out of memory"
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,190 @@
+"""``panscan quantize``: from options to a published checkpoint with its measurement and model card."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import panscan
+from panscan.bench.workload import Item, Source, Workload, request_of
+from panscan.core import InputError, SettingError
+from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
+from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.quantized.weights import KINDS, WeightFormat
+from panscan.quantize.card import CardFacts, described_format, model_card
+from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
+from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
+from panscan.quantize.partial import PartialCheckpoint
+from panscan.quantize.source import DenseCheckpoint, weight_format
+from panscan.quantize.write import CheckpointWriter
+from panscan.settings import Settings, nearest
+
+__all__ = ["QuantizeOptions", "Quantized", "quantize_checkpoint"]
+
+_NO_CALIBRATION = CalibrationSource()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """What to quantise, and how.
+
+    Args:
+        settings: checkpoint, device, pan and scan, and how answers are generated.
+        out: the new checkpoint's directory.
+        kind: one of :data:`panscan.model.quantized.weights.KINDS`.
+        group_size: of ``int4``; None: the largest usual one that divides every matrix.
+        calibration: documents to calibrate ``int4`` on; without places: round to nearest.
+        dataset: labelled questions to measure accuracy on.
+        verify: whether to measure the result.
+        overwrite: replace an existing checkpoint of this command.
+    """
+
+    settings: Settings
+    out: Path
+    kind: str
+    group_size: int | None = None
+    calibration: CalibrationSource = _NO_CALIBRATION
+    dataset: str | None = None
+    verify: bool = True
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SettingError(f"--quantization takes {', '.join(KINDS)}; got {self.kind!r}{nearest(self.kind, KINDS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A finished checkpoint.
+
+    Args:
+        path: its directory.
+        how: format of its decoder matrices.
+        dense_bytes: of the checkpoint that it was made from.
+        bytes: of its weights.
+        measurement: None with ``verify=False``.
+        resumed: whether earlier work was continued.
+    """
+
+    path: Path
+    how: WeightFormat
+    dense_bytes: int
+    bytes: int
+    measurement: Measurement | None
+    resumed: bool
+
+    @property
+    def described(self) -> str:
+        """The format in words."""
+        return described_format(self.how)
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """Calibration prompts, and what the result is measured on."""
+
+    calibration: list[Item]
+    calibration_source: Source
+    measured: Workload
+    measured_source: Source
+
+
+def quantize_checkpoint(
+    options: QuantizeOptions, on_step: Steps, on_problem: Callable[[InputError], None]
+) -> Quantized:
+    """Write a quantised checkpoint, continuing earlier work of the same job.
+
+    Args:
+        options: checked.
+        on_step: called after each step of a stage.
+        on_problem: called for each document that cannot be read.
+
+    Raises:
+        PanscanError: a document, the checkpoint or the output cannot be used; before hours of work where possible.
+    """
+    device = resolve_device(options.settings.device)
+    source = DenseCheckpoint(options.settings.model, options.settings.revision)
+    documents = _documents(options, source, on_problem)
+    how = weight_format(source, options.kind, options.group_size)
+    calibrated = bool(documents.calibration) and how.kind == "int4"
+    job = _job(source, how, documents, options, calibrated=calibrated)
+    with PartialCheckpoint(options.out, job, overwrite=options.overwrite) as target:
+        writer = CheckpointWriter(source, how, target, on_step)
+        writer.write_dense()
+        if calibrated:
+            asked = [request_of(item, options.settings, documents.calibration_source) for item in documents.calibration]
+            writer.calibrate_layers(asked, device, options.settings.revision)
+            release_memory()
+        else:
+            writer.round_layers(device)
+        writer.finish(calibrated=calibrated)
+        found = None
+        if options.verify:
+            found = _measured(options, how, target.path, documents, on_step, calibrated=calibrated)
+        size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
+        prompts = len(documents.calibration) if calibrated else 0
+        facts = CardFacts(options.settings.model, options.out.name, how, prompts)
+        target.write_bytes("README.md", model_card(facts, (source.dense_bytes, size), found).encode())
+        resumed = target.resumed
+        target.publish()
+    return Quantized(options.out, how, source.dense_bytes, size, found, resumed)
+
+
+def _documents(
+    options: QuantizeOptions, source: DenseCheckpoint, on_problem: Callable[[InputError], None]
+) -> _Documents:
+    """Read calibration documents and those of the measurement, before any weight is read."""
+    calibration: list[Item] = []
+    held_out: list[Item] = []
+    origin = Source()
+    if options.calibration.places:
+        if not source.reads_images:
+            raise SettingError(f"--calibration: {source.name} reads no images: leave it out")
+        calibration, held_out, origin = load_calibration(options.calibration, on_problem)
+    if options.dataset is None and (held_out or not options.verify):
+        return _Documents(calibration, origin, Workload(held_out), origin)
+    measured = load_documents(options.dataset, on_problem, reads_images=source.reads_images)
+    return _Documents(calibration, origin, *measured)
+
+
+def _job(
+    source: DenseCheckpoint, how: WeightFormat, documents: _Documents, options: QuantizeOptions, *, calibrated: bool
+) -> dict[str, Any]:
+    """Return what decides the contents of the weights' files."""
+    job: dict[str, Any] = {
+        "panscan": panscan.__version__,
+        "weights": source.fingerprint(),
+        "quantization": how.kind,
+        "group_size": how.group_size if how.kind == "int4" else None,
+        "calibration": None,
+    }
+    if calibrated:
+        dtype = resolve_dtype("auto", resolve_device(options.settings.device))
+        views = repr(options.settings.pan_and_scan)
+        text = f"{digest_of(documents.calibration)} {views} {dtype}"
+        job["calibration"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return job
+
+
+def _measured(
+    options: QuantizeOptions, how: WeightFormat, path: Path, documents: _Documents, on_step: Steps,
+    *, calibrated: bool,
+) -> Measurement:  # fmt: skip
+    """Measure the checkpoint against the dense one, and beside round-to-nearest if it is calibrated."""
+    settings = options.settings
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype("auto", device)
+    placement = Placement(device, dtype)
+    method = "GPTQ" if calibrated else "rounded"
+    candidates = [WeightsToMeasure(f"{how.kind} ({method})", lambda: load_model(str(path), placement))]
+    if calibrated:
+
+        def load_rounded() -> Loaded:
+            return load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]
+
+        candidates.append(WeightsToMeasure(f"{how.kind} (rounded)", load_rounded))
+    dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
+    return measure(dense, candidates, settings, documents.measured, documents.measured_source, on_step)

@@ -1,0 +1,111 @@
+"""Measurement and audit: a usable checkpoint passes, one with wrongly folded scales is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from panscan.cli.main import run
+from panscan.model.tiny import tiny_directory
+from panscan.quantize.audit import garbage_reason
+from panscan.quantize.measure import MeasuredWeights
+
+_OPTIONS = ["--device", "cpu", "--do-pan-and-scan", "false", "--max-new-tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("questions")
+    Image.new("RGB", (64, 64), "white").save(folder / "page.png")
+    row = {"image": "page.png", "question": "What is the total?", "answers": ["12"]}
+    (folder / "questions.jsonl").write_text(json.dumps(row) + "\n")
+    return folder / "questions.jsonl"
+
+
+def _folded(folder: Path) -> Path:
+    """Return the tiny model with scales moved from matrices into norms as if a norm multiplied by w."""
+    shutil.copytree(tiny_directory(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    for name in [
+        key for key in tensors if key.endswith((".input_layernorm.weight", ".pre_feedforward_layernorm.weight"))
+    ]:
+        stem, norm = name.removesuffix(".weight").rsplit(".", 1)
+        matrices = ["q_proj", "k_proj", "v_proj"] if norm == "input_layernorm" else ["gate_proj", "up_proj"]
+        block = "self_attn" if norm == "input_layernorm" else "mlp"
+        scales = torch.exp(torch.randn(tensors[name].shape, generator=draw))
+        tensors[name] = ((tensors[name].float() + 1) / scales).bfloat16()  # w, where 1 + w is meant
+        for matrix in matrices:
+            key = f"{stem}.{block}.{matrix}.weight"
+            tensors[key] = (tensors[key].float() * scales).bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_the_audit_names_scales_folded_into_norms(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = _folded(tmp_path / "folded")
+    assert run(["quantize", str(base), str(tmp_path / "bad"), "--quantization", "int8", "--no-verify"]) == 0
+    capsys.readouterr()
+    words = ["quantize", "--audit", str(tmp_path / "bad"), "--model", "tiny", "--dataset", str(questions), *_OPTIONS]
+    assert run(words) == 5
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Garbage: " in output and "Gemma multiplies by 1 + w (AWQ; 14 norms" in output
+
+
+def test_a_usable_checkpoint_passes_and_its_card_has_the_measurement(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "quantize",
+        "tiny",
+        str(tmp_path / "good"),
+        "--quantization",
+        "int8",
+        "--dataset",
+        str(questions),
+        *_OPTIONS,
+    ]
+    assert run(words) == 0
+    card = (tmp_path / "good/README.md").read_text()
+    assert "| dense | reference |" in card and "| int8 (rounded) | different |" in card
+    capsys.readouterr()
+    assert run(["quantize", "--audit", str(tmp_path / "good"), "--dataset", str(questions), *_OPTIONS]) == 0
+    output = capsys.readouterr().out
+    assert "int8, 8 bits, one scale per output channel, symmetric" in output and "Garbage" not in output
+    assert "vision" in output and "dense" in output  # the card names the base
+
+
+def test_a_checkpoint_can_be_described_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", "tiny", str(tmp_path / "out"), "--quantization", "int4", "--no-verify"]) == 0
+    assert run(["quantize", "--audit", str(tmp_path / "out"), "--no-verify"]) == 0
+    assert "pack-quantized" in capsys.readouterr().out
+    assert run(["quantize", "--audit", str(tmp_path / "nothing")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "reference", "says"),
+    [
+        (MeasuredWeights("q", {"top1": {"clear": 10, "agree": 4}}), None, "40%"),
+        (MeasuredWeights("q", {"verdict": "different", "reason": "3 of 9 positions overflow"}), None, "overflow"),
+        (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8), "10%"),
+        (MeasuredWeights("q", repetitive=0.9, answers=20), None, "repeat"),
+        (MeasuredWeights("q", contains=0.0, answers=20), None, "none of 20"),
+        (
+            MeasuredWeights("q", {"top1": {"clear": 10, "agree": 9}}, contains=0.7),
+            MeasuredWeights("dense", contains=0.8),
+            None,
+        ),
+        (MeasuredWeights("q", repetitive=0.9, answers=20), MeasuredWeights("dense", repetitive=0.9), None),
+    ],
+)
+def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: str | None) -> None:
+    found = garbage_reason(row, reference)
+    assert (found is None) if says is None else (found is not None and says in found)

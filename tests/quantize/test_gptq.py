@@ -1,0 +1,66 @@
+"""GPTQ and the stored layout, on matrices drawn at random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panscan.model.quantized.weights import KINDS, WeightFormat
+from panscan.quantize.compressed import compressed_parts, linear_of_parts, rounded
+from panscan.quantize.gptq import Hessian, gptq, output_error
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([32, 64]), st.integers(1, 6), st.integers(1, 40), st.integers(0, 9))
+def test_gptq_lowers_the_output_error_on_correlated_inputs(
+    seed: int, group: int, groups: int, outputs: int, idle: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    width = group * groups
+    inputs = torch.randn(4 * width, width, generator=draw) @ torch.randn(width, width, generator=draw)
+    inputs[:, :idle] = 0
+    weight = torch.randn(outputs, width, generator=draw)
+    hessian = Hessian()
+    for part in inputs.split(width):
+        hessian.add(part)
+    assert hessian.values is not None
+    assert torch.allclose(hessian.values, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-2)
+    how = WeightFormat("int4", group)
+    nearest, fitted = rounded(weight, how), gptq(weight, hessian.values, how, scale_type=torch.float32)
+    before = output_error(nearest.dequantized() - weight, hessian.values)
+    assert output_error(fitted.dequantized() - weight, hessian.values) < before
+    assert torch.equal(fitted.scale, nearest.scale)
+    assert torch.equal(fitted.dequantized()[:, :idle], nearest.dequantized()[:, :idle])
+
+
+def test_gptq_survives_fewer_inputs_than_channels() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, hessian = torch.randn(8, 256, generator=draw), Hessian()
+    hessian.add(torch.randn(3, 256, generator=draw))
+    assert hessian.values is not None
+    assert gptq(weight, hessian.values, WeightFormat("int4", 64)).dequantized().isfinite().all()
+    with pytest.raises(ValueError, match="not finite"):
+        gptq(weight, hessian.values * torch.inf, WeightFormat("int4", 64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stored_matrix_has_the_same_values(kind: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    dense = torch.randn(24, 192, generator=draw).bfloat16()
+    linear = rounded(dense, WeightFormat(kind, 64))
+    parts = compressed_parts(linear, dense.dtype)
+    assert torch.equal(linear_of_parts(parts, linear.how).dequantized(), linear.dequantized())
+    step = linear.dequantized() - dense.float()
+    assert step.abs().max() < {"int4": 0.3, "int8": 0.03, "fp8": 0.2}[kind]
+
+
+def test_packing_is_that_of_compressed_tensors() -> None:
+    draw = torch.Generator().manual_seed(0)
+    linear = rounded(torch.randn(1, 32, generator=draw), WeightFormat("int4", 32))
+    parts = compressed_parts(linear, torch.float32)
+    expected = [round(float(value)) + 8 for value in linear.dequantized()[0] / parts["weight_scale"][0, 0]]
+    words = [sum(level << 4 * at for at, level in enumerate(expected[start : start + 8])) for start in (0, 8, 16, 24)]
+    assert [word & 0xFFFFFFFF for word in parts["weight_packed"][0].tolist()] == words
+    assert parts["weight_shape"].tolist() == [1, 32]

@@ -1,0 +1,151 @@
+"""``panscan quantize`` on the tiny model: files, resumption, refusals, and what the measurement says."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from panscan.cli.main import run
+from panscan.core import ImageError
+from panscan.model.checkpoint import Placement, load_model
+from panscan.model.quantized.outline import decoder_linears
+from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.quantize.compressed import rounded
+from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
+from panscan.quantize.source import DenseCheckpoint
+
+_CPU = Placement(torch.device("cpu"), torch.float32)
+
+_DIES = """
+import os, signal, sys
+from pathlib import Path
+from panscan.quantize.documents import CalibrationSource
+from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
+from panscan.settings import Settings
+
+def step(stage, done, total):
+    if stage == "quantising layers" and done == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+calibration = CalibrationSource((sys.argv[1],))
+settings = Settings(model="tiny", do_pan_and_scan=False, device="cpu")
+options = QuantizeOptions(settings, Path(sys.argv[2]), "int4", calibration=calibration, verify=False)
+quantize_checkpoint(options, step, print)
+"""
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scans")
+    for number in range(3):
+        noise = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(folder / f"{number}.png")
+    return folder
+
+
+def _quantize(out: Path, *options: str) -> int:
+    return run(["quantize", "tiny", str(out), "--device", "cpu", "--do-pan-and-scan", "false", *options])
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_a_written_checkpoint_loads_with_rounded_weights(tmp_path: Path, kind: str) -> None:
+    assert _quantize(tmp_path / "out", "--quantization", kind, "--no-verify") == 0
+    found = dict(load_model(str(tmp_path / "out"), _CPU).model.named_modules())
+    dense = load_model("tiny", _CPU).model
+    for name, linear in decoder_linears(dense):
+        quantized = found[name]
+        assert isinstance(quantized, QuantizedLinear)
+        expected = rounded(linear.weight.bfloat16(), WeightFormat(kind))
+        assert torch.equal(quantized.dequantized(), expected.dequantized()), name
+    assert torch.equal(found["lm_head"].weight, dense.lm_head.weight)
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors" and "re:.*vision_tower.*" in config["ignore"]
+    assert (tmp_path / "out/README.md").read_text().startswith("---\nbase_model: tiny\n")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_killed_job_resumes_to_the_same_bytes(tmp_path: Path, scans: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", _DIES, str(scans), str(tmp_path / "out")], timeout=120)
+    assert child.returncode == -signal.SIGKILL
+    partial = tmp_path / "out.partial"
+    assert not (tmp_path / "out").exists() and not (partial / "config.json").exists()
+    before = {file: file.stat().st_mtime_ns for file in partial.glob("model-*.safetensors")}
+    assert len(before) == 4  # unquantised tensors and three layers
+    options = ["--quantization", "int4", "--no-verify", "--calibration", str(scans)]
+    assert _quantize(tmp_path / "out", *options) == 0
+    assert {tmp_path / "out" / file.name: stamp for file, stamp in before.items()}.items() <= {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()
+    }.items()
+    assert _quantize(tmp_path / "whole", *options) == 0
+    assert _contents(tmp_path / "out") == _contents(tmp_path / "whole")
+    assert _quantize(tmp_path / "rounded", "--quantization", "int4", "--no-verify") == 0
+    assert _contents(tmp_path / "rounded") != _contents(tmp_path / "whole")
+
+
+def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with PartialCheckpoint(tmp_path / "out", {"quantization": "fp8"}) as other:
+        other.write_json("layer.json", 1)
+        assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify") == 2
+        assert "another process is writing" in capsys.readouterr().err
+    assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify") == 2
+    assert "another job's partial work" in capsys.readouterr().err
+    assert (tmp_path / "out.partial/layer.json").exists()
+    assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify", "--overwrite") == 0
+    assert not (tmp_path / "out/layer.json").exists() and (tmp_path / "out" / JOB_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--quantization", "int3"], "int4"),
+        ([], "--quantization is missing"),
+        (["--quantization", "int4", "--quantization-group-size", "48"], "use 128 or 64 or 32"),
+        (["--quantization", "int8", "--quantization-group-size", "64"], "is for int4"),
+        (["--quantization", "int4", "-p", "What?"], "--calibration documents, which are missing"),
+        (["--quantization", "int4", "--calibration", "empty"], "no readable image"),
+        (["--quantization", "int4", "--model", "mini"], "--model goes with --audit"),
+        (["--quantization", "int4", "--audit", "mini"], "writes nothing"),
+    ],
+)
+def test_bad_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/broken.png").write_bytes(b"no image")
+    assert _quantize(tmp_path / "out", *words) in (2, ImageError.exit_code)
+    assert says in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["empty"]
+
+
+def test_only_an_own_checkpoint_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").write_text("mine")
+    for options in ([], ["--overwrite"]):
+        assert _quantize(tmp_path / "out", "--quantization", "int8", "--no-verify", *options) == 2
+        assert "out" in capsys.readouterr().err
+    assert (tmp_path / "out/mine.txt").read_text() == "mine"
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _quantize(tmp_path / "out", "--quantization", "int8", "--no-verify") == 0
+    assert run(["quantize", str(tmp_path / "out"), str(tmp_path / "again"), "--quantization", "int4"]) == 3
+    assert "quantised already" in capsys.readouterr().err
+
+
+def test_group_size_is_the_largest_that_fits() -> None:
+    from panscan.quantize.source import weight_format
+
+    assert weight_format(DenseCheckpoint("tiny"), "int4", None).group_size == 128
+    assert weight_format(DenseCheckpoint("mini"), "int4", None).group_size == 64
