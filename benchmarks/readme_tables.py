@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as peo
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
+from benchmarks.quantization_tables import quantization_27b, quantization_mini, quantization_products
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import (
     batch_replicas,
@@ -42,7 +43,18 @@ CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.
 DOCS = HERE.parent / "docs"
 PAGES = (
     HERE.parent / "README.md",
-    *(DOCS / name for name in ("measured.md", "verdict.md", "verify.md", "load.md", "cluster.md", "robustness.md")),
+    *(
+        DOCS / name
+        for name in (
+            "measured.md",
+            "verdict.md",
+            "verify.md",
+            "load.md",
+            "cluster.md",
+            "robustness.md",
+            "quantization.md",
+        )
+    ),
     CARD,
 )
 
@@ -320,6 +332,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "mutations": mutations,
     "mini-quality": mini_quality,
     "task-cost": task_cost,
+    "quantization-mini": quantization_mini,
+    "quantization-products": quantization_products,
+    "quantization-27b": quantization_27b,
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,

@@ -1,8 +1,8 @@
 """What faults that raise no error cost in answers: python benchmarks/task_cost.py [--documents N] [--output FILE]
 
 The mini model answers questions about sample documents with `generate()`: unchanged, with attention that is causal at
-image tokens, without its images, and with int8 weights. All variants answer the same questions with the same views,
-greedily, in float32 on a CPU. The record has each question's score; `readme_tables.py` compares them in pairs.
+image tokens, and without its images. All variants answer the same questions with the same views, greedily, in float32
+on a CPU. The record has each question's score; `readme_tables.py` compares them in pairs.
 """
 
 from __future__ import annotations
@@ -64,13 +64,12 @@ def dropped_images(runner: GenerateRunner) -> Iterator[None]:
 
 
 Fault = Callable[[GenerateRunner], AbstractContextManager[None]]
-VARIANTS: dict[str, tuple[str | None, Fault]] = {
-    "reference": (None, lambda _: nullcontext()),
-    "causal image attention": (None, causal_images),
-    "dropped images": (None, dropped_images),
-    "int8 weights (torchao)": ("torchao-int8", lambda _: nullcontext()),
+VARIANTS: dict[str, Fault] = {
+    "reference": lambda _: nullcontext(),
+    "causal image attention": causal_images,
+    "dropped images": dropped_images,
 }
-"""Quantisation and fault of each variant, the reference first."""
+"""Fault of each variant, the reference first."""
 
 
 def questions(count: int) -> list[tuple[int, Request, tuple[str, ...]]]:
@@ -102,9 +101,8 @@ def main() -> None:
     began = time.perf_counter()
     asked = questions(args.documents)
     variants: dict[str, Any] = {}
-    for name, (quantization, fault) in VARIANTS.items():
-        settings = {"dtype": "fp32", "device": "cpu", "max_new_tokens": 32, "quantization": quantization}
-        runner = GenerateRunner.from_pretrained("mini", **settings)
+    for name, fault in VARIANTS.items():
+        runner = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", max_new_tokens=32)
         with fault(runner):
             texts = answers(runner, [request for _, request, _ in asked], name)
         scores = [exact_match(text, accepted) for text, (_, _, accepted) in zip(texts, asked, strict=True)]

@@ -76,6 +76,7 @@ def test_every_report_has_the_same_table(run: Run) -> None:
     markdown, terminal = to_markdown(run), shown(print_summary, run, width=120)
     assert all(f"| {' | '.join(texts)} |".replace("~", r"\~") in markdown for texts in table.rows)
     assert "0.250x" in terminal and "-25.0 (" in terminal
+    assert [row[0].split("; ")[0] for row in table.rows] == ["unquantised", "int8", f"{INT4} (out/)", "int8"]
     assert table.rows[2][-1].startswith("-25.0 (") and table.rows[3][-1] == "no unquantised cell"
     assert NOTE in markdown and " ".join(NOTE.split()[:8]) in " ".join(terminal.split())
 

@@ -14,6 +14,7 @@ from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, Watcher
 from tests.conftest import needs_images_in_chunks, noise
+from tests.model.quantized.small import SMALL, Checkpoint, dense_weights
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
@@ -22,6 +23,7 @@ from panscan.bench.truth import FORMAT, find_references
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
+from panscan.model.random_weights import write_shape
 from panscan.model.runtime import apply_attention
 from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
@@ -156,6 +158,26 @@ def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench,
     again = bench.verifier(file, directory=tmp_path / "none")
     assert again.verdict(GenerateRunner.from_settings(settings), settings)["answer"] == record["answer"]
     assert not any("unquantised" in line for line in again.said), "the reference has all that is needed"
+
+
+def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path: Path) -> None:
+    base, stored = tmp_path / "base", tmp_path / "stored"
+    for directory in (base, stored):
+        directory.mkdir()
+    write_shape(SMALL, base)
+    weights = {name: value.clone() for name, value in dense_weights().items() if not name.startswith("lm_head")}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    Checkpoint.read("gptq").write(stored)
+    settings = settings_from({"model": str(stored), "dtype": "bf16", "device": "cpu", "max_new_tokens": STEPS})
+    runner = GenerateRunner.from_settings(settings)
+    unknown = bench.verifier(directory=tmp_path / "truth").verdict(runner, settings)
+    assert unknown["verdict"] == "unverified" and "names no base_model" in unknown["reason"]
+    (stored / "README.md").write_text(f"---\nbase_model: {base}\n---\n", "utf-8")
+    settings = replace(settings, max_new_tokens=STEPS - 1)  # what is known of other settings is kept for a sweep
+    verifier = bench.verifier(directory=tmp_path / "truth")
+    record = verifier.verdict(runner, settings)
+    assert record["verdict"] != "unverified", record["reason"]
+    assert record["answer"]["kl"] > 0 and any(f"loading {base} unquantised" in line for line in verifier.said)
 
 
 def test_a_quantised_pipeline_has_a_truth_of_its_own_pixels(bench: Bench, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.conftest import noise
 from torch import nn
 
 from panscan import GenerateRunner
-from panscan.core import ModelError
+from panscan.core import ModelError, UnsupportedError
 from panscan.model.bundled import bundled_directory
 from panscan.model.load import load_for, quantization_config, weight_format
 from panscan.model.machine import is_out_of_memory
@@ -64,6 +64,12 @@ def test_groups_divide_the_model(settings: Settings, size: int) -> None:
     assert chosen is not None and chosen.group_size == size
 
 
+def test_groups_that_do_not_divide_a_model_are_refused_before_it_is_loaded() -> None:
+    settings = Settings(random_weights=True, model_shape="27b", quantization="int4", quantization_group_size=160)
+    with pytest.raises(UnsupportedError, match=r"-size 160: groups of 160 do not divide 5376 .*; use 128 or 64 or 32$"):
+        load_for(settings)
+
+
 def test_a_kind_that_this_device_cannot_run_names_another() -> None:
     assert "8.9 or later; on a CPU use int8 or int4" in str(quantization_reason("fp8", CPU))
     assert "--device cpu with int8 or int4" in str(quantization_reason("int4", MPS))
@@ -90,7 +96,7 @@ def stored(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["int8", "bnb-4bit"])
 def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, kind: str) -> None:
-    with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already \(gptq\); leave out"):
+    with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already: GPTQ .*; leave out"):
         load_for(Settings(model=str(stored), quantization=kind, device="cpu"))
 
 

@@ -75,7 +75,7 @@ class PriceTable:
 
 def is_quantized(run: Run, cell: str) -> bool:
     """Whether a cell computed with quantised weights, as its settings or the record of its load say."""
-    return bool(run.cells[cell].get("quantization") or (run.loads.get(cell) or {}).get("weights"))
+    return bool(run.cells[cell].get("quantization") or run.loads.get(cell, {}).get("weights"))
 
 
 def prices_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Price]:
@@ -113,18 +113,20 @@ def price_table(run: Run, rows: Sequence[MeasuredCell]) -> PriceTable | None:
 
 
 def _price(run: Run, row: MeasuredCell, base: Price | None) -> Price:
-    load = run.loads.get(row.cell) or {}
+    load = run.loads.get(row.cell, {})
     settings = run.cells[row.cell]
     quality = quality_of(run, row.cell)
     difference = None if base is None or quality is None else quality_difference(run, row.cell, base.row.cell)
     weights = load.get("weights") or settings.get("quantization") or ""
+    if load.get("base_model"):
+        weights += f" ({settings.get('model')})"
     return Price(row, weights, load.get("weight_bytes"), base, quality, difference)
 
 
 def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
     """Whether two cells differ in nothing but the quantisation, of a checkpoint or on load."""
     ours, theirs = dict(meant(run.cells[row.cell])), dict(meant(run.cells[plain.cell]))
-    if base_model := (run.loads.get(row.cell) or {}).get("base_model"):
+    if base_model := run.loads.get(row.cell, {}).get("base_model"):
         ours |= {"model": base_model, "revision": theirs.get("revision")}
     names = {*ours, *theirs} - {*_KINDS}
     return all(ours.get(name) == theirs.get(name) for name in names)

@@ -84,7 +84,7 @@ def _same_views(ours: Mapping[tuple[str, ...], int], theirs: Mapping[tuple[str, 
 
 def _comparable(run: Run, cell: str, peer: str) -> bool:
     ours, theirs = run.cells[cell], run.cells[peer]
-    base = (run.loads.get(cell) or {}).get("base_model")  # of a quantised checkpoint
+    base = run.loads.get(cell, {}).get("base_model")  # of a quantised checkpoint
     if base is not None and theirs.get("model") == base:
         ours = {**ours, "model": base, "revision": theirs.get("revision")}
     return all(ours.get(name) == theirs.get(name) for name in _SAME)

@@ -34,10 +34,10 @@ from panscan.bench.truth import (
     views_digest,
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import ModelError, PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
+from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
-from panscan.model.quantization import stored_method, unquantized_settings
+from panscan.model.quantization import stored_format, unquantized_settings
 from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
 from panscan.records.schema import Record
@@ -512,8 +512,8 @@ def _is_quantized(settings: Settings) -> bool:
     """Whether the weights are quantised, on load or in their checkpoint."""
     if settings.quantization is not None or settings.random_weights:
         return settings.quantization is not None
-    with suppress(ModelError):  # of a checkpoint that cannot be had: loading it says so
-        return stored_method(settings.model, settings.revision) is not None
+    with suppress(PanscanError):  # of a checkpoint that cannot be loaded: loading it says so
+        return stored_format(settings.model, settings.revision) is not None
     return False
 
 
@@ -522,7 +522,7 @@ def _unquantized(settings: Settings) -> Settings:
     """The settings of the unquantised weights; the same settings if nothing names those of a checkpoint."""
     try:
         return unquantized_settings(settings)
-    except ModelError:
+    except PanscanError:
         return settings
 
 

@@ -21,7 +21,7 @@ from panscan.model.checkpoint import (
     load_shard_of,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.quantization import stored_method
+from panscan.model.quantization import stored_format
 from panscan.model.quantized.outline import fitting_group_size
 from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.model.shapes import SHAPES
@@ -114,9 +114,9 @@ def _check_unquantized(settings: Settings) -> None:
     """Refuse ``--quantization`` for a checkpoint whose weights are quantised already."""
     if settings.quantization is None or settings.random_weights:
         return
-    if (method := stored_method(settings.model, settings.revision)) is not None:
+    if (method := stored_format(settings.model, settings.revision)) is not None:
         raise ModelError(
-            f"--quantization {settings.quantization}: --model {settings.model} is quantised already ({method});"
+            f"--quantization {settings.quantization}: --model {settings.model} is quantised already: {method};"
             " leave out --quantization, or use the unquantised checkpoint"
         )
 
@@ -128,19 +128,19 @@ def weight_format(settings: Settings) -> WeightFormat | None:
 
     Raises:
         ModelError: the checkpoint cannot be had.
+        UnsupportedError: the group size does not divide the model, found out before any weight is loaded.
     """
     if settings.quantization not in KINDS:
         return None
     if settings.quantization != "int4":
         return WeightFormat(settings.quantization)
-    if settings.quantization_group_size is not None:
-        return WeightFormat("int4", settings.quantization_group_size)
     if settings.model_shape is not None:
         text = SHAPES[settings.model_shape].text
-        return WeightFormat("int4", fitting_group_size(text.hidden, text.intermediate, text.heads * text.head_size))
-    config = load_config(settings.model, settings.revision).get_text_config()
-    heads = config.num_attention_heads * config.head_dim
-    return WeightFormat("int4", fitting_group_size(config.hidden_size, config.intermediate_size, heads))
+        widths = text.hidden, text.intermediate, text.heads * text.head_size
+    else:
+        config = load_config(settings.model, settings.revision).get_text_config()
+        widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    return WeightFormat("int4", fitting_group_size(settings.quantization_group_size, *widths))
 
 
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:

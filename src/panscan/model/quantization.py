@@ -14,11 +14,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from panscan.core import ModelError
 from panscan.model.bundled import BUNDLED
-from panscan.model.checkpoint import load_config
+from panscan.model.checkpoint import load_config, stored_scheme_of
 from panscan.model.quantized.weights import QuantizedLinear
 from panscan.settings import Settings
 
-__all__ = ["base_model_of", "stored_method", "unquantized_settings", "weight_bytes", "weights_name"]
+__all__ = ["base_model_of", "stored_format", "unquantized_settings", "weight_bytes", "weights_name"]
 
 _CARD = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -31,20 +31,24 @@ def unquantized_settings(settings: Settings) -> Settings:
     Raises:
         ModelError: the checkpoint cannot be had, or it is quantised and its base model is unknown or not on this
             machine.
+        UnsupportedError: its format cannot be read.
     """
     plain = replace(settings, quantization=None, quantization_group_size=None)
-    if settings.random_weights or stored_method(settings.model, settings.revision) is None:
+    if settings.random_weights or stored_format(settings.model, settings.revision) is None:
         return plain
     return replace(plain, model=base_model_of(settings.model, settings.revision), revision=None)
 
 
-def stored_method(model: str, revision: str | None = None) -> str | None:
-    """Return the quantisation method that a checkpoint's configuration names, such as ``gptq``; None if unquantised.
+def stored_format(model: str, revision: str | None = None) -> str | None:
+    """Return how a checkpoint's configuration says that it is quantised, in words; None if it is not.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
+        ModelError: the checkpoint cannot be had, or its configuration is damaged.
+        UnsupportedError: its format cannot be read.
     """
-    stored = getattr(load_config(model, revision), "quantization_config", None)
+    if (scheme := stored_scheme_of(model, revision)) is not None:
+        return scheme.name
+    stored = getattr(load_config(model, revision), "quantization_config", None)  # of bitsandbytes
     if stored is None:
         return None
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
@@ -93,7 +97,7 @@ def base_model_of(model: str, revision: str | None = None) -> str:
     found = _on_this_machine(named, Path(model).expanduser())
     if found is None:
         raise ModelError(f"--model {model}: its base_model {named} is not on this machine; download it, or {_FIX}")
-    if stored_method(found) is not None:
+    if stored_format(found) is not None:
         raise ModelError(f"--model {model}: its base_model {named} is quantised, too; {_FIX}")
     return found
 

@@ -356,7 +356,8 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
     lines = []
     if words.keys() - {"unverified"}:
         counts = ", ".join(f"{words[word]} {word}" for word in VERDICTS if words[word])
-        quantized = any(run.cells[cell].get("quantization") for cell in cells)
+        loaded = [run.loads.get(cell, {}).get("weights") for cell in cells]
+        quantized = any(loaded) or any(run.cells[cell].get("quantization") for cell in cells)
         weights = "weights (unquantised)" if quantized else "weights"
         seconds = sum(truth["seconds"] for truth in run.truths.values())
         brought = all(truth["source"] == "reference" for truth in run.truths.values())

@@ -316,7 +316,7 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
 def _why(run: Run, cells: Sequence[ReportCell]) -> str:
     """Add that quantised weights explain it, if they are those of all cells that are different."""
     different = [cell.cell for cell in cells if cell.verdict.word == "different"]
-    return ": their weights are quantised" if all(is_quantized(run, cell) for cell in different) else ""
+    return ": the weights are quantised" if all(is_quantized(run, cell) for cell in different) else ""
 
 
 def _of(some: int, every: int, one: str, several: str) -> str:

@@ -6,6 +6,7 @@ matrix by matrix (:func:`panscan.model.sharding.fill_shard`).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
@@ -50,7 +51,7 @@ def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device
             )
         except ValueError as error:
             raise UnsupportedError(
-                f"--quantization-group-size {how.group_size}: {error} of {name};{_fitting(model)}"
+                f"--quantization-group-size {how.group_size}: {error} of {name}; {_fitting(model)}"
             ) from error
         set_module(model, name, quantized)
     _allocate(model, dtype, device)
@@ -66,9 +67,23 @@ def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if module in inside]
 
 
-def fitting_group_size(*widths: int) -> int:
-    """Return the largest common group size that divides all widths of matrices; 128 if none does."""
-    return next((size for size in _GROUP_SIZES if all(width % size == 0 for width in widths)), _GROUP_SIZES[0])
+def fitting_group_size(asked: int | None, *widths: int) -> int:
+    """Return the group size of int4 weights: the one that was asked for, or the largest usual one that fits.
+
+    Args:
+        asked: from the settings; None: choose.
+        widths: input channels of the decoder's matrices.
+
+    Raises:
+        UnsupportedError: it does not divide a matrix; the message names sizes that do.
+    """
+    size = asked or next((each for each in _GROUP_SIZES if all(width % each == 0 for width in widths)), _GROUP_SIZES[0])
+    if wide := [width for width in widths if width % size]:
+        raise UnsupportedError(
+            f"--quantization-group-size {size}: groups of {size} do not divide {wide[0]} input channels;"
+            f" {_advice(widths)}"
+        )
+    return size
 
 
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -81,8 +96,12 @@ def _fitting(model: Any) -> str:
     """Return the group sizes that divide every matrix, as advice."""
     widths = {linear.in_features for _, linear in decoder_linears(model)}
     widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
+    return _advice(widths)
+
+
+def _advice(widths: Collection[int]) -> str:
     sizes = [str(size) for size in _GROUP_SIZES if all(width % size == 0 for width in widths)]
-    return f" use {' or '.join(sizes)}" if sizes else " use int8 or fp8"
+    return f"use {' or '.join(sizes)}" if sizes else "use --quantization int8 or fp8"
 
 
 def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
