@@ -99,7 +99,7 @@ def quantization_27b() -> str:
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})
     return (
         f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and"
-        " 128 output tokens; throughput with all requests in flight, the times of one request alone, medians. GB per GPU:"
+        " 128 output tokens; throughput with all requests in flight, times of one request alone, medians. GB per GPU:"
         " the limit set by `--gpu-memory-gb`; compute and bandwidth are those of the GPU that was measured."
         f" {', '.join(gpus)}."
     )
