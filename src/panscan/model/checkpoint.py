@@ -275,12 +275,12 @@ def load_shard_of(
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
     copied to the device, one parameter at a time. With ``how``, the decoder's matrices are quantised there on arrival,
-    so the device never holds more than the quantised model and one dense matrix. Of a quantised checkpoint, each
-    matrix is read to the device by itself.
+    so the device never holds more than the quantised model and one dense matrix. Matrices of
+    a quantised checkpoint are read, converted and split one at a time.
 
     Raises:
-        ModelError: as :func:`load_model`.
-        UnsupportedError: ``size`` does not divide the model, or ``how`` is asked of a quantised checkpoint.
+        ModelError: as :func:`load_model`, or ``how`` is asked of a quantised checkpoint.
+        UnsupportedError: ``size`` does not divide the model.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if how is not None:
@@ -379,14 +379,15 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
     """
     source = _source(name)
     with _explained(name):
+        _config(name, source, revision)  # another model is refused as such, whatever its quantisation
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         return stored_scheme(stored, name)
 
 
-def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"--quantization {asked}: --model {name} is already quantised ({scheme.name}); leave out --quantization,"
-        " or name the unquantised model"
+def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> ModelError:
+    return ModelError(
+        f"--quantization {asked}: --model {name} is quantised already ({scheme.name}); leave out --quantization,"
+        " or use the unquantised checkpoint"
     )
 
 
@@ -397,7 +398,7 @@ def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> N
         UnsupportedError: with the option that does not go with the checkpoint.
     """
     if placement.quantization is not None:
-        raise _already_quantized(name, scheme, str(getattr(placement.quantization, "quant_method", "")) or "...")
+        raise _already_quantized(name, scheme, placement.quantization.quant_method.value)
     for option in ("device_map", "max_memory", "tp_plan"):
         if getattr(placement, option) is not None:
             raise UnsupportedError(

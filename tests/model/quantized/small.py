@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,7 @@ SMALL = Shape(
     VisionShape(hidden=16, intermediate=32, layers=1, heads=2, image_size=48, patch_size=4),
     image_tokens=16,
 )  # fmt: skip
+TEXT_ONLY = replace(SMALL, vision=None, image_tokens=0)
 
 
 @dataclass
@@ -57,15 +58,15 @@ class Checkpoint:
         tensors = {key: value for key, value in values.items() if not key.startswith("expected/")}
         return cls(config, tensors, expected, metadata)
 
-    def write(self, directory: Path) -> Path:
-        """Write a whole checkpoint: the quantised matrices, and the small model's other weights."""
-        for name, content in _other_files().items():
+    def write(self, directory: Path, shape: Shape = SMALL) -> Path:
+        """Write a whole checkpoint: the quantised matrices, and a model's other weights."""
+        for name, content in _other_files(shape).items():
             (directory / name).write_bytes(content)
         described = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**described, "quantization_config": self.config}))
         dense = {
             key: value.clone()
-            for key, value in dense_weights().items()
+            for key, value in dense_weights(shape).items()
             if key not in self.expected and not key.startswith("lm_head")
         }
         save_file({**dense, **self.tensors}, directory / "model.safetensors", {"format": "pt", **self.metadata})
@@ -73,15 +74,15 @@ class Checkpoint:
 
 
 @cache
-def _other_files() -> dict[str, bytes]:
-    """Return the files of the small model beside its weights."""
+def _other_files(shape: Shape) -> dict[str, bytes]:
+    """Return the files of a model beside its weights."""
     with TemporaryDirectory() as directory:
-        write_shape(SMALL, Path(directory))
+        write_shape(shape, Path(directory))
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 @cache
-def dense_weights() -> dict[str, torch.Tensor]:
-    """Return the weights of the small model in bfloat16."""
-    model, _ = random_model(SMALL, dtype=torch.bfloat16, device="cpu")
+def dense_weights(shape: Shape = SMALL) -> dict[str, torch.Tensor]:
+    """Return the weights of a model in bfloat16."""
+    model, _ = random_model(shape, dtype=torch.bfloat16, device="cpu")
     return dict(model.state_dict())

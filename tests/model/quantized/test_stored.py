@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.quantized.small import CHECKPOINTS, Checkpoint, dense_weights
+from tests.model.quantized.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_outline, load_shard_of
@@ -48,39 +48,30 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Loaded:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_equal_those_that_the_formats_library_dequantises(name: str, tmp_path: Path) -> None:
+@torch.inference_mode()
+def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path: Path) -> None:
+    """Logits are those of a dense model; formats that quantise inputs, which it does not, are only close."""
     checkpoint = Checkpoint.read(name)
-    model = load(checkpoint.write(tmp_path)).model
+    model = load(checkpoint.write(tmp_path), torch.float32).model
     assert len(checkpoint.expected) >= 6
     for key, expected in checkpoint.expected.items():
         module = model.get_submodule(key.removesuffix(".weight"))
-        if key.startswith(LAYER):
-            assert isinstance(module, QuantizedLinear)
-            if name == "torchao-int4":  # its zero points are weights, ours are levels
-                assert torch.allclose(module.dequantized(), expected, rtol=0.0, atol=1e-7)
-            else:
-                assert torch.equal(module.dequantized(expected.dtype), expected)
+        assert isinstance(module, QuantizedLinear) == key.startswith(LAYER)
+        weight = module.dequantized() if isinstance(module, QuantizedLinear) else module.weight
+        if name == "torchao-int4":  # its zero points are weights, ours are levels
+            assert torch.allclose(weight, expected, rtol=0.0, atol=1e-7)
         else:
-            assert torch.equal(module.weight, expected)
+            assert torch.equal(weight.to(expected.dtype), expected)
     assert model.get_submodule(f"{LAYER}self_attn.q_proj").how == FORMATS[name]
     for key, value in dense_weights().items():
         if key not in checkpoint.expected:
-            assert torch.equal(model.get_parameter(key), value), key
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.inference_mode()
-def test_logits_equal_those_of_a_dense_model_with_the_librarys_weights(name: str, tmp_path: Path) -> None:
-    """Formats that quantise inputs are close instead: the dense model does not quantise them."""
-    checkpoint = Checkpoint.read(name)
-    model = load(checkpoint.write(tmp_path), torch.float32).model
+            assert torch.equal(model.get_parameter(key).bfloat16(), value), key
     dense = type(model)(model.config).eval()
     dense.load_state_dict({**dense_weights(), **checkpoint.expected}, strict=True)
     ids = torch.tensor([[2, 10, 20, 30, 40]])
-    got, expected = (each(input_ids=ids).logits for each in (model, dense))
-    quantized = [part for part in model.modules() if isinstance(part, QuantizedLinear)]
-    exact = all(part.how.rows is None for part in quantized)
-    assert torch.allclose(got, expected, rtol=0.0, atol=float(expected.std()) * (0.05 if exact else 0.3))
+    got, logits = (each(input_ids=ids).logits for each in (model, dense))
+    exact = all(part.how.rows is None for part in model.modules() if isinstance(part, QuantizedLinear))
+    assert torch.allclose(got, logits, rtol=0.0, atol=float(logits.std()) * (0.05 if exact else 0.3))
 
 
 @pytest.mark.parametrize("name", ["w4a16", "torchao-int8"])
@@ -99,6 +90,27 @@ def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
         module = model.get_submodule(key.removesuffix(".weight"))
         values = module.dequantized(expected.dtype) if isinstance(module, QuantizedLinear) else module.weight
         assert torch.equal(values, expected)
+
+
+def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("gptq")
+    biases = {
+        key.replace("scales", "bias"): torch.zeros(value.shape[1])
+        for key, value in checkpoint.tensors.items()
+        if key.endswith("scales")
+    }
+    checkpoint.tensors |= biases
+    model = load(checkpoint.write(tmp_path)).model
+    assert model.get_submodule(f"{LAYER}mlp.up_proj").bias is None
+
+
+def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("w4a16")
+    checkpoint.tensors = {key.replace(STORED, "model.layers.0."): value for key, value in checkpoint.tensors.items()}
+    checkpoint.expected = {key.replace(LAYER, "model.layers.0."): value for key, value in checkpoint.expected.items()}
+    model = load(checkpoint.write(tmp_path, TEXT_ONLY)).model
+    for key, expected in checkpoint.expected.items():
+        assert torch.equal(model.get_submodule(key.removesuffix(".weight")).dequantized(expected.dtype), expected)
 
 
 @pytest.mark.parametrize("name", ["w4a16-asym-w8a8", "gptq", "fp8-dynamic"])
@@ -152,24 +164,41 @@ def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
     assert len(found.quantized("vision")) == 6
     assert not found.quantized("projector") and not found.quantized("embedding")
     weight = next(fact for fact in found.tensors if fact.name == f"{STORED}self_attn.q_proj.weight")
-    assert weight.stored_as == "bfloat16 + float8_e4m3fn"
+    assert weight.stored_as == "fp8, per tensor"
     assert weight.bytes == 64 * 32 + 2 + 2  # with the scales of weights and inputs
     assert found.bytes_of("embedding") == 1024 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("w4a16-asym-w8a8", {"int4, per channel, zero points", "int8, per channel"}),
+        ("gptq", {"int4, groups of 32"}),
+        ("awq", {"int4, groups of 32, zero points"}),
+        ("torchao-int8", {"Int8Tensor"}),
+    ],
+)
+def test_inventory_names_the_kinds_of_matrices(name: str, kinds: set[str], tmp_path: Path) -> None:
+    found = inventory(str(Checkpoint.read(name).write(tmp_path)))
+    assert {fact.stored_as for fact in found.quantized("decoder")} == kinds
+    assert not any(fact.quantized for fact in found.tensors if "norm" in fact.name)
 
 
 def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = Checkpoint.read("fp8-static-all").write(tmp_path)
     with caplog.at_level(logging.INFO, logger="panscan"):
         load(directory)
-    assert "static ones are ignored" in caplog.text
+    assert "static scales are ignored" in caplog.text
     assert "6 quantised matrices outside the decoder were converted to bfloat16" in caplog.text
 
 
 def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     directory = str(Checkpoint.read("awq").write(tmp_path))
     assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
-    with pytest.raises(UnsupportedError, match=r"already quantised \(AWQ \(gemm, 4 bits\)\)"):
+    with pytest.raises(ModelError, match=r"is quantised already \(awq\)"):
         load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
+    with pytest.raises(ModelError, match=r"is quantised already \(AWQ \(gemm, 4 bits\)\)"):
+        load_shard_of(directory, 0, 1, torch.bfloat16, CPU, how=WeightFormat("int8"))
     with pytest.raises(UnsupportedError, match="--device-map: not supported"):
         load_for(Settings(model=directory, dtype="bf16", device_map="auto"))
 
@@ -216,14 +245,18 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "groups that do not divide": ("gptq", _configure(group_size=48), "groups of 48 do not divide 32"),
     "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
     "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
-    "not quantised": ("gptq", _dense, "config.json says that .*q_proj.weight is quantised"),
+    "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
+    "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
     "quantised though ignored": (
         "w4a16", lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
         "q_proj.weight is quantised, but config.json",
     ),
     "extra tensor": (
         "w4a16", lambda checkpoint: checkpoint.tensors.update({f"{STORED}mlp.gate.qweight": torch.zeros(2)}),
-        "mlp.gate.qweight belongs to no matrix",
+        "mlp.gate.qweight has no place",
+    ),
+    "a bias": (
+        "gptq", lambda checkpoint: checkpoint.tensors.update({f"{Q}bias": torch.ones(64)}), "q_proj.bias is not zero",
     ),
     "the same tensor twice": (
         "w4a16", lambda checkpoint: checkpoint.tensors.update({f"{LAYER}mlp.up_proj.weight_scale": torch.zeros(2)}),
@@ -231,7 +264,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     ),
     "other class": (
         "torchao-int8-dynamic", _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
-        "is a Int8Tensor; quant_type in config.json implies Float8Tensor",
+        "has the class Int8Tensor; config.json implies Float8Tensor",
     ),
     "no metadata": (
         "torchao-int8-dynamic", lambda checkpoint: checkpoint.metadata.clear(), "metadata does not describe",
@@ -282,8 +315,8 @@ def _compressed(weights: dict[str, Any], layout: str = "pack-quantized", **field
 )
 def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
-        stored_scheme({"quantization_config": config}, "somebody/gemma")
-    assert str(caught.value).startswith("--model somebody/gemma: ")
+        stored_scheme({"quantization_config": config}, "owner/gemma")
+    assert str(caught.value).startswith("--model owner/gemma: ")
     assert "use compressed-tensors (W4A16" in str(caught.value)
 
 
@@ -293,8 +326,13 @@ def test_unquantised_and_bitsandbytes_checkpoints_go_through_transformers() -> N
 
 
 @pytest.mark.parametrize(
-    "value", ["x", 1, [], {"config_groups": 3}, {"config_groups": {"a": {"format": "pack-quantized"}}}]
-)
+    "value",
+    [
+        "x", 1, [], {"config_groups": 3}, {"config_groups": {"a": {"format": "pack-quantized"}}},
+        _compressed({}) | {"ignore": ["re:("]}, _compressed({"num_bits": "4"}),
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, {"quant_method": "awq", "group_size": True},
+    ],
+)  # fmt: skip
 def test_a_damaged_configuration_is_one_line(value: Any) -> None:
     config = {"quant_method": "compressed-tensors", **value} if isinstance(value, dict) else value
     with pytest.raises(PanscanError) as caught:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from panscan.model.quantized.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
-from panscan.model.quantized.schemes import field_of, unreadable
+from panscan.model.quantized.schemes import check_pattern, field_of, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
@@ -22,7 +22,6 @@ __all__ = ["CompressedTensorsScheme"]
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
-_MIXED = "mixed-precision"
 _ACTIVATION_LEAVES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_shape")
 _INDICES = (torch.int32, torch.int64)
 
@@ -64,6 +63,9 @@ class CompressedTensorsScheme:
             raise ValueError("config.json: quantization_config.config_groups is missing or empty")
         overall = field_of(config, "format", str, "")
         self._groups = tuple(_group_of(name, group, overall) for name, group in groups.items())
+        for target in (*self._ignored, *(target for group in self._groups for target in group.targets)):
+            if _is_pattern(target):
+                check_pattern(target.removeprefix("re:"))
         self.notes = tuple(dict.fromkeys(note for group in groups.values() for note in _notes(group)))
         if config.get("kv_cache_scheme") is not None:
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
@@ -73,6 +75,15 @@ class CompressedTensorsScheme:
     def quantizes(self, names: Sequence[str]) -> bool:
         """See :class:`StoredScheme`."""
         return self._find(names) is not None
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        group = self._find(names)
+        if group is None:
+            return "unknown"
+        kind = "fp8" if group.floating else f"int{group.bits}"
+        grain = f"groups of {group.group_size}" if group.strategy == "group" else f"per {group.strategy}"
+        return f"{kind}, {grain}{'' if group.symmetric else ', zero points'}"
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
@@ -112,14 +123,9 @@ def _is_pattern(target: str) -> bool:
 
 
 def _matches(target: str, names: Sequence[str]) -> bool:
-    if not target.startswith("re:"):
+    if _is_exact(target):
         return target in names
-    try:
-        return any(re.match(target.removeprefix("re:"), name) for name in names)
-    except re.error as error:
-        raise ValueError(
-            f"config.json: quantization_config: {target!r:.80} is no regular expression: {error}"
-        ) from error
+    return any(re.match(target.removeprefix("re:"), name) for name in names)
 
 
 def _refuse_transforms(config: Mapping[str, Any]) -> None:
@@ -192,9 +198,7 @@ def _notes(group: Any) -> list[str]:
         return []
     notes = []
     if not inputs.get("dynamic", False):
-        notes.append(
-            "inputs are quantised per token with scales of their own; the checkpoint's static ones are ignored"
-        )
+        notes.append("inputs are quantised per token; the checkpoint's static scales are ignored")
     elif inputs.get("strategy", "tensor") == "tensor":
         notes.append("inputs are quantised per token; the checkpoint's configuration asks for one scale per tensor")
     if not inputs.get("symmetric", True):

@@ -23,11 +23,11 @@ from panscan.model.quantized.layouts import (
     int4_linear,
     order_of,
 )
-from panscan.model.quantized.schemes import field_of, unreadable
+from panscan.model.quantized.schemes import check_pattern, field_of, names_match, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
-__all__ = ["AwqScheme", "GptqScheme", "names_match"]
+__all__ = ["AwqScheme", "GptqScheme"]
 
 _INT32, _INDICES = (torch.int32,), (torch.int32, torch.int64)
 _OVERRIDES = ("bits", "group_size", "sym", "desc_act")
@@ -39,6 +39,10 @@ class _Packing:
 
     bits: int
     group_size: int
+
+    def __str__(self) -> str:
+        grain = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
+        return f"int{self.bits}, {grain}"
 
     def groups(self, inputs: int) -> int:
         size = inputs if self.group_size == -1 else self.group_size
@@ -75,8 +79,11 @@ class GptqScheme:
             if config.get(name):
                 raise unreadable(f"GPTQ with {name}")
         self._minus_one = layout == "gptq"
+        self._ordered = field_of(config, "desc_act", bool, False)
         self._packing = _packing(config)
         self._dynamic = field_of(config, "dynamic", dict, {})
+        for rule in self._dynamic:
+            check_pattern(_pattern_of(rule))
         listed = field_of(config, "modules_in_block_to_quantize", list)
         self._listed = None if listed is None else tuple(_flattened(listed))
         self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
@@ -85,6 +92,10 @@ class GptqScheme:
     def quantizes(self, names: Sequence[str]) -> bool:
         """See :class:`StoredScheme`."""
         return self._find(names) is not None
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return str(self._find(names) or self._packing)
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
@@ -96,7 +107,7 @@ class GptqScheme:
         zero = gptq_zeros(zeros, packing.bits, minus_one=self._minus_one)[:, :outputs]
         scale = tensors.take_scale("scales", (groups, outputs))
         order = None
-        if "g_idx" in tensors:  # old versions leave it out without act-order
+        if self._ordered or "g_idx" in tensors:  # old versions leave it out without act-order
             order = order_of(tensors.take("g_idx", (inputs,), types=_INDICES), groups)
         if packing.bits == 4:
             return int4_linear(Int4Values(levels, scale, zero, order))
@@ -112,8 +123,7 @@ class GptqScheme:
         if self._listed is not None and not any(name.endswith(end) for name in names for end in self._listed):
             return None
         for rule, changes in self._dynamic.items():
-            pattern = rule.removeprefix("+:").removeprefix("-:")
-            if any(re.match(pattern, name) for name in names):
+            if any(re.match(_pattern_of(rule), name) for name in names):
                 return None if rule.startswith("-:") else _overridden(self._packing, rule, changes)
         return self._packing
 
@@ -154,6 +164,10 @@ class AwqScheme:
         """See :class:`StoredScheme`."""
         return not names_match(self._excluded, names)
 
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return f"{self._packing}, zero points"
+
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         groups = self._packing.groups(inputs)
@@ -165,23 +179,16 @@ class AwqScheme:
         return int4_linear(Int4Values(levels.T, scale, zero))
 
 
-def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether a matrix is among modules left unquantised, named by a part or the beginning of their paths."""
-    return any(part in name or _begins(part, name) for part in excluded for name in names)
-
-
-def _begins(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False  # a plain name
-
-
 def _packing(config: Mapping[str, Any]) -> _Packing:
     bits, size = field_of(config, "bits", int), field_of(config, "group_size", int, 128)
     if bits not in (4, 8):
         raise unreadable(f"GPTQ or AWQ with {bits} bits")
     return _Packing(bits, size)
+
+
+def _pattern_of(rule: str) -> str:
+    """Return the regular expression of a rule of GPTQModel's ``dynamic``."""
+    return rule.removeprefix("+:").removeprefix("-:")
 
 
 def _overridden(packing: _Packing, rule: str, changes: Any) -> _Packing:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from panscan.core import ModelError
 from panscan.model.checkpoint import open_stored, stored_scheme_of
 from panscan.model.quantized.schemes import StoredScheme
-from panscan.model.quantized.tensors import StoredTensors
+from panscan.model.quantized.tensors import StoredTensors, names_of
 
 __all__ = ["Inventory", "Part", "TensorFacts", "inventory"]
 
@@ -26,7 +29,7 @@ class TensorFacts:
         name: parameter name in the checkpoint's layout, such as ``language_model.model.layers.0.mlp.up_proj.weight``.
         part: of the model.
         quantized: whether the values are quantised.
-        stored_as: types of the stored tensors, such as ``bfloat16`` or ``float16 + int32``.
+        stored_as: type, such as ``bfloat16`` or, of quantised ones, ``int4, groups of 128``.
         bytes: of all stored tensors.
     """
 
@@ -69,12 +72,15 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
         revision: of a hub checkpoint.
 
     Raises:
-        ModelError: the checkpoint cannot be had, or is not in safetensors files.
+        ModelError: the checkpoint cannot be had, is damaged, or is not in safetensors files.
         UnsupportedError: it is quantised in a format that cannot be read.
     """
     scheme = stored_scheme_of(name, revision)
-    with open_stored(name, revision) as tensors:
-        facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
+    try:
+        with open_stored(name, revision) as tensors:
+            facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
+    except ValueError as error:
+        raise ModelError(f"--model {name}: {error}") from error
     found = tuple(sorted(facts, key=lambda fact: fact.name))
     return Inventory(None if scheme is None else scheme.name, () if scheme is None else scheme.notes, found)
 
@@ -85,14 +91,13 @@ def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> 
     part: Part = next((part for start, part in _PARTS if f"{key}.".startswith(start)), "other")
     facts = []
     if scheme is not None and any(marker in leaves for marker in scheme.markers):
-        owner = next(iter(leaves.values())).rpartition(".")[0]
-        matrix = [leaf for leaf in leaves if leaf != "bias"]
-        facts.append(_fact(f"{owner}.weight", part, True, key, matrix, tensors))
+        matrix = tensors.of_module(key, torch.device("cpu"))
+        kind = scheme.describe(names_of(key, matrix), matrix)
+        size = sum(tensors.bytes(f"{key}.{leaf}") for leaf in leaves if leaf != "bias")
+        facts.append(TensorFacts(matrix.weight_name, part, True, kind, size))
         leaves = {leaf: name for leaf, name in leaves.items() if leaf == "bias"}
-    return facts + [_fact(name, part, False, key, [leaf], tensors) for leaf, name in leaves.items()]
-
-
-def _fact(name: str, part: Part, quantized: bool, key: str, leaves: list[str], tensors: StoredTensors) -> TensorFacts:
-    keys = [f"{key}.{leaf}" if key else leaf for leaf in leaves]
-    types = sorted({str(tensors.dtype(each)).removeprefix("torch.") for each in keys})
-    return TensorFacts(name, part, quantized, " + ".join(types), sum(tensors.bytes(each) for each in keys))
+    for leaf, name in leaves.items():
+        tensor = f"{key}.{leaf}" if key else leaf
+        dtype = str(tensors.dtype(tensor)).removeprefix("torch.")
+        facts.append(TensorFacts(name, part, False, dtype, tensors.bytes(tensor)))
+    return facts

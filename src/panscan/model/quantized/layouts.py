@@ -108,7 +108,7 @@ class Int4Values:
     """The values of a 4-bit matrix, as every layout can give them.
 
     Args:
-        levels: uint8 ``[outputs, inputs]`` in the inputs' own order.
+        levels: uint8 ``[outputs, inputs]`` in the order of the inputs.
         scale: floating-point ``[groups, outputs]``.
         zero: uint8 or float32 ``[groups, outputs]``, the level of a weight of 0; None: 8.
         order: as :func:`order_of` returns it.

@@ -17,7 +17,7 @@ __all__ = ["part_of"]
 
 @torch.no_grad()
 def part_of(linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "columns"] = "rows") -> QuantizedLinear:
-    """Return a rank's part of a quantised matrix, in memory of its own.
+    """Return a rank's part of a quantised matrix; the whole one may be freed.
 
     Args:
         linear: the whole matrix.

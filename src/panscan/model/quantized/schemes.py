@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,9 +10,9 @@ from panscan.core import UnsupportedError
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
-__all__ = ["READABLE", "StoredScheme", "field_of", "unreadable"]
+__all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unreadable"]
 
-READABLE = (
+_READABLE = (
     "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
     " checkpoints, and --quantization fp8, int8 or int4 on the unquantised model"
 )
@@ -49,6 +50,10 @@ class StoredScheme(Protocol):
         """
         ...
 
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """Return type and granularity of the quantised matrix with these names, such as ``int4, groups of 128``."""
+        ...
+
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """Return the matrix with these names.
 
@@ -62,7 +67,7 @@ class StoredScheme(Protocol):
 def unreadable(what: str) -> UnsupportedError:
     """Return the error for a quantisation that cannot be read."""
     return UnsupportedError(
-        f"the checkpoint's weights are quantised as {what}, which panscan cannot read: use {READABLE}"
+        f"the checkpoint's weights are quantised as {what}, which panscan cannot read: use {_READABLE}"
     )
 
 
@@ -79,3 +84,27 @@ def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...]
         expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
         raise ValueError(f"config.json: quantization_config.{name}: expected {expected}, got {value!r:.60}")
     return value
+
+
+def check_pattern(pattern: str) -> None:
+    """Check a regular expression of ``quantization_config``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"config.json: {pattern!r:.80} is not a regular expression: {error}") from error
+
+
+def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether a matrix is among modules left unquantised, named by a part or the beginning of their paths."""
+    return any(part in name or _begins(part, name) for part in excluded for name in names)
+
+
+def _begins(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False  # a plain name

@@ -11,7 +11,7 @@ Quantised matrices outside the decoder layers (vision tower, projector) become d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,9 @@ from panscan.model.quantized.gptq import AwqScheme, GptqScheme
 from panscan.model.quantized.outline import build_model, decoder_linears, set_computed_buffers, set_module
 from panscan.model.quantized.parts import part_of
 from panscan.model.quantized.schemes import StoredScheme, unreadable
-from panscan.model.quantized.tensors import MatrixTensors, StoredTensors, aliases, key_of
+from panscan.model.quantized.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.model.quantized.torchao_tensors import TorchAoScheme
+from panscan.model.quantized.weights import WeightFormat
 from panscan.model.sharding import shard_config, shard_of
 
 __all__ = ["load_stored", "part_of", "stored_scheme"]
@@ -38,7 +39,7 @@ _SCHEMES: dict[str, type[CompressedTensorsScheme | GptqScheme | AwqScheme | Torc
     "torchao": TorchAoScheme,
 }
 _BY_TRANSFORMERS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-_WITHOUT_MEANING = (  # of leaves that no product uses
+_UNUSED = (  # leaves of tensors that the model computes, or that belong to quantised caches
     "inv_freq", "original_inv_freq", "position_ids", "k_scale", "v_scale", "q_scale", "prob_scale",
 )  # fmt: skip
 _BY_COLUMNS = ("o_proj", "down_proj")
@@ -61,7 +62,7 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
     if described is None:
         return None
     if not isinstance(described, Mapping):
-        raise ModelError(f"--model {name}: quantization_config in config.json is no mapping")
+        raise ModelError(f"--model {name}: quantization_config in config.json is not a mapping")
     method = str(described.get("quant_method") or described.get("method") or "").lower()
     if method in _BY_TRANSFORMERS or described.get("load_in_4bit") or described.get("load_in_8bit"):
         return None
@@ -109,7 +110,7 @@ def load_stored(
 
 
 class _Loading:
-    """One call of :func:`load_stored`."""
+    """State of one call of :func:`load_stored`: which tensors are still unused, and what was dequantised."""
 
     def __init__(
         self, config: Any, scheme: StoredScheme, tensors: StoredTensors, dtype: torch.dtype, device: torch.device,
@@ -171,30 +172,37 @@ class _Loading:
         """Set a matrix that is quantised in the checkpoint; leave others to be filled as parameters."""
         key = key_of(name)
         stored = self._tensors.of_module(key, self._device)
-        marker = next((leaf for leaf in self._scheme.markers if leaf in stored), None)
-        names = _names_of(key, stored)
-        said = self._scheme.quantizes(names) if inside or self._scheme.covers_all or marker else False
-        if said and marker is None:
-            missing = f"{stored.weight_name.removesuffix('weight')}{self._scheme.markers[-1]}"
-            raise ValueError(
-                f"config.json says that {stored.weight_name} is quantised; the tensor {missing} is missing"
-            )
-        if marker and not said:
-            raise ValueError(f"{stored.weight_name} is quantised, but config.json says that it is not")
-        if marker is None:
+        names = names_of(key, stored)
+        if not self._is_quantized(stored, names, inside=inside):
             return
         quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
-        for leaf in stored.taken:
-            self._left.pop(f"{key}.{leaf}", None)
-        if not inside:
+        if inside:
+            _check_device(quantized.how, self._device)
+            if linear.bias is None:
+                stored.skip_zero_bias(linear.out_features)
+            else:
+                bias = self._dense(f"{name}.bias", (linear.out_features,))
+                quantized.bias = nn.Parameter(bias, requires_grad=False)
+            by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
+            set_module(model, name, part_of(quantized, self._rank, self._size, by))
+        else:
             self._dequantized.append(stored.weight_name)
             _set_parameter(model, f"{name}.weight", quantized.dequantized(self._dtype))
-            return
-        if linear.bias is not None:
-            bias = self._dense(f"{name}.bias", (linear.out_features,))
-            quantized.bias = nn.Parameter(bias, requires_grad=False)
-        by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
-        set_module(model, name, part_of(quantized, self._rank, self._size, by))
+        for leaf in stored.taken:
+            self._left.pop(f"{key}.{leaf}", None)
+
+    def _is_quantized(self, stored: MatrixTensors, names: Sequence[str], *, inside: bool) -> bool:
+        """Return whether a matrix is quantised, on which configuration and tensors must agree."""
+        marked = any(leaf in stored for leaf in self._scheme.markers)
+        configured = marked
+        if marked or inside or self._scheme.covers_all:
+            configured = self._scheme.quantizes(names)
+        if configured and not marked:
+            missing = f"{stored.weight_name.removesuffix('weight')}{self._scheme.markers[-1]}"
+            raise ValueError(f"config.json: {stored.weight_name} is quantised, but the tensor {missing} is missing")
+        if marked and not configured:
+            raise ValueError(f"{stored.weight_name} is quantised, but config.json excludes it from quantisation")
+        return marked
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         key = key_of(name)
@@ -204,17 +212,23 @@ class _Loading:
         return self._tensors.read_dense(key, shape, self._device).to(self._dtype)
 
     def _check_leftovers(self, tied: set[str]) -> None:
-        """Refuse tensors that no module took; those that mean nothing to the model's products may stay."""
+        """Refuse tensors that no module took, except those that the model does not use."""
         allowed = {key_of(name) for name in tied}
         for key, name in self._left.items():
-            if key in allowed or key.rpartition(".")[2] in _WITHOUT_MEANING:
+            if key in allowed or key.rpartition(".")[2] in _UNUSED:
                 continue
-            raise ValueError(f"the tensor {name} belongs to no matrix that the model or config.json names")
+            raise ValueError(f"the tensor {name} has no place in the model or in the quantisation of config.json")
 
 
-def _names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
-    """Return all names that a configuration may give to a module, the one in the files first."""
-    return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *aliases(key)]))
+def _check_device(how: WeightFormat, device: torch.device) -> None:
+    """Refuse products in fp8 on GPUs without them, at the first matrix rather than after the last."""
+    if device.type != "cuda" or how.rows != torch.float8_e4m3fn:
+        return
+    if (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise UnsupportedError(
+            f"products in fp8 need compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}: use an int8"
+            " (W8A8) or int4 checkpoint, or --quantization int8 on the unquantised model"
+        )
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-__all__ = ["MatrixTensors", "StoredTensors", "aliases", "key_of"]
+__all__ = ["MatrixTensors", "StoredTensors", "key_of", "names_of"]
 
 _LAYOUT_SEGMENTS = frozenset({"model", "language_model", "vision_model"})
 _TYPES = {
@@ -33,7 +33,12 @@ def key_of(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _LAYOUT_SEGMENTS)
 
 
-def aliases(key: str) -> tuple[str, ...]:
+def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
+    """Return all names that a configuration may give to a module, the one in the files first."""
+    return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *_aliases(key)]))
+
+
+def _aliases(key: str) -> tuple[str, ...]:
     """Return the names that configurations of all layouts give to the module of a key."""
     if key.startswith("layers."):
         return (f"model.language_model.{key}", f"language_model.model.{key}", f"model.{key}", key)
@@ -60,11 +65,11 @@ class StoredTensors:
         self._tensors: dict[str, tuple[Any, str]] = {}
         self._modules: dict[str, dict[str, str]] = {}
         self.metadata: dict[str, str] = {}
-        """Of all files' headers."""
+        """Metadata of all files by key: Transformers writes names of another layout there than those of the tensors."""
         for path in files:
             file: Any = safe_open(path, "pt")
             self._files.append(file)
-            self.metadata.update(file.metadata() or {})
+            self.metadata.update({key_of(name): value for name, value in (file.metadata() or {}).items()})
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 self._add(name, file)
 
@@ -155,7 +160,7 @@ class MatrixTensors:
         self._stored, self._key, self._device = stored, key, device
         self._leaves = stored.modules.get(key, {})
         self.taken: set[str] = set()
-        """Leaves that were read or are known to mean nothing."""
+        """Leaves that were read or ignored."""
 
     @property
     def weight_name(self) -> str:
@@ -165,9 +170,9 @@ class MatrixTensors:
         return f"{any_name.rpartition('.')[0]}.weight"
 
     @property
-    def metadata(self) -> Mapping[str, str]:
-        """Metadata of the checkpoint's files."""
-        return self._stored.metadata
+    def description(self) -> str | None:
+        """What the file's metadata says about the weight."""
+        return self._stored.metadata.get(f"{self._key}.weight")
 
     def __contains__(self, leaf: str) -> bool:
         return leaf in self._leaves
@@ -222,9 +227,14 @@ class MatrixTensors:
         """Declare leaves that do not change the weights."""
         self.taken.update(leaves)
 
-    def left(self) -> list[str]:
-        """Return the stored names of tensors that were not read."""
-        return [name for leaf, name in self._leaves.items() if leaf not in self.taken]
+    def skip_zero_bias(self, outputs: int) -> None:
+        """Ignore the zeros that old versions of AutoGPTQ write as the bias of a matrix without one.
+
+        Raises:
+            ValueError: a value is not zero.
+        """
+        if "bias" in self and self.take("bias", (outputs,), types=_FLOATING).any():
+            raise ValueError(f"{self._leaves['bias']} is not zero, but the model has no such bias")
 
     def _require(self, leaf: str) -> None:
         if leaf not in self._leaves:

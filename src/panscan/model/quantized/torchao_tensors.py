@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from panscan.model.quantized.gptq import names_match
 from panscan.model.quantized.layouts import Int4Values, byte_levels, channel_linear, int4_linear
-from panscan.model.quantized.schemes import field_of, unreadable
+from panscan.model.quantized.schemes import field_of, names_match, unreadable
 from panscan.model.quantized.tensors import MatrixTensors
 from panscan.model.quantized.weights import QuantizedLinear
 
@@ -59,7 +58,7 @@ class TorchAoScheme:
         self.name = f"torchao {name}"
         static = "StaticActivation" in str(name)
         self.notes: tuple[str, ...] = (
-            ("inputs are quantised per token with scales of their own; the checkpoint's static ones are ignored",)
+            ("inputs are quantised per token; the checkpoint's static scales are ignored",)
             if static else ()
         )  # fmt: skip
 
@@ -67,11 +66,17 @@ class TorchAoScheme:
         """See :class:`StoredScheme`."""
         return not names_match(self._excluded, names)
 
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return "unknown" if tensors.description is None else _description(tensors)[0]
+
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         kind, fields = _description(tensors)
+        if kind not in _CLASSES.values():
+            raise unreadable(f"torchao {kind}")
         if self._class is not None and kind != self._class:
-            raise ValueError(f"{tensors.weight_name} is a {kind}; quant_type in config.json implies {self._class}")
+            raise ValueError(f"{tensors.weight_name} has the class {kind}; config.json implies {self._class}")
         if "_weight_act_pre_scale" in tensors:
             raise unreadable(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
         tensors.ignore(*_STATIC)
@@ -79,14 +84,12 @@ class TorchAoScheme:
             return _eight_bits(kind, fields, tensors, outputs, inputs)
         if kind == "Int4Tensor":
             return _int4(tensors, outputs, inputs)
-        if kind == "IntxUnpackedToInt8Tensor":
-            return _intx(fields, tensors, outputs, inputs)
-        raise unreadable(f"torchao {kind}")
+        return _intx(fields, tensors, outputs, inputs)
 
 
 def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
     """Return class and attributes of a weight."""
-    text = tensors.metadata.get(tensors.weight_name)
+    text = tensors.description
     if text is None:
         raise ValueError(f"the file's metadata does not describe {tensors.weight_name}")
     try:

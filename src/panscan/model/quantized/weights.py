@@ -77,7 +77,8 @@ class QuantizedLinear(nn.Module):
     ``weight``: int8 or float8_e4m3fn ``[outputs, inputs]``; for ``int4``, uint8 ``[blocks, outputs, 128]`` as
     :func:`pack_int4` packs it, whose last block is filled up with zeros.
     ``scale``: float32 ``[outputs]``; for ``int4``, any floating-point type ``[groups, outputs]``.
-    ``zero``: uint8 ``[groups, outputs]`` or None: the stored value of a weight of 0; None: 8.
+    ``zero``: uint8 ``[groups, outputs]`` or None: the stored value of a weight of 0; None: 8. float32 where a published
+    format has zero points between two values (torchao's int4).
     ``order``: int64 ``[inputs]`` or None: stored input channel i multiplies channel ``order[i]`` of the input.
 
     Args:
