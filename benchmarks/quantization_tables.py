@@ -88,19 +88,19 @@ def quantization_products() -> str:
 
 
 def quantization_27b() -> str:
-    """W1 on the 27B shape by kind of weights: every record that exists."""
-    records = {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("w1-27b*.json"))}
-    records = {name: record for name, record in records.items() if _W1.fullmatch(name)}
+    """W1 on the 27B shape by kind of weights and limit of memory: every record that exists."""
+    records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
+    known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
-        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "TTFT ms", "end to end ms",
-        "decode step ms", "requests at once", "record",
+        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "TTFT ms", "end to end ms", "decode step ms",
+        "requests at once", "record",
     ]  # fmt: skip
-    rows = [_w1_row(name, record) for name, record in sorted(records.items(), key=lambda each: _order(each[1]))]
-    gpus = sorted({record["environment"]["gpus"][0]["name"] for record in records.values()})
+    rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
+    gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})
     return (
         f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and"
-        " 128 output tokens; throughput with all requests in flight, latency and decode step of one request alone,"
-        " medians. GB per GPU: the limit set by `--gpu-memory-gb`. Requests at once: those that the KV cache holds."
+        " 128 output tokens; throughput with all requests in flight, times of one request alone, medians. GB per GPU:"
+        " the limit set by `--gpu-memory-gb`; compute and bandwidth are those of the GPU that was measured."
         f" {', '.join(gpus)}."
     )
 
@@ -112,31 +112,46 @@ def _order(record: dict[str, Any]) -> tuple[Any, ...]:
     return kinds.index(settings.get("quantization")), settings.get("tensor_parallel_size", 1), -limit
 
 
-def _at_once(record: dict[str, Any], measured: list[int]) -> str:
-    """Requests that the KV cache holds, by the size that the engine logged; else at least those decoded at once."""
-    for line in record["measured"]["engine"]["decisions"]:
+def _w1_rows(name: str, record: dict[str, Any]) -> list[list[str]]:
+    """A record's row, and one for each lower limit of memory in the same record."""
+    settings = record["settings"]
+    measured = record["measured"].get("engine", record["measured"])
+    limit = settings.get("gpu_memory_gb")
+    rows = [_w1_row(name, record, measured, "-" if limit is None else f"{limit:g}")]
+    for key, part in record.items():
+        if found := re.fullmatch(r"measured_(.+)gb", key):
+            rows.append(_w1_row(name, record, part, found[1]))
+    return rows
+
+
+def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: str) -> list[str]:
+    settings = record["settings"]
+    kind, size = settings.get("quantization") or "bf16", settings.get("quantization_group_size")
+    row = [
+        f"int4, groups of {size or 128}" if kind == "int4" else kind,
+        str(settings.get("tensor_parallel_size", 1)),
+        limit,
+        f"{record['model']['weight_bytes'] / 1e9:.1f}",
+        f"{statistics.median(turn['requests_per_s'] for turn in measured['throughput']):.2f}",
+    ]
+    if "alone" in measured:
+        ttft, e2e = (statistics.median(measured["alone"][each]["all"]) for each in ("ttft_ms", "e2e_ms"))
+        step = (e2e - ttft) / (record["work"]["output_tokens"] - 1)
+        row += [f"{ttft:.0f}", f"{e2e:,.0f}", f"{step:.1f}"]
+    else:
+        row += ["-", "-", "-"]
+    return [*row, _at_once(record, measured), f"`{name}.json`"]
+
+
+def _at_once(record: dict[str, Any], measured: dict[str, Any]) -> str:
+    """How many requests ran at once: as counted, or in the largest decode step, or as the KV cache allows."""
+    if "most_at_once" in measured:
+        return str(measured["most_at_once"])
+    largest = max(each["batch"] for each in measured["decode"] if each["ms_per_step"] is not None)
+    if largest >= record["work"]["requests"]:
+        return str(largest)
+    for line in measured["decisions"]:
         if found := re.match(r"KV cache: .* ([\d,]+) tokens in global layers", line):
             tokens = int(found[1].replace(",", ""))
             return f"{tokens // (record['work']['prompt_tokens'] + record['work']['output_tokens']):,}"
-    return f"{max(measured)} or more" if measured else "-"
-
-
-def _w1_row(name: str, record: dict[str, Any]) -> list[str]:
-    settings, found = record["settings"], record["measured"]["engine"]
-    alone, limit = found["alone"], settings.get("gpu_memory_gb")
-    kind, size = settings.get("quantization") or "bf16", settings.get("quantization_group_size")
-    steps = [each for each in found["decode"] if each["ms_per_step"] is not None]
-    single = next((each["ms_per_step"] for each in steps if each["batch"] == 1), None)
-    throughput = statistics.median(turn["requests_per_s"] for turn in found["throughput"])
-    return [
-        f"int4, groups of {size or 128}" if kind == "int4" else kind,
-        str(settings.get("tensor_parallel_size", 1)),
-        "-" if limit is None else f"{limit:g}",
-        f"{record['model']['weight_bytes'] / 1e9:.1f}",
-        f"{throughput:.2f}",
-        f"{statistics.median(alone['ttft_ms']['all']):.0f}",
-        f"{statistics.median(alone['e2e_ms']['all']):,.0f}",
-        "-" if single is None else f"{single:.1f}",
-        _at_once(record, [each["batch"] for each in steps]),
-        f"`{name}.json`",
-    ]
+    return "-"

@@ -28,7 +28,7 @@ def test_defaults_are_transformers_pan_and_scan_and_greedy() -> None:
 
 VALUES = {
     bool: st.booleans(),
-    int: st.integers(1, 64),
+    int: st.integers(32, 64),
     float: st.floats(0.01, 0.99),
     str: st.text("abc", min_size=1),
 }
