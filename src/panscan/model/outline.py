@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.settings import GROUP_SIZES
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "set_computed_buffers",
     "set_module",
 ]
-
 
 
 def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
