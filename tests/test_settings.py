@@ -105,7 +105,7 @@ def test_the_launchers_names_work(launcher: str, name: str, value: Any) -> None:
         ({"quantization": "torchao-int8"}, "--quantization takes fp8, int8, int4, bnb-8bit, bnb-4bit; got"),
         ({"quantization": "int8", "device_map": "auto"}, "--quantization int8 and --device-map exclude each other"),
         ({"quantization": "int8", "quantization_group_size": 64}, "-size 64: only --quantization int4 has groups"),
-        ({"quantization": "int4", "quantization_group_size": 48}, "-size 48: expected a multiple of 32"),
+        ({"quantization": "int4", "quantization_group_size": 48}, "-size takes 128, 64 or 32; got 48"),
         ({"quantization": "int4", "quantization_group_size": 8}, "-size is out of range: .* from 32 to"),
         ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype takes auto, fp8; got"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is out of range: .* above 0 and at most 1, got"),

@@ -27,6 +27,7 @@ __all__ = [
     "SAMPLE_RANGES",
     "VLLM_AXES",
     "VLLM_LIMITS",
+    "GROUP_SIZES",
     "WEIGHT_KINDS",
     "Axis",
     "Settings",
@@ -43,6 +44,8 @@ __all__ = [
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
+GROUP_SIZES = (128, 64, 32)
+"""Input channels per scale of 4-bit weights, the usual one first."""
 WEIGHT_KINDS = ("fp8", "int8", "int4")
 """Quantisations of our own, which every runner but vLLM computes with; int4 alone has groups."""
 QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
@@ -71,7 +74,7 @@ RANGES = {
     "max_concurrency": Range(whole=True, least=1, most=2**31 - 1),
     **dict.fromkeys(("prefill_chunk_size", "pad_to_multiple_of"), SAMPLING_RANGES["max_new_tokens"]),
     "tensor_parallel_size": Range(whole=True, least=1, most=64),
-    "quantization_group_size": Range(whole=True, least=32, most=65_536, note="a multiple of 32"),
+    "quantization_group_size": Range(whole=True, least=GROUP_SIZES[-1], most=GROUP_SIZES[0]),
     "gpu_memory_utilization": Range(above=0, most=1, note="a share: 0.92 is 92% of the memory"),
     "gpu_memory_gb": Range(above=0, most=_GIGABYTES, note="leave it out to set no limit in GB"),
     "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
@@ -226,8 +229,8 @@ class Settings:
         kind, size = self.quantization, self.quantization_group_size
         if size is not None and kind != "int4":
             raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
-        if size is not None and size % 32:
-            raise SettingError(f"--quantization-group-size {size}: expected a multiple of 32, such as 128, 64 or 32")
+        if size is not None and size not in GROUP_SIZES:
+            raise SettingError(f"--quantization-group-size takes {_or([str(each) for each in GROUP_SIZES])}; got {size}")
         if kind is None:
             return
         if kind not in WEIGHT_KINDS:

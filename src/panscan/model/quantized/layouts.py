@@ -129,7 +129,7 @@ def int4_linear(values: Int4Values) -> QuantizedLinear:
     of 32, 64 or 128.
 
     Raises:
-        ValueError: the group size does not divide the inputs, or is no multiple of 32.
+        ValueError: the group size does not divide the inputs, or the kernels do not take it.
     """
     outputs, inputs = values.levels.shape
     width = inputs // len(values.scale)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
 from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.settings import GROUP_SIZES
 
 __all__ = [
     "build_model",
@@ -26,7 +27,6 @@ __all__ = [
     "set_module",
 ]
 
-_GROUP_SIZES = (128, 64, 32)
 
 
 def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
@@ -77,7 +77,7 @@ def fitting_group_size(asked: int | None, *widths: int) -> int:
     Raises:
         UnsupportedError: it does not divide a matrix; the message names sizes that do.
     """
-    size = asked or next((each for each in _GROUP_SIZES if all(width % each == 0 for width in widths)), _GROUP_SIZES[0])
+    size = asked or next((each for each in GROUP_SIZES if all(width % each == 0 for width in widths)), GROUP_SIZES[0])
     if wide := [width for width in widths if width % size]:
         raise UnsupportedError(
             f"--quantization-group-size {size}: groups of {size} do not divide {wide[0]} input channels;"
@@ -100,7 +100,7 @@ def _fitting(model: Any) -> str:
 
 
 def _advice(widths: Collection[int]) -> str:
-    sizes = [str(size) for size in _GROUP_SIZES if all(width % size == 0 for width in widths)]
+    sizes = [str(size) for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return f"use {' or '.join(sizes)}" if sizes else "use --quantization int8 or fp8"
 
 

@@ -27,6 +27,7 @@ from panscan.model.quantized.products import (
     quantize_rows,
     row_type,
 )
+from panscan.settings import GROUP_SIZES, WEIGHT_KINDS
 
 __all__ = [
     "BLOCK",
@@ -39,7 +40,7 @@ __all__ = [
     "unpack_int4",
 ]
 
-KINDS = ("fp8", "int8", "int4")
+KINDS = WEIGHT_KINDS
 BLOCK = 256
 """Input channels of one block of packed 4-bit weights."""
 _INT4_ZERO = 8  # stored for a weight of 0, without zero points
@@ -53,7 +54,7 @@ class WeightFormat:
 
     Args:
         kind: one of :data:`KINDS`.
-        group_size: input channels that share a scale, a multiple of 32; ``int4`` alone.
+        group_size: input channels that share a scale, 128, 64 or 32; ``int4`` alone.
         zero_points: whether groups have zero points of their own; ``int4`` alone.
         ordered: whether input channels are stored in another order (GPTQ's ``desc_act``); ``int4`` alone.
         quantizes_inputs: whether products quantise their inputs too. False: weights only.
@@ -90,7 +91,7 @@ class QuantizedLinear(nn.Module):
         device: of the buffers, whose values are arbitrary until :meth:`quantize` or a loader sets them.
 
     Raises:
-        ValueError: the group size does not divide the inputs, or is no multiple of 32.
+        ValueError: the group size does not divide the inputs, or is no size that the kernels take.
     """
 
     weight: torch.Tensor
@@ -107,7 +108,9 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
         zero = order = None
         if how.kind == "int4":
-            if how.group_size % 32 or in_features % how.group_size:
+            if how.group_size not in GROUP_SIZES:
+                raise ValueError(f"groups of {how.group_size} input channels: 128, 64 and 32 are supported")
+            if in_features % how.group_size:
                 raise ValueError(f"groups of {how.group_size} do not divide {in_features} input channels")
             groups = in_features // how.group_size
             shape = (-(-in_features // BLOCK), out_features, BLOCK // 2)
