@@ -20,6 +20,7 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "ENGINE_AXES",
     "ENGINE_LIMITS",
+    "GROUP_SIZES",
     "KV_CACHE_DTYPES",
     "QUANTIZATION",
     "RANGES",
@@ -27,7 +28,6 @@ __all__ = [
     "SAMPLE_RANGES",
     "VLLM_AXES",
     "VLLM_LIMITS",
-    "GROUP_SIZES",
     "WEIGHT_KINDS",
     "Axis",
     "Settings",
@@ -230,7 +230,8 @@ class Settings:
         if size is not None and kind != "int4":
             raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
         if size is not None and size not in GROUP_SIZES:
-            raise SettingError(f"--quantization-group-size takes {_or([str(each) for each in GROUP_SIZES])}; got {size}")
+            sizes = _or([str(each) for each in GROUP_SIZES])
+            raise SettingError(f"--quantization-group-size takes {sizes}; got {size}")
         if kind is None:
             return
         if kind not in WEIGHT_KINDS:

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 
-
 def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the model of a configuration with :class:`QuantizedLinear` in its decoder layers.
 
