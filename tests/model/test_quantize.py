@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from panscan.model.quantized.weights import QuantizedLinear
 from tests.conftest import noise
 from torch import nn
 
 from panscan import GenerateRunner
 from panscan.core import ModelError, UnsupportedError
+from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import bundled_directory
 from panscan.model.load import load_for, quantization_config, weight_format
 from panscan.model.machine import is_out_of_memory
