@@ -1,0 +1,171 @@
+"""The Triton kernels of quantised products against the same arithmetic in PyTorch, and their memory on every GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.triton_here import DEVICE
+
+from panscan.linear import kernels
+from panscan.linear.kernels import Tiles
+from panscan.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.linear.rows import LARGEST, QuantizedRows
+
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+"""Bytes that one program may use, by compute capability (CUDA C++ Programming Guide, "Technical Specifications")."""
+SEEDS = st.integers(0, 99)
+WIDTHS = st.sampled_from([128, 256, 384, 640])
+ROWS = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)]  # the interpreter truncates float8
+few = settings(max_examples=12, deadline=None)  # the interpreter is slow
+gpu = pytest.mark.gpu
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def weights(seed: int, inputs: int, outputs: int, how: WeightFormat) -> QuantizedLinear:
+    """Return drawn weights; with drawn zero points where the format has them."""
+    scale_type = torch.float32
+    made = QuantizedLinear(inputs, outputs, how, scale_type=scale_type, device=torch.device(DEVICE))
+    if how.zero_points:
+        generator = torch.Generator().manual_seed(seed)
+        made.weight.copy_(torch.randint(0, 256, made.weight.shape, dtype=torch.uint8, generator=generator))
+        made.scale.copy_(torch.rand(made.scale.shape, generator=generator))
+        assert made.zero is not None
+        made.zero.copy_(torch.randint(0, 16, made.zero.shape, dtype=torch.uint8, generator=generator))
+    else:
+        made.quantize(drawn(seed, outputs, inputs))
+    return made
+
+
+def dense_product(rows: torch.Tensor, made: QuantizedLinear) -> torch.Tensor:
+    return (rows.double() @ made.dequantized().double().T).float()
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+@few
+@given(seed=SEEDS, rows=st.integers(1, 4), width=WIDTHS)
+def test_rows_are_quantised_as_in_pytorch(dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
+    values = drawn(seed, rows, width)
+    values[0] = 0.0
+    found, scale = kernels.quantize(values, dtype)
+    largest = values.abs().amax(1, keepdim=True).clamp_min(1e-12)
+    assert torch.equal(scale, largest / LARGEST[dtype])
+    step = 0.5 if dtype == torch.int8 else 0.0626 * (values / scale).abs().clamp_min(2.0**-6)
+    assert bool(((found.float() - values / scale).abs() <= step).all())
+
+
+@few
+@given(SEEDS, st.integers(1, 3), st.sampled_from([1024, 1100, 2100]))
+def test_long_rows_are_quantised_by_many_programs(seed: int, rows: int, width: int) -> None:
+    values = drawn(seed, rows, width)
+    chunks = torch.nn.functional.pad(values, (0, -width % 1024)).unflatten(1, (-1, 1024)).abs().amax(-1)
+    found = kernels.quantize_chunks(values, chunks, torch.int8)
+    whole, scale = kernels.quantize(values, torch.int8)
+    assert torch.equal(found.values, whole)
+    assert torch.equal(found.scale, scale)
+
+
+@few
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.integers(1, 70))
+def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs: int) -> None:
+    made = weights(seed, inputs, outputs, WeightFormat("int8"))
+    values = quantize_rows(drawn(seed + 1, rows, inputs), torch.int8)
+    sums = (values.values.double() @ made.weight.double().T) * (values.scale * made.scale).double()
+    tiles = Tiles(16, 32, 128, 4, 2)
+    found = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles)
+    torch.testing.assert_close(found.double(), sums, rtol=1e-6, atol=1e-9)
+
+
+@few
+@given(
+    SEEDS, st.integers(1, 2), WIDTHS, st.integers(1, 40), st.sampled_from([32, 64, 128]), st.booleans(), st.booleans()
+)  # fmt: skip
+def test_int4_products_of_a_few_rows(
+    seed: int, rows: int, inputs: int, outputs: int, group: int, zeros: bool, half: bool
+) -> None:
+    """Also of some of the outputs, whose packed weights and scales are views with the strides of all."""
+    made = weights(seed, inputs, outputs, WeightFormat("int4", group, zero_points=zeros))
+    values = drawn(seed + 1, rows, inputs)
+    part = slice(outputs // 2 if half else 0, outputs)
+    weight, scale, zero = made.weight[:, part], made.scale[:, part], None if made.zero is None else made.zero[:, part]
+    expected = dense_product(values, made)[:, part]
+    size = expected.abs().max() + 1
+    fixed = kernels.fixed_point(values, group)
+    found = kernels.vector_int4(fixed, weight, scale, zero, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(2e-4 * size))
+    found = kernels.product_int4(values, weight, scale, zero, group, shared_bytes=1 << 17)
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(1e-5 * size))
+    dense = kernels.dequantize_int4(weight, scale, zero, group, inputs, torch.float32)
+    assert torch.equal(dense, made.dequantized()[part])
+
+
+@few
+@given(SEEDS, st.sampled_from([1e-30, 1.0, 1e4]), st.sampled_from([32, 128]))
+def test_fixed_point_loses_nothing_of_bfloat16_near_the_largest(seed: int, size: float, group: int) -> None:
+    values = (size * drawn(seed, 2, 256)).bfloat16().float()
+    fixed = kernels.fixed_point(values, group)
+    groups = values.unflatten(1, (-1, group))
+    found = (256.0 * fixed.high.float() + fixed.low.float()).unflatten(1, (-1, group)) * fixed.scale[:, :, None]
+    step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 32512
+    assert bool(((found - groups).abs() <= 0.51 * step).all())
+    torch.testing.assert_close(fixed.sum, found.sum(-1), rtol=1e-5, atol=float(step.max()))
+
+
+def test_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
+    """In a separate process, because Triton's interpreter is active in this one."""
+    script = Path(__file__).parent / "compiled_products.py"
+    finished = subprocess.run(
+        [sys.executable, script, json.dumps(SHARED)], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    needed = json.loads(finished.stdout)
+    assert {name.split()[0] for name in needed} == set(map(str, SHARED))
+    assert {name: shared for name, shared in needed.items() if shared > SHARED[int(name.split()[0])]} == {}
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64, 65, 128, 129, 600, 1102])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> None:
+    """Each number of rows has its kernel or library; more outputs than are dequantised at once."""
+    inputs, outputs = 4096, 26_000 if kind == "int4" else 1040
+    made = QuantizedLinear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
+    made.quantize(drawn(0, outputs, inputs))
+    values = drawn(1, rows, inputs).bfloat16()
+    if kind == "int4":
+        found = multiply_int4(values, made.weight, made.scale, made.zero, 128)
+        expected = values.float() @ made.dequantized().T
+    else:
+        quantized = quantize_rows(values, made.weight.dtype)
+        expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale
+        found = multiply(quantized, made)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+
+
+def multiply(rows: QuantizedRows, made: QuantizedLinear) -> torch.Tensor:
+    if made.how.kind == "int8":
+        return multiply_int8(rows, made.weight, made.scale, torch.bfloat16)
+    sums = multiply_fp8(rows, made.weight, made.scale, torch.bfloat16)
+    return sums.values.float() * sums.row_scale * sums.column_scale
+
+
+@gpu
+def test_int4_products_in_bfloat16_with_zero_points() -> None:
+    made = weights(0, 512, 96, WeightFormat("int4", 64, zero_points=True))
+    values = drawn(1, 64, 512).bfloat16()
+    expected = dense_product(values, made)
+    for rows in (1, 16, 64):
+        found = multiply_int4(values[:rows], made.weight, made.scale, made.zero, 64)
+        torch.testing.assert_close(found.float(), expected[:rows], rtol=0.02, atol=float(0.01 * expected.abs().max()))
