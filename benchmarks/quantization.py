@@ -28,9 +28,9 @@ from panscan.bench.verify import Verifier
 from panscan.bench.workload import Item, Source, build_workload, request_of
 from panscan.core import InputError
 from panscan.images.samples import write_samples
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quality.scores import exact_match
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner

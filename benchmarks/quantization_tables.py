@@ -92,8 +92,8 @@ def quantization_27b() -> str:
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
     known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
-        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms", "decode step ms",
-        "requests at once", "record",
+        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms",
+        "decode step ms", "requests at once", "record",
     ]  # fmt: skip
     rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})

@@ -230,8 +230,9 @@ class Settings:
         if size is not None and kind != "int4":
             raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
         if size is not None and size not in GROUP_SIZES:
-            sizes = _or([str(each) for each in GROUP_SIZES])
-            raise SettingError(f"--quantization-group-size takes {sizes}; got {size}")
+            raise SettingError(
+                f"--quantization-group-size takes {_or([str(each) for each in GROUP_SIZES])}; got {size}"
+            )
         if kind is None:
             return
         if kind not in WEIGHT_KINDS:

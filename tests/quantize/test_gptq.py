@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.model.quantized.weights import KINDS, WeightFormat
+from panscan.linear.quantized import KINDS, WeightFormat
 from panscan.quantize.compressed import compressed_parts, linear_of_parts, rounded
 from panscan.quantize.gptq import Hessian, gptq, output_error
 

@@ -14,9 +14,9 @@ from PIL import Image
 
 from panscan.cli.main import run
 from panscan.core import ImageError
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Placement, load_model
-from panscan.model.quantized.outline import decoder_linears
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.model.outline import decoder_linears
 from panscan.quantize.compressed import rounded
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 
-from panscan.model.jit import kernel
+from panscan.linear.jit import kernel
 
 __all__ = ["Sizes", "choose_splits", "decode", "decode_sizes", "prefill", "prefill_sizes"]
 

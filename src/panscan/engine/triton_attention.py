@@ -43,7 +43,7 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":
-        from panscan.model.jit import INTERPRETED
+        from panscan.linear.jit import INTERPRETED
 
         return None if device.type == "cpu" and INTERPRETED else f"the Triton kernels need an NVIDIA GPU, not {device}"
     found = torch.cuda.get_device_capability(device)

@@ -36,14 +36,14 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
+from panscan.linear.quantized import WeightFormat
+from panscan.linear.schemes import StoredScheme
+from panscan.linear.tensors import StoredTensors
 from panscan.model.bundled import bundled_directory
+from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
-from panscan.model.quantized.outline import quantized_outline
-from panscan.model.quantized.schemes import StoredScheme
-from panscan.model.quantized.stored import load_stored, stored_scheme
-from panscan.model.quantized.tensors import StoredTensors
-from panscan.model.quantized.weights import WeightFormat
 from panscan.model.sharding import check_divides, fill_shard, shard_config
+from panscan.model.stored import load_stored, stored_scheme
 
 __all__ = [
     "CheckpointFiles",

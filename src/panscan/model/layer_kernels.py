@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from panscan.model.jit import kernel
-from panscan.model.linear import Product, Rows
-from panscan.model.quantized.kernels import quantize_chunks, rounded
-from panscan.model.quantized.products import LARGEST, QuantizedRows, ScaledSums
+from panscan.linear.jit import kernel
+from panscan.linear.kernels import quantize_chunks, rounded
+from panscan.linear.products import Product, Rows
+from panscan.linear.rows import LARGEST, QuantizedRows, ScaledSums
 
 __all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from panscan.core import ModelError, PanscanWarning
+from panscan.linear.quantized import KINDS, WeightFormat
 from panscan.model.checkpoint import (
     Loaded,
     Placement,
@@ -21,9 +22,8 @@ from panscan.model.checkpoint import (
     load_shard_of,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.outline import fitting_group_size
 from panscan.model.quantization import stored_format
-from panscan.model.quantized.outline import fitting_group_size
-from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
 from panscan.settings import Settings

@@ -13,9 +13,9 @@ from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from panscan.core import ModelError
+from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import load_config, stored_scheme_of
-from panscan.model.quantized.weights import QuantizedLinear
 from panscan.settings import Settings
 
 __all__ = ["base_model_of", "stored_format", "unquantized_settings", "weight_bytes", "weights_name"]

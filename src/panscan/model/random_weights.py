@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import SettingError
+from panscan.linear.quantized import WeightFormat
 from panscan.model.config import gemma3_config, generation_config, processor_for
-from panscan.model.quantized.outline import quantized_outline
-from panscan.model.quantized.weights import WeightFormat
+from panscan.model.outline import quantized_outline
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.tokenizer import tokenizer_for

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from panscan.core import Sampling, UnsupportedError
-from panscan.model.quantized.weights import is_quantized
+from panscan.linear.quantized import is_quantized
 
 __all__ = ["converted_model", "float32_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
 

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.nn import functional
 
 from panscan.core import UnsupportedError
-from panscan.model.quantized.weights import QuantizedLinear
+from panscan.linear.quantized import QuantizedLinear
 
 __all__ = ["ALONE", "Alone", "ProcessRanks", "Ranks", "check_divides", "fill_shard", "shard_config", "shard_of"]
 

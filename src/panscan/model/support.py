@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import torch
 
 from panscan.core import UnsupportedError
+from panscan.linear.quantized import KINDS
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
-from panscan.model.quantized.weights import KINDS
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
 
 __all__ = ["attention_reason", "quantization_reason", "require_supported", "unsupported_reason"]

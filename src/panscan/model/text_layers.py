@@ -1,7 +1,7 @@
 """Gemma 3's decoder, written once for every device: rows of any sequences in, final hidden states and logits out.
 
 The weights are those of a loaded Transformers model; projections of the same input share one product
-(:mod:`panscan.model.linear`). What lies between the products runs in Triton kernels on NVIDIA GPUs
+(:mod:`panscan.linear.products`). What lies between the products runs in Triton kernels on NVIDIA GPUs
 (:mod:`panscan.model.layer_kernels`) and in PyTorch operators elsewhere. Attention and the KV cache are the engine's.
 """
 
@@ -17,8 +17,9 @@ from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.core import UnsupportedError
-from panscan.model.linear import Linear, Product, Rows, SummedLinear, is_plain, linear_of
-from panscan.model.quantized.products import ScaledSums
+from panscan.linear.multiply import apply_scales
+from panscan.linear.products import Linear, Product, Rows, SummedLinear, is_plain, linear_of
+from panscan.linear.rows import ScaledSums
 from panscan.model.sharding import ALONE, Ranks
 
 __all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
@@ -320,7 +321,7 @@ class _TorchOps:
         return rotated
 
     def _dense(self, product: Product) -> torch.Tensor:
-        return product.scaled(self._dtype) if isinstance(product, ScaledSums) else product
+        return apply_scales(product, self._dtype) if isinstance(product, ScaledSums) else product
 
 
 def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:

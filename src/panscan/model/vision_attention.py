@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 
-from panscan.model.jit import INTERPRETED
+from panscan.linear.jit import INTERPRETED
 
 __all__ = ["attend", "supported"]
 

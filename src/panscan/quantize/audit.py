@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from panscan.core import InputError, ModelError
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
+from panscan.model.inventory import Inventory, inventory
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.quantization import base_model_of
-from panscan.model.quantized.inventory import Inventory, inventory
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quantize.documents import load_documents
 from panscan.quantize.measure import MeasuredWeights, Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint

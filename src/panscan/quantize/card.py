@@ -8,7 +8,7 @@ from importlib.metadata import version
 import yaml
 
 import panscan
-from panscan.model.quantized.weights import WeightFormat
+from panscan.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_int4, unpack_int4
+from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4, unpack_int4
 
 __all__ = ["compressed_parts", "linear_of_parts", "quantization_config", "rounded"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_int4
+from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
 
 __all__ = ["Hessian", "gptq", "output_error"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import panscan
 from panscan.bench.workload import Item, Source, Workload, request_of
 from panscan.core import InputError, SettingError
+from panscan.linear.quantized import KINDS, WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.quantized.weights import KINDS, WeightFormat
 from panscan.quantize.card import CardFacts, described_format, model_card
 from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
 from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
@@ -34,7 +34,7 @@ class QuantizeOptions:
     Args:
         settings: checkpoint, device, pan and scan, and how answers are generated.
         out: the new checkpoint's directory.
-        kind: one of :data:`panscan.model.quantized.weights.KINDS`.
+        kind: one of :data:`panscan.linear.quantized.KINDS`.
         group_size: of ``int4``; None: the largest usual one that divides every matrix.
         calibration: documents to calibrate ``int4`` on; without places: round to nearest.
         dataset: labelled questions to measure accuracy on.

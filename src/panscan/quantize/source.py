@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from panscan.core import ModelError, SettingError
+from panscan.linear.quantized import WeightFormat
 from panscan.model.checkpoint import CheckpointFiles, checkpoint_files
-from panscan.model.quantized.weights import WeightFormat
+from panscan.settings import GROUP_SIZES
 
-__all__ = ["GROUP_SIZES", "DenseCheckpoint", "decoder_matrix", "weight_format"]
+__all__ = ["DenseCheckpoint", "decoder_matrix", "weight_format"]
 
-GROUP_SIZES = (128, 64, 32)
 """Group sizes that kernels have, best first."""
 _MATRIX = re.compile(
     r"(?:language_model\.model|model\.language_model|language_model|model)\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+_proj)\.weight"
@@ -161,7 +161,7 @@ def weight_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None
 
     Args:
         checkpoint: to quantise.
-        kind: one of :data:`panscan.model.quantized.weights.KINDS`.
+        kind: one of :data:`panscan.linear.quantized.KINDS`.
         group_size: of ``int4``; None: the largest usual one that divides every matrix.
 
     Raises:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from panscan.core import ModelError, Request
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.machine import resolve_dtype
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
 from panscan.quantize.calibration import Calibration
 from panscan.quantize.compressed import compressed_parts, linear_of_parts, quantization_config, rounded
 from panscan.quantize.gptq import gptq

@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat, pack_int4
+from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
 
 __all__ = [
     "AWQ_ORDER",

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from panscan.model.jit import INTERPRETED, kernel
-from panscan.model.quantized.products import LARGEST, QuantizedRows
+from panscan.linear.jit import INTERPRETED, kernel
+from panscan.linear.rows import LARGEST, QuantizedRows
 
 __all__ = [
     "FixedPoint",
@@ -196,7 +196,7 @@ def vector_int4(
 
     Args:
         rows: inputs, in groups like the weights.
-        weight: packed (:func:`panscan.model.quantized.weights.pack_int4`).
+        weight: packed (:func:`panscan.linear.quantized.pack_int4`).
         scale: ``[groups, outputs]``.
         zero: uint8 ``[groups, outputs]``, or None for 8.
         dtype: of the result.
@@ -224,7 +224,7 @@ def product_int4(
 
     Args:
         rows: contiguous ``[T, inputs]``.
-        weight: packed (:func:`panscan.model.quantized.weights.pack_int4`).
+        weight: packed (:func:`panscan.linear.quantized.pack_int4`).
         scale: ``[groups, outputs]``.
         zero: uint8 ``[groups, outputs]``, or None for 8.
         group_size: input channels per group.
@@ -255,7 +255,7 @@ def dequantize_int4(
     """Return dense values ``[outputs, inputs]``.
 
     Args:
-        weight: packed (:func:`panscan.model.quantized.weights.pack_int4`); may be a slice of the outputs.
+        weight: packed (:func:`panscan.linear.quantized.pack_int4`); may be a slice of the outputs.
         scale: ``[groups, outputs]``, sliced likewise.
         zero: uint8 ``[groups, outputs]``, sliced likewise, or None for 8.
         group_size: input channels per group.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from panscan.model.quantized.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
-from panscan.model.quantized.schemes import check_pattern, field_of, unreadable
-from panscan.model.quantized.tensors import MatrixTensors
-from panscan.model.quantized.weights import QuantizedLinear
+from panscan.linear.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
+from panscan.linear.quantized import QuantizedLinear
+from panscan.linear.schemes import check_pattern, field_of, unreadable
+from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["CompressedTensorsScheme"]
 
@@ -42,7 +42,7 @@ class _Group:
 
 
 class CompressedTensorsScheme:
-    """See :class:`panscan.model.quantized.schemes.StoredScheme`.
+    """See :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.

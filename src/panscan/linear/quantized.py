@@ -17,16 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from panscan.model.quantized.products import (
-    QuantizedRows,
-    ScaledSums,
+from panscan.linear.multiply import (
+    apply_scales,
     has_kernels,
     multiply_fp8,
     multiply_int4,
     multiply_int8,
     quantize_rows,
-    row_type,
 )
+from panscan.linear.rows import QuantizedRows, ScaledSums, row_type
 from panscan.settings import GROUP_SIZES, WEIGHT_KINDS
 
 __all__ = [
@@ -155,7 +154,7 @@ class QuantizedLinear(nn.Module):
         """Return ``[..., outputs]`` in the type of the input."""
         output = self.product(input.reshape(-1, self.in_features), input.dtype)
         if isinstance(output, ScaledSums):
-            output = output.scaled(input.dtype)
+            output = apply_scales(output, input.dtype)
         return output.view(*input.shape[:-1], self.out_features)
 
     def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | ScaledSums:
@@ -172,7 +171,7 @@ class QuantizedLinear(nn.Module):
         if self.how.kind == "int8":
             return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
         sums = multiply_fp8(rows, self.weight, self.scale, dtype)
-        return sums if self.bias is None else self._with_bias(sums.scaled(dtype))
+        return sums if self.bias is None else self._with_bias(apply_scales(sums, dtype))
 
     def _dense_product(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is not None:

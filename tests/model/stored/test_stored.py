@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.quantized.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
+from tests.model.stored.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_outline, load_shard_of
+from panscan.model.inventory import inventory
 from panscan.model.load import load_for
-from panscan.model.quantized.inventory import inventory
-from panscan.model.quantized.stored import stored_scheme
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.model.stored import stored_scheme
 from panscan.settings import Settings
 
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, capl
 def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     directory = str(Checkpoint.read("awq").write(tmp_path))
     assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
-    with pytest.raises(ModelError, match=r"is quantised already \(awq\)"):
+    with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
         load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
     with pytest.raises(ModelError, match=r"is quantised already \(AWQ \(gemm, 4 bits\)\)"):
         load_shard_of(directory, 0, 1, torch.bfloat16, CPU, how=WeightFormat("int8"))

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.settings import GROUP_SIZES
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from panscan.core import UnsupportedError
-from panscan.model.quantized.weights import BLOCK, QuantizedLinear, pack_int4, unpack_int4
+from panscan.linear.quantized import BLOCK, QuantizedLinear, pack_int4, unpack_int4
 
 __all__ = ["part_of"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.core import UnsupportedError
-from panscan.model.quantized.layouts import (
+from panscan.linear.layouts import (
     AWQ_ORDER,
     Int4Values,
     awq_levels,
@@ -21,8 +21,8 @@ from panscan.model.quantized.layouts import (
     order_of,
     unpack_words,
 )
-from panscan.model.quantized.parts import part_of
-from panscan.model.quantized.weights import QuantizedLinear, WeightFormat
+from panscan.linear.parts import part_of
+from panscan.linear.quantized import QuantizedLinear, WeightFormat
 
 SEEDS = st.integers(0, 2**32 - 1)
 

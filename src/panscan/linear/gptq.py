@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from panscan.model.quantized.layouts import (
+from panscan.linear.layouts import (
     Int4Values,
     awq_levels,
     channel_linear,
@@ -23,9 +23,9 @@ from panscan.model.quantized.layouts import (
     int4_linear,
     order_of,
 )
-from panscan.model.quantized.schemes import check_pattern, field_of, names_match, unreadable
-from panscan.model.quantized.tensors import MatrixTensors
-from panscan.model.quantized.weights import QuantizedLinear
+from panscan.linear.quantized import QuantizedLinear
+from panscan.linear.schemes import check_pattern, field_of, names_match, unreadable
+from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["AwqScheme", "GptqScheme"]
 
@@ -52,7 +52,7 @@ class _Packing:
 
 
 class GptqScheme:
-    """See :class:`panscan.model.quantized.schemes.StoredScheme`.
+    """See :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.
@@ -129,7 +129,7 @@ class GptqScheme:
 
 
 class AwqScheme:
-    """See :class:`panscan.model.quantized.schemes.StoredScheme`.
+    """See :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.

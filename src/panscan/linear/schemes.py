@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from panscan.core import UnsupportedError
-from panscan.model.quantized.tensors import MatrixTensors
-from panscan.model.quantized.weights import QuantizedLinear
+from panscan.linear.quantized import QuantizedLinear
+from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unreadable"]
 

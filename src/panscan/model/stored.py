@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from panscan.core import ModelError, UnsupportedError
-from panscan.model.quantized.compressed import CompressedTensorsScheme
-from panscan.model.quantized.gptq import AwqScheme, GptqScheme
-from panscan.model.quantized.outline import build_model, decoder_linears, set_computed_buffers, set_module
-from panscan.model.quantized.parts import part_of
-from panscan.model.quantized.schemes import StoredScheme, unreadable
-from panscan.model.quantized.tensors import MatrixTensors, StoredTensors, key_of, names_of
-from panscan.model.quantized.torchao_tensors import TorchAoScheme
-from panscan.model.quantized.weights import WeightFormat
+from panscan.linear.compressed import CompressedTensorsScheme
+from panscan.linear.gptq import AwqScheme, GptqScheme
+from panscan.linear.parts import part_of
+from panscan.linear.quantized import WeightFormat
+from panscan.linear.schemes import StoredScheme, unreadable
+from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
+from panscan.linear.torchao_tensors import TorchAoScheme
+from panscan.model.outline import build_model, decoder_linears, set_computed_buffers, set_module
 from panscan.model.sharding import shard_config, shard_of
 
 __all__ = ["load_stored", "part_of", "stored_scheme"]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from panscan.model.quantized.layouts import Int4Values, byte_levels, channel_linear, int4_linear
-from panscan.model.quantized.schemes import field_of, names_match, unreadable
-from panscan.model.quantized.tensors import MatrixTensors
-from panscan.model.quantized.weights import QuantizedLinear
+from panscan.linear.layouts import Int4Values, byte_levels, channel_linear, int4_linear
+from panscan.linear.quantized import QuantizedLinear
+from panscan.linear.schemes import field_of, names_match, unreadable
+from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["TorchAoScheme"]
 
@@ -34,7 +34,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TorchAoScheme:
-    """See :class:`panscan.model.quantized.schemes.StoredScheme`.
+    """See :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.

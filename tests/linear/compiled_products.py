@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from panscan.linear import kernels
 from panscan.model import layer_kernels
-from panscan.model.quantized import kernels
 
 ROWS = (1, 32, 64, 128, 512, 2048)
 POINTERS = {

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from panscan.model.quantized.products import QuantizedRows, ScaledSums
-from panscan.model.quantized.weights import QuantizedLinear, fused
+from panscan.linear.multiply import apply_scales
+from panscan.linear.quantized import QuantizedLinear, fused
+from panscan.linear.rows import QuantizedRows, ScaledSums
 
 __all__ = [
     "DenseLinear",
@@ -137,7 +138,7 @@ class SummedLinear:
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
         """See :class:`Linear`."""
         part = self._part.product(rows, dtype)
-        return self._reduce(part.scaled(dtype) if isinstance(part, ScaledSums) else part)
+        return self._reduce(apply_scales(part, dtype) if isinstance(part, ScaledSums) else part)
 
 
 def linear_of(*modules: Any) -> Linear:

@@ -8,61 +8,26 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from panscan.linear.rows import LARGEST, QuantizedRows, ScaledSums
+
 __all__ = [
-    "LARGEST",
-    "QuantizedRows",
-    "ScaledSums",
+    "apply_scales",
     "has_kernels",
     "multiply_fp8",
     "multiply_int4",
     "multiply_int8",
     "quantize_rows",
-    "row_type",
 ]
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest quantised value of a row."""
 _LEAST_SCALE = 1e-12  # of a row of zeros
 _VECTOR_ROWS = 2  # int4: up to so many rows are multiplied without tensor cores
 _FEW_ROWS = 64  # int4: more rows are multiplied with dequantised weights, which cost the same for any number of rows
 _DENSE_BYTES = 192 << 20  # of weights that are dequantised at once
 _ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned parts of the result
-
-
-class QuantizedRows(NamedTuple):
-    """Inputs quantised per row: ``values`` int8 or float8_e4m3fn ``[..., inputs]``, ``scale`` float32 ``[..., 1]``."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-
-
-class ScaledSums(NamedTuple):
-    """A product before its scales are applied, which the next kernel does as it reads it.
-
-    ``values``: contiguous ``[T, outputs]``. ``row_scale``: float32 ``[T, 1]``. ``column_scale``: float32 ``[outputs]``.
-    """
-
-    values: torch.Tensor
-    row_scale: torch.Tensor
-    column_scale: torch.Tensor
-
-    def scaled(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the product ``[T, outputs]`` in ``dtype``, rounded once more."""
-        if not has_kernels(self.values.device):
-            return (self.values.float() * self.row_scale * self.column_scale).to(dtype)
-        from panscan.model.quantized import kernels
-
-        return kernels.scale_sums(*self, dtype)
-
-
-def row_type(kind: str) -> torch.dtype | None:
-    """Return the type of quantised values of 8-bit kinds; None for ``int4``."""
-    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind)
 
 
 def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
@@ -73,7 +38,7 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
         dtype: int8 or float8_e4m3fn.
     """
     if has_kernels(values.device):
-        from panscan.model.quantized import kernels
+        from panscan.linear import kernels
 
         flat = values.reshape(-1, values.shape[-1]).contiguous()
         quantized, scales = kernels.quantize(flat, dtype)
@@ -94,7 +59,7 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
         dtype: of the result.
     """
     if has_kernels(weight.device):
-        from panscan.model.quantized import kernels
+        from panscan.linear import kernels
 
         shared, tma = _gpu(weight.device)
         tiles = kernels.int8_tiles(len(rows.values), shared, tma=tma)
@@ -131,12 +96,12 @@ def multiply_int4(
 
     Args:
         rows: ``[T, inputs]``.
-        weight: packed (:func:`panscan.model.quantized.weights.pack_int4`).
+        weight: packed (:func:`panscan.linear.quantized.pack_int4`).
         scale: ``[groups, outputs]``.
         zero: uint8 ``[groups, outputs]``, or None for 8.
         group_size: input channels per group.
     """
-    from panscan.model.quantized import kernels
+    from panscan.linear import kernels
 
     rows = rows.contiguous()
     if len(rows) <= _VECTOR_ROWS:
@@ -155,6 +120,15 @@ def multiply_int4(
         dense = kernels.dequantize_int4(weight[:, part], scale[:, part], zeros, group_size, inputs, rows.dtype)
         torch.mm(rows, dense.T, out=product[:, part])
     return product
+
+
+def apply_scales(sums: ScaledSums, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scaled product ``[T, outputs]`` in ``dtype``, rounded once more."""
+    if not has_kernels(sums.values.device):
+        return (sums.values.float() * sums.row_scale * sums.column_scale).to(dtype)
+    from panscan.linear import kernels
+
+    return kernels.scale_sums(*sums, dtype)
 
 
 @cache

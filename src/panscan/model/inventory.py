@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from panscan.core import ModelError
+from panscan.linear.schemes import StoredScheme
+from panscan.linear.tensors import StoredTensors, names_of
 from panscan.model.checkpoint import open_stored, stored_scheme_of
-from panscan.model.quantized.schemes import StoredScheme
-from panscan.model.quantized.tensors import StoredTensors, names_of
 
 __all__ = ["Inventory", "Part", "TensorFacts", "inventory"]
 
