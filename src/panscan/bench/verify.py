@@ -35,9 +35,9 @@ from panscan.bench.truth import (
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
-from panscan.model.checkpoint import Loaded
+from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
-from panscan.model.quantization import stored_format, unquantized_settings
+from panscan.model.quantization import unquantized_settings
 from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
 from panscan.records.schema import Record

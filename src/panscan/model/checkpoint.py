@@ -61,6 +61,7 @@ __all__ = [
     "load_reader",
     "load_shard_of",
     "open_stored",
+    "stored_format",
     "stored_scheme_of",
 ]
 
@@ -368,6 +369,22 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
         if not all(file.endswith(".safetensors") for file in files):
             raise ModelError(f"--model {name}: {_PICKLED}")
         return StoredTensors(Path(cached_file(source, file, revision=revision)) for file in files)
+
+
+def stored_format(model: str, revision: str | None = None) -> str | None:
+    """Return how a checkpoint's configuration says that it is quantised, in words; None if it is not.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or its configuration is damaged.
+        UnsupportedError: its format cannot be read.
+    """
+    if (scheme := stored_scheme_of(model, revision)) is not None:
+        return scheme.name
+    stored = getattr(load_config(model, revision), "quantization_config", None)  # of bitsandbytes
+    if stored is None:
+        return None
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return str(getattr(method, "value", method))
 
 
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:

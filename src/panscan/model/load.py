@@ -20,10 +20,10 @@ from panscan.model.checkpoint import (
     load_random_outline,
     load_random_shard,
     load_shard_of,
+    stored_format,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.outline import fitting_group_size
-from panscan.model.quantization import stored_format
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
 from panscan.settings import Settings

@@ -15,10 +15,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from panscan.core import ModelError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import BUNDLED
-from panscan.model.checkpoint import load_config, stored_scheme_of
+from panscan.model.checkpoint import stored_format
 from panscan.settings import Settings
 
-__all__ = ["base_model_of", "stored_format", "unquantized_settings", "weight_bytes", "weights_name"]
+__all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_name"]
 
 _CARD = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -37,22 +37,6 @@ def unquantized_settings(settings: Settings) -> Settings:
     if settings.random_weights or stored_format(settings.model, settings.revision) is None:
         return plain
     return replace(plain, model=base_model_of(settings.model, settings.revision), revision=None)
-
-
-def stored_format(model: str, revision: str | None = None) -> str | None:
-    """Return how a checkpoint's configuration says that it is quantised, in words; None if it is not.
-
-    Raises:
-        ModelError: the checkpoint cannot be had, or its configuration is damaged.
-        UnsupportedError: its format cannot be read.
-    """
-    if (scheme := stored_scheme_of(model, revision)) is not None:
-        return scheme.name
-    stored = getattr(load_config(model, revision), "quantization_config", None)  # of bitsandbytes
-    if stored is None:
-        return None
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    return str(getattr(method, "value", method))
 
 
 def weights_name(model: Any) -> str | None:
