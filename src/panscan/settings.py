@@ -230,9 +230,8 @@ class Settings:
         if size is not None and kind != "int4":
             raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
         if size is not None and size not in GROUP_SIZES:
-            raise SettingError(
-                f"--quantization-group-size takes {_or([str(each) for each in GROUP_SIZES])}; got {size}"
-            )
+            sizes = _or([str(each) for each in GROUP_SIZES])
+            raise SettingError(f"--quantization-group-size takes {sizes}; got {size}")
         if kind is None:
             return
         if kind not in WEIGHT_KINDS:

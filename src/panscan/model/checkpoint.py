@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,6 +28,7 @@ from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme
 from panscan.linear.tensors import StoredTensors
 from panscan.model.bundled import bundled_directory
+from panscan.model.hub_errors import PICKLED, explained, quiet_transformers
 from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -68,11 +57,6 @@ __all__ = [
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # left out, Transformers would ask on the terminal
-_NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of Transformers
-_PICKLED = (
-    "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"
-    " pytorch_model.bin, can run code and are not loaded)"
-)
 _COMPANIONS = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
@@ -148,12 +132,12 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
         ModelError: it cannot be had, is not a Gemma 3, or is not in safetensors files.
     """
     source = _source(name)
-    with _explained(name):
+    with explained(name):
         _config(name, source, revision)
         config = json.loads(Path(cached_file(source, CONFIG_NAME, revision=revision)).read_text("utf-8"))
         named = _weight_files(source, revision)
         if not all(file.endswith(".safetensors") for file in named.values()):
-            raise ModelError(f"--model {name}: {_PICKLED}")
+            raise ModelError(f"--model {name}: {PICKLED}")
         paths = {
             file: Path(cached_file(source, file, revision=revision))
             for file in sorted({*named.values()} or {SAFE_WEIGHTS_NAME})
@@ -200,7 +184,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
     source = _source(name)
-    with _explained(name):
+    with explained(name):
         return _config(name, source, revision)
 
 
@@ -211,7 +195,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
     source = _source(name)
-    with _explained(name):
+    with explained(name):
         config = _config(name, source, revision)
         if config.model_type == TEXT_MODEL:
             reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE), config)
@@ -347,9 +331,9 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     source = _source(name)
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
-    with _explained(name), _quiet_transformers():
+    with explained(name), quiet_transformers():
         if not all(file.endswith(".safetensors") for file in _weight_files(source, revision).values()):
-            raise ModelError(f"--model {name}: {_PICKLED}")
+            raise ModelError(f"--model {name}: {PICKLED}")
         options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
         model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
@@ -364,10 +348,10 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
         ModelError: it cannot be had, or is not in safetensors files.
     """
     source = _source(name)
-    with _explained(name):
+    with explained(name):
         files = sorted({*_weight_files(source, revision).values()} or {SAFE_WEIGHTS_NAME})
         if not all(file.endswith(".safetensors") for file in files):
-            raise ModelError(f"--model {name}: {_PICKLED}")
+            raise ModelError(f"--model {name}: {PICKLED}")
         return StoredTensors(Path(cached_file(source, file, revision=revision)) for file in files)
 
 
@@ -395,10 +379,26 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
         UnsupportedError: the format cannot be read.
     """
     source = _source(name)
-    with _explained(name):
+    with explained(name):
         _config(name, source, revision)  # another model is refused as such, whatever its quantisation
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         return stored_scheme(stored, name)
+
+
+def stored_format(name: str, revision: str | None = None) -> str | None:
+    """Return how a checkpoint's configuration says that it is quantised, in words; None if it is not.
+
+    Raises:
+        ModelError: the checkpoint cannot be had, or its configuration is damaged.
+        UnsupportedError: its format cannot be read.
+    """
+    if (scheme := stored_scheme_of(name, revision)) is not None:
+        return scheme.name
+    stored = getattr(load_config(name, revision), "quantization_config", None)  # of bitsandbytes
+    if stored is None:
+        return None
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return str(getattr(method, "value", method))
 
 
 def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> ModelError:
@@ -431,7 +431,7 @@ def _load_stored(
     """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
     source = _source(name)
     reader = load_reader(name, revision)
-    with _explained(name):
+    with explained(name):
         config = _unquantized(_config(name, source, revision))
         check_divides(config, size)
         with open_stored(name, revision) as tensors:
@@ -469,7 +469,7 @@ def load_outline(
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     scheme = None if embedding else stored_scheme_of(name, revision)
-    with _explained(name):
+    with explained(name):
         config = _config(name, source, revision)
         with torch.device("meta"):
             model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)
@@ -578,54 +578,6 @@ def _kernel_in(stored: Any) -> str | None:
         if (found := _kernel_in(value)) is not None:
             return found
     return None
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns what the hub, the files and Transformers raise into one line that says what to do."""
-    try:
-        yield
-    except ImportError as error:
-        raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
-    except (OSError, ValueError, SafetensorError, HFValidationError) as error:
-        raise ModelError(f"--model {name}: {_advice(name, error)}") from error
-
-
-def _advice(name: str, error: BaseException) -> str:
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    text = " ".join(str(link) for link in chain)
-    if any(isinstance(link, GatedRepoError) for link in chain):
-        return (
-            f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
-            " 'hf auth login' (or set HF_TOKEN)"
-        )
-    if any(isinstance(link, RevisionNotFoundError) for link in chain):
-        return "there is no such --revision"
-    if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
-        return "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
-    if _NO_SAFETENSORS.search(text):
-        return _PICKLED
-    if "trust_remote_code" in text:
-        return "it requires custom code (trust_remote_code), which panscan does not run"
-    if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
-        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
-    if "connect" in text.lower():
-        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
-    return " ".join(str(error).split())[:300]
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Missing weights are our own error: Transformers' table of them would only push it off the screen."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _max_memory(text: str) -> dict[int | str, str]:

@@ -1,0 +1,76 @@
+"""What the hub, files and Transformers raise while a checkpoint is read, as one line that says what to do."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError
+
+from panscan.core import ModelError, UnsupportedError
+
+__all__ = ["PICKLED", "explained", "quiet_transformers"]
+
+PICKLED = (
+    "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"
+    " pytorch_model.bin, can run code and are not loaded)"
+)
+_NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of Transformers
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn what the hub, the files and Transformers raise into one line that says what to do."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
+    except (OSError, ValueError, SafetensorError, HFValidationError) as error:
+        raise ModelError(f"--model {name}: {_advice(name, error)}") from error
+
+
+def _advice(name: str, error: BaseException) -> str:
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    text = " ".join(str(link) for link in chain)
+    if any(isinstance(link, GatedRepoError) for link in chain):
+        return (
+            f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
+            " 'hf auth login' (or set HF_TOKEN)"
+        )
+    if any(isinstance(link, RevisionNotFoundError) for link in chain):
+        return "there is no such --revision"
+    if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
+        return "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
+    if _NO_SAFETENSORS.search(text):
+        return PICKLED
+    if "trust_remote_code" in text:
+        return "it requires custom code (trust_remote_code), which panscan does not run"
+    if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
+        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    if "connect" in text.lower():
+        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Missing weights are our own error: Transformers' table of them would only push it off the screen."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
