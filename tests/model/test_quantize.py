@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from panscan.model.quantized.weights import QuantizedLinear
 from tests.conftest import noise
 from torch import nn
 
 from panscan import GenerateRunner
 from panscan.core import ModelError, UnsupportedError
+from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import bundled_directory
 from panscan.model.load import load_for, quantization_config, weight_format
 from panscan.model.machine import is_out_of_memory
@@ -65,13 +65,8 @@ def test_groups_divide_the_model(settings: Settings, size: int) -> None:
 
 
 def test_groups_that_do_not_divide_a_model_are_refused_before_it_is_loaded() -> None:
-<<<<<<< HEAD
-    settings = Settings(model="mini", quantization="int4", quantization_group_size=128)
-    with pytest.raises(UnsupportedError, match=r"-size 128: groups of 128 do not divide \d+ .*; use 64 or 32$"):
-=======
     settings = Settings(random_weights=True, model_shape="mini", quantization="int4", quantization_group_size=128)
     with pytest.raises(UnsupportedError, match=r"-size 128: groups of 128 do not divide 576 .*; use 64 or 32$"):
->>>>>>> main
         load_for(settings)
 
 

@@ -355,22 +355,6 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
         return StoredTensors(Path(cached_file(source, file, revision=revision)) for file in files)
 
 
-def stored_format(model: str, revision: str | None = None) -> str | None:
-    """Return how a checkpoint's configuration says that it is quantised, in words; None if it is not.
-
-    Raises:
-        ModelError: the checkpoint cannot be had, or its configuration is damaged.
-        UnsupportedError: its format cannot be read.
-    """
-    if (scheme := stored_scheme_of(model, revision)) is not None:
-        return scheme.name
-    stored = getattr(load_config(model, revision), "quantization_config", None)  # of bitsandbytes
-    if stored is None:
-        return None
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    return str(getattr(method, "value", method))
-
-
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
     """Return how a checkpoint's matrices are quantised; None if they are not, or in a format that Transformers loads.
 
