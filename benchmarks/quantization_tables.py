@@ -92,8 +92,8 @@ def quantization_27b() -> str:
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
     known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
-        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "TTFT ms", "end to end ms", "decode step ms",
-        "requests at once", "record",
+        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms",
+        "decode step ms", "requests at once", "record",
     ]  # fmt: skip
     rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})
@@ -127,12 +127,15 @@ def _w1_rows(name: str, record: dict[str, Any]) -> list[list[str]]:
 def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: str) -> list[str]:
     settings = record["settings"]
     kind, size = settings.get("quantization") or "bf16", settings.get("quantization_group_size")
+    gpus = settings.get("tensor_parallel_size", 1)
+    throughput = statistics.median(turn["requests_per_s"] for turn in measured["throughput"])
     row = [
         f"int4, groups of {size or 128}" if kind == "int4" else kind,
-        str(settings.get("tensor_parallel_size", 1)),
+        str(gpus),
         limit,
         f"{record['model']['weight_bytes'] / 1e9:.1f}",
-        f"{statistics.median(turn['requests_per_s'] for turn in measured['throughput']):.2f}",
+        f"{throughput:.2f}",
+        f"{throughput / gpus:.2f}",
     ]
     if "alone" in measured:
         ttft, e2e = (statistics.median(measured["alone"][each]["all"]) for each in ("ttft_ms", "e2e_ms"))
