@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from panscan.linear import kernels
 from panscan.model import layer_kernels
 
-ROWS = (1, 32, 64, 128, 512, 2048)
+ROWS = (1, 128, 512, 2048)
 POINTERS = {
     **dict.fromkeys(("gate_up", "hidden", "k_cache", "normed", "out", "part", "product", "qkv", "query"), "*bf16"),
     **dict.fromkeys(("total", "v_cache", "cos", "sin", "q_weight", "k_weight"), "*bf16"),
@@ -66,28 +66,21 @@ def products(capability: int, most: int) -> Iterator[tuple[str, int]]:
                 kernels._product_int8, capability, int8, constants, num_warps=tiles.warps, num_stages=tiles.stages
             ),
         )
-    for zero in (False, True):
-        constants = {"group": 32, "has_zero": zero}
+    words = {"high": "*i32", "low": "*i32", "w": "*i32", "scale": "*bf16"}
+    dense = {"x": "*bf16", "w": "*u8", "scale": "*bf16"}
+    for rows, group, zero in ((16, 32, True), (64, 128, False)):
+        constants = {"group": group, "has_zero": zero}
         vector = {"block_n": 16, "side": 4, "interpreted": False, **constants}
-        words = {"high": "*i32", "low": "*i32", "w": "*i32", "scale": "*bf16"}
-        yield f"int4 vector {zero}", compiled(kernels._vector_int4, capability, words, vector, num_warps=1)
-        dense = {"x": "*bf16", "w": "*u8", "scale": "*bf16"}
-        for rows in (16, 64):
-            few = {"block_m": rows, "block_n": 64, "slice_k": 32, **constants}
-            few |= {"group": 128, "slice_k": 128} if zero else {}
-            yield (
-                f"int4 {rows} {zero}",
-                compiled(
-                    kernels._product_int4,
-                    capability,
-                    dense,
-                    few,
-                    num_warps=4,
-                    num_stages=kernels.int4_stages(rows, most),
-                ),
-            )
-        whole = {"block_n": 16, "slice_k": 32, **constants}
-        yield f"int4 dense {zero}", compiled(kernels._dequantize_int4, capability, dense, whole, num_warps=4)
+        yield f"int4 vector {group}", compiled(kernels._vector_int4, capability, words, vector, num_warps=1)
+        tile = {"block_m": rows, "block_n": 64, "slice_k": group, **constants}
+        yield (
+            f"int4 {rows}",
+            compiled(
+                kernels._product_int4, capability, dense, tile, num_warps=4, num_stages=kernels.int4_stages(rows, most)
+            ),
+        )
+        whole = {"block_n": 16, "slice_k": group, **constants}
+        yield f"int4 dense {group}", compiled(kernels._dequantize_int4, capability, dense, whole, num_warps=4)
 
 
 def layers(capability: int) -> Iterator[tuple[str, int]]:

@@ -198,7 +198,7 @@ def vector_int4(
         rows: inputs, in groups like the weights.
         weight: packed (:func:`panscan.linear.quantized.pack_int4`).
         scale: ``[groups, outputs]``.
-        zero: uint8 ``[groups, outputs]``, or None for 8.
+        zero: ``[groups, outputs]`` of any type, or None for 8.
         dtype: of the result.
     """
     blocks, outputs, _ = weight.shape
@@ -226,7 +226,7 @@ def product_int4(
         rows: contiguous ``[T, inputs]``.
         weight: packed (:func:`panscan.linear.quantized.pack_int4`).
         scale: ``[groups, outputs]``.
-        zero: uint8 ``[groups, outputs]``, or None for 8.
+        zero: ``[groups, outputs]`` of any type, or None for 8.
         group_size: input channels per group.
         shared_bytes: shared memory that one program may have.
     """
@@ -257,7 +257,7 @@ def dequantize_int4(
     Args:
         weight: packed (:func:`panscan.linear.quantized.pack_int4`); may be a slice of the outputs.
         scale: ``[groups, outputs]``, sliced likewise.
-        zero: uint8 ``[groups, outputs]``, sliced likewise, or None for 8.
+        zero: ``[groups, outputs]`` of any type, sliced likewise, or None for 8.
         group_size: input channels per group.
         inputs: input channels.
         dtype: of the result.
@@ -463,7 +463,8 @@ def _product_int4(
             place = (at // group) * scale_row + n
             inside = there & (at < inputs)
             if has_zero:
-                level = level - tl.load(zero + place, mask=inside, other=0).to(right.dtype)[:, None]
+                lowest = tl.load(zero + place, mask=inside, other=0).to(tl.float32)  # may lie between two levels
+                level = (level.to(tl.float32) - lowest[:, None]).to(right.dtype)
             else:
                 level = level - 8.0
             factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
