@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
+from panscan.linear.products import Rows
+from panscan.linear.rows import QuantizedRows, ScaledSums
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
 
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # one unit in the last place, and a little
@@ -138,3 +140,76 @@ def test_rotation_and_caches(
     assert torch.equal(caches[1][slots], v)
     others = torch.ones(9, dtype=torch.bool).to(DEVICE).index_fill(0, slots, False)
     assert all(bool(cache[others].isnan().all()) for cache in caches)
+
+
+def scaled_sums(product: torch.Tensor, seed: int) -> ScaledSums:
+    """Return the product with drawn scales still to be applied; powers of two, so that applying them is exact."""
+    rows, columns = product.shape
+    generator = torch.Generator().manual_seed(seed)
+    row_scale = 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator).to(DEVICE)
+    column_scale = 2.0 ** torch.randint(-3, 4, (columns,), generator=generator).to(DEVICE)
+    return ScaledSums((product.float() / row_scale / column_scale).to(product.dtype), row_scale, column_scale)
+
+
+@many
+@given(rows=st.integers(1, 5), width=WIDTHS, seed=SEEDS)
+def test_norms_take_products_with_scales_and_quantise_their_result(rows: int, width: int, seed: int) -> None:
+    hidden, part, weight = drawn(seed, rows, width), drawn(seed + 1, rows, width), drawn(seed + 2, width)
+    total, normed = add_rms_norms(hidden, part, weight, weight, EPS)
+    assert isinstance(normed, torch.Tensor)
+    sums = scaled_sums(part, seed)
+    found, quantized = add_rms_norms(hidden, sums, weight, weight, EPS, torch.int8)
+    assert torch.equal(found, total)
+    assert_rows(quantized, normed)
+    assert_rows(rms_norm(hidden, weight, EPS, torch.int8), rms_norm_of(weight)(hidden))
+
+
+@many
+@given(rows=st.integers(1, 3), width=st.sampled_from([24, 1024, 2100]), seed=SEEDS)
+def test_gelu_takes_products_with_scales_and_quantises_its_result(rows: int, width: int, seed: int) -> None:
+    gate_up = drawn(seed, rows, 2 * width)
+    expected = gelu_product(gate_up)
+    assert isinstance(expected, torch.Tensor)
+    assert_rows(gelu_product(scaled_sums(gate_up, seed), torch.float32, torch.int8), expected)
+
+
+@many
+@given(rows=st.integers(1, 4), heads=st.integers(1, 5), kv_heads=st.integers(1, 3), seed=SEEDS)
+def test_rotation_takes_products_with_scales(rows: int, heads: int, kv_heads: int, seed: int) -> None:
+    size = 16
+    qkv = drawn(seed, rows, (heads + 2 * kv_heads) * size)
+    q_weight, k_weight, cos, sin = (drawn(seed + at, *shape) for at, shape in
+                                    enumerate([(size,), (size,), (rows, size), (rows, size)], 1))  # fmt: skip
+    slots = torch.arange(rows, device=DEVICE)
+    caches = [torch.zeros(2, rows, kv_heads, size, device=DEVICE) for _ in range(2)]
+    found = [
+        rotate_and_store(given, q_weight, k_weight, EPS, cos, sin, slots, *cache, heads)
+        for given, cache in zip((qkv, scaled_sums(qkv, seed)), caches, strict=True)
+    ]
+    assert_near(found[1], found[0])
+    assert_near(caches[1], caches[0])
+
+
+@pytest.mark.gpu
+def test_a_float8_cache_holds_the_nearest_values() -> None:
+    """Triton's interpreter truncates float8. Values that float8 does not hold become its largest."""
+    rows, heads, kv_heads, size = 7, 4, 2, 64
+    qkv = (100 * drawn(0, rows, (heads + 2 * kv_heads) * size)).bfloat16()
+    weight, cos, sin = drawn(1, size).bfloat16(), drawn(2, rows, size).bfloat16(), drawn(3, rows, size).bfloat16()
+    slots = torch.arange(rows, device=DEVICE)
+    wide = torch.zeros(2, rows, kv_heads, size, device=DEVICE, dtype=torch.bfloat16)
+    short = wide.to(torch.float8_e4m3fn)
+    for caches in (wide, short):
+        rotate_and_store(qkv, weight, weight, EPS, cos, sin, slots, *caches, heads)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    assert bool((wide[1].abs() > largest).any())
+    assert torch.equal(short.float(), wide.clamp(-largest, largest).to(torch.float8_e4m3fn).float())
+
+
+def assert_rows(found: Rows, dense: torch.Tensor) -> None:
+    """Rows are quantised to within a rounding of the dense values, by their largest."""
+    assert isinstance(found, QuantizedRows)
+    assert found.values.dtype == torch.int8
+    largest = dense.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    torch.testing.assert_close(found.scale, largest / 127, rtol=1e-5, atol=0)
+    assert bool(((found.values * found.scale - dense).abs() <= 0.501 * largest / 127).all())

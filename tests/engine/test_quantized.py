@@ -1,0 +1,75 @@
+"""The engine with quantised weights and a float8 KV cache: the answers of ``generate()``, and of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.engine.driving import Reference, questions
+
+from panscan import GenerateRunner, Request
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+from panscan.runners.factory import open_runner
+from panscan.settings import Settings
+
+gpu = pytest.mark.gpu
+ANSWERED = [request for request in questions() if request.images and not request.sampling.ignore_eos]
+"""Questions about a page that end with their answer: there the trained model is sure of itself."""
+
+
+def answers(settings: Settings, asked: Sequence[Request] = ANSWERED) -> list[list[int]]:
+    runner = open_runner(settings)
+    try:
+        return [result.token_ids for result in runner.run(asked)]
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_engine_has_the_tokens_of_generate(kind: str) -> None:
+    """Continued answers too: an int4 product is that of generate()'s dequantised weights, an int8 product exact."""
+    generate = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", quantization=kind)
+    expected = Reference(generate, questions())
+    with Engine(generate.loaded, EngineOptions(kv_cache_gb=0.2)) as engine:
+        found = engine.generate(questions())
+    assert [result.token_ids for result in found] == [expected(each).token_ids for each in questions()]
+
+
+def test_keys_and_values_in_float8_take_a_quarter_of_the_memory_and_keep_the_answers(
+    mini: GenerateRunner, mini_reference: Reference
+) -> None:
+    blocks = []
+    for kind in ("auto", "fp8"):
+        with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.1, kv_cache_dtype=kind)) as engine:
+            blocks.append(engine.stats().kv_blocks)
+            results = engine.generate(ANSWERED)
+        assert [result.token_ids for result in results] == [mini_reference(each).token_ids for each in ANSWERED]
+    assert [after / before for before, after in zip(*blocks, strict=True)] == pytest.approx([4, 4], rel=0.05)
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_reference: Reference) -> None:
+    """With captured graphs and fused kernels, alone (few rows) and together."""
+    if torch.cuda.get_device_capability() < (8, 9) and "fp8" in (kind, kv):
+        pytest.skip("float8 needs compute capability 8.9")
+    settings = Settings(
+        runner="engine", model="mini", dtype="bf16", quantization=kind, kv_cache_gb=0.2, kv_cache_dtype=kv
+    )  # fmt: skip
+    expected = [mini_reference(each).token_ids for each in ANSWERED]
+    assert answers(settings) == expected
+    assert answers(settings, ANSWERED[:1]) == expected[:1]
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_quantised_ranks_keep_the_answers(kind: str, mini_reference: Reference) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings = Settings(
+        runner="engine", model="mini", dtype="bf16", quantization=kind, kv_cache_gb=0.2, tensor_parallel_size=2
+    )  # fmt: skip
+    assert answers(settings) == [mini_reference(each).token_ids for each in ANSWERED]
