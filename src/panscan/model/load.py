@@ -124,7 +124,8 @@ def _check_unquantized(settings: Settings) -> None:
 def weight_format(settings: Settings) -> WeightFormat | None:
     """Return the format of weights that ``--quantization`` quantises on load; None for others.
 
-    Without ``--quantization-group-size``, groups have 128 input channels, or fewer where 128 does not divide a matrix.
+    Without ``--quantization-group-size``, groups have 128 input channels, or fewer where 128 does not divide a matrix,
+    or a rank's part of one.
 
     Raises:
         ModelError: the checkpoint cannot be had.
@@ -136,11 +137,13 @@ def weight_format(settings: Settings) -> WeightFormat | None:
         return WeightFormat(settings.quantization)
     if settings.model_shape is not None:
         text = SHAPES[settings.model_shape].text
-        widths = text.hidden, text.intermediate, text.heads * text.head_size
+        hidden, split = text.hidden, (text.intermediate, text.heads * text.head_size)
     else:
         config = load_config(settings.model, settings.revision).get_text_config()
-        widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
-    return WeightFormat("int4", fitting_group_size(settings.quantization_group_size, *widths))
+        hidden, split = config.hidden_size, (config.intermediate_size, config.num_attention_heads * config.head_dim)
+    ranks = settings.tensor_parallel_size
+    parts = (width // ranks for width in split if width % ranks == 0)  # others are refused with a better reason
+    return WeightFormat("int4", fitting_group_size(settings.quantization_group_size, hidden, *split, *parts))
 
 
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
