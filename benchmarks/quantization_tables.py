@@ -38,8 +38,8 @@ def quantization_mini() -> str:
     facts = record["environment"]
     return (
         f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
-        f" (seed {record['seed']}), paired by question; float32 but for the bf16 row. KL: mean divergence in nats from"
-        f" the float32 truth of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
+        f" (seed {record['seed']}), paired by question; float32 except for the bf16 row. KL: mean divergence in nats"
+        f" from the float32 truth of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
         f" {base['verdict']['image']['positions']:,} image positions. {facts['cpu']}, torch"
         f" {facts['packages']['torch']}, transformers {facts['packages']['transformers']}."
         f" Record: `benchmarks/records/quantization-mini.json`. Command: `{record['command']}`"
@@ -80,9 +80,9 @@ def quantization_products() -> str:
         for each in found["times"]
     ]  # fmt: skip
     return (
-        f"{table(['rows', 'float32 ms', 'int8 ms', 'int8 is faster'], rows)}\n\nOne product of {found['inputs']:,} x"
-        f" {found['outputs']:,} weights (the 4B shape's MLP) with the quantisation of its inputs, medians, both in"
-        f" turn; {facts['cpu']}, {found['threads']} threads, torch {facts['packages']['torch']}."
+        f"{table(['rows', 'float32 ms', 'int8 ms', 'int8 speedup'], rows)}\n\nOne product of {found['inputs']:,} x"
+        f" {found['outputs']:,} weights (the 4B shape's MLP) including input quantisation; medians of"
+        f" alternating runs; {facts['cpu']}, {found['threads']} threads, torch {facts['packages']['torch']}."
         " Record: `benchmarks/records/quantization-mini.json`."
     )
 
@@ -93,7 +93,7 @@ def quantization_27b() -> str:
     known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
         "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms",
-        "decode step ms", "requests at once", "record",
+        "decode step ms", "concurrent requests", "record",
     ]  # fmt: skip
     rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})

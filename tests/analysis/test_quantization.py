@@ -60,7 +60,7 @@ def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_se
 def test_a_run_without_quantised_cells_has_no_price() -> None:
     run = synthetic.run_of()
     assert price_table(run, measured_rows(run)) is None
-    assert "Price of quantisation" not in to_markdown(run)
+    assert "Quantisation trade-offs" not in to_markdown(run)
 
 
 def test_every_report_has_the_same_table(run: Run) -> None:

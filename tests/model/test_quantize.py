@@ -129,7 +129,7 @@ def test_the_base_of_a_quantised_checkpoint_is_that_of_its_card(stored: Path, ca
         ("---\nbase_model: [\n---\n", "names no base_model"),
         ("---\nbase_model: owner/absent-model\n---\n", "owner/absent-model is not on this machine; download it, or"),
         ("---\nbase_model: ../escape\n---\n", "../escape is not on this machine"),
-        ("---\nbase_model: .\n---\n", "base_model . is quantised, too; bring the truth of the unquantised model with"),
+        ("---\nbase_model: .\n---\n", "base_model . is also quantised; use --reference with the truth of the"),
     ],
 )
 def test_a_base_that_cannot_be_had_is_refused_with_a_fix(stored: Path, card: str | None, message: str) -> None:

@@ -112,9 +112,9 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
         ([], "--quantization is missing"),
         (["--quantization", "int4", "--quantization-group-size", "48"], "use 128 or 64 or 32"),
         (["--quantization", "int8", "--quantization-group-size", "64"], "is for int4"),
-        (["--quantization", "int4", "-p", "What?"], "--calibration documents, which are missing"),
+        (["--quantization", "int4", "-p", "What?"], "--prompt requires calibration documents"),
         (["--quantization", "int4", "--calibration", "empty"], "no readable image"),
-        (["--quantization", "int4", "--model", "mini"], "--model goes with --audit"),
+        (["--quantization", "int4", "--model", "mini"], "--model requires --audit"),
         (["--quantization", "int4", "--audit", "mini"], "writes nothing"),
     ],
 )

@@ -16,23 +16,23 @@ _KINDS = ("quantization", "quantization_group_size")
 _WEIGHTS = (*_KINDS, "model", "revision")
 _NO_BASE = "no unquantised cell"
 NOTE = (
-    "Quantised weights are compared with the unquantised model: KL is the mean divergence of next-token distributions "
-    "from its float32 truth. More than rounding makes a cell different, which is expected. Such a cell is recommended "
-    "only if a labelled dataset shows no measurable loss, or if --allow-different names it."
+    "KL is the mean divergence of next-token distributions from the float32 truth of the unquantised model. Quantised "
+    "cells are usually different, because they deviate by more than rounding noise. Such a cell is recommended only if "
+    "a labelled dataset shows no measurable loss, or if --allow-different names it."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What quantised weights cost and save in one cell.
+    """Cost and savings of quantised weights in one cell.
 
     Args:
         row: the measured cell.
-        weights: what its weights are quantised in; empty for an unquantised cell.
-        weight_bytes: stored weights; None without a record of the load.
-        base: the unquantised cell with otherwise the same settings; None for an unquantised cell, and without one.
+        weights: weight format, such as ``int4, groups of 128``; empty for an unquantised cell.
+        weight_bytes: size of the stored weights; None if the load was not recorded.
+        base: unquantised cell with otherwise identical settings; None if there is none, and for unquantised cells.
         quality: accuracy; None without accepted answers.
-        difference: accuracy less the base's, paired by question; None without a base or accepted answers.
+        difference: accuracy minus that of the base, paired by question; None without a base or accepted answers.
     """
 
     row: MeasuredCell
@@ -74,7 +74,7 @@ class PriceTable:
 
 
 def is_quantized(run: Run, cell: str) -> bool:
-    """Whether a cell computed with quantised weights, as its settings or the record of its load say."""
+    """Return whether a cell ran with quantised weights, according to its settings or load record."""
     return bool(run.cells[cell].get("quantization") or run.loads.get(cell, {}).get("weights"))
 
 

@@ -58,7 +58,7 @@ _ANY = ""
 _UNWATCHED = {"generate_batch": "generate_batch() offers no place to look at its logits"}
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
 _SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
-_BRING = "bring their truth, made of the same unquantised model in this --dtype, with --reference"
+_BRING = "use --reference with a truth of the unquantised model in this --dtype"
 _OTHER_WEIGHTS = "vLLM draws random weights of its own: compare it on a checkpoint"
 
 
@@ -150,7 +150,7 @@ class Verifier:
             return
         try:
             plain = unquantized_settings(settings)
-            self.say(f"loading {plain.model_name} unquantised, for the truth")
+            self.say(f"loading {plain.model_name} unquantised to compute the truth")
             runner = open_runner(plain)
         except Exception as error:  # whatever it is, cells go without a verdict, not the run without cells
             self._missing[_identity(settings), _ANY] = _reason(error, "loading the unquantised weights")
@@ -533,7 +533,7 @@ def _precision(settings: Settings) -> str:
 
 
 def _same_model(name: str, settings: Settings) -> bool:
-    """Whether a truth with this model's name may be that of a cell; any may be of a checkpoint without a known base."""
+    """Return whether a truth of this model applies to a cell; any truth does if the base model is unknown."""
     plain = _unquantized(settings)
     return name == plain.model_name or _is_quantized(plain)
 

@@ -52,8 +52,8 @@ Examples
   panscan quantize --audit someone/gemma-3-4b-it-awq --model google/gemma-3-4b-it
 
 The checkpoint is in the compressed-tensors layout, which Transformers, vLLM and panscan load. With --calibration, int4
-weights are fitted to your documents (GPTQ); int8 and fp8 need none. An interrupted job continues from OUT.partial when
-it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See docs/quantize.md.
+weights are calibrated on your documents (GPTQ); int8 and fp8 need no calibration. Repeat an interrupted command to
+resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See docs/quantize.md.
 """
 
 
@@ -73,7 +73,7 @@ it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See
 @click.option(
     "--num-samples", type=_COUNT, default=128, show_default=True, help="Maximum number of calibration prompts."
 )
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the draw of calibration prompts.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Random seed for sampling calibration prompts.")
 @click.option("--dataset", metavar="FILE|DIR", help="Labelled questions to measure accuracy on.")
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Measure the result against the dense model."
@@ -86,7 +86,7 @@ it is repeated. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See
 @axis_options(_AXES)
 @common_options
 def command(**options: Any) -> int:
-    """Write MODEL with quantised decoder layers to OUT, measured against the dense model."""
+    """Write a quantised checkpoint of MODEL to OUT, and compare it with the dense model."""
     from panscan.model.runtime import quiet_libraries
 
     show_warnings(errors())
@@ -101,9 +101,9 @@ def _quantize(options: dict[str, Any]) -> int:
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 
     if options["base"] is None or options["output"] is None:
-        raise SettingError("quantize takes two arguments, MODEL and OUT (or --audit CHECKPOINT)")
+        raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
     if options["reference"] is not None:
-        raise SettingError("--model goes with --audit; the checkpoint to quantise is the first argument")
+        raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
     settings = Settings(model=options["base"], **_axes_of(options))
@@ -116,7 +116,7 @@ def _quantize(options: dict[str, Any]) -> int:
     )  # fmt: skip
     if calibration.places and chosen.kind != "int4":
         errors().print(
-            f"--calibration changes no {chosen.kind} weights: the documents are used for the measurement only",
+            f"--calibration: {chosen.kind} needs no calibration; the documents are only used to measure the result",
             soft_wrap=True,
         )
     with _progress() as step:
@@ -135,10 +135,10 @@ def _audit(options: dict[str, Any]) -> int:
 
     for name in ("base", "output", "quantization", "quantization_group_size"):
         if options[name] is not None:
-            raise SettingError(f"--audit takes a checkpoint and no {name.upper()}: it writes nothing")
+            raise SettingError(f"--audit writes nothing: leave out {name.upper()}")
     for name in ("calibration", "prompts"):
         if options[name]:
-            raise SettingError(f"--{name.removesuffix('s')} does not go with --audit: use --dataset")
+            raise SettingError(f"--{name.removesuffix('s')} is not supported with --audit: use --dataset")
     settings = Settings(model=options["audit"], **_axes_of(options))
     with _progress() as step:
         found = audit(
@@ -151,7 +151,7 @@ def _audit(options: dict[str, Any]) -> int:
 
 
 def _axes_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among the options. The format of new weights is none: it is not that of the loaded model."""
+    """Return the settings, without ``--quantization``, which applies to the new checkpoint only."""
     return given_values({name: options[name] for name in _AXES})
 
 
@@ -161,9 +161,9 @@ def _report_problem(problem: Exception) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function to call with a stage, the steps of it that are done, and all.
+    """Yield a progress callback that takes a stage, its finished steps and its total steps.
 
-    Without a terminal it prints a line now and then.
+    Without a terminal, it prints a line every few seconds.
     """
     console = errors()
     columns = (

@@ -42,7 +42,7 @@ class _Group:
 
 
 class CompressedTensorsScheme:
-    """See :class:`panscan.linear.schemes.StoredScheme`.
+    """The compressed-tensors format, as a :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.

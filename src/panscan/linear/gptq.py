@@ -52,7 +52,7 @@ class _Packing:
 
 
 class GptqScheme:
-    """See :class:`panscan.linear.schemes.StoredScheme`.
+    """The GPTQ formats, as a :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.
@@ -129,7 +129,7 @@ class GptqScheme:
 
 
 class AwqScheme:
-    """See :class:`panscan.linear.schemes.StoredScheme`.
+    """The AWQ format, as a :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.

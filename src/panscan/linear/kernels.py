@@ -121,9 +121,9 @@ def int8_tiles(rows: int, shared_bytes: int, *, tma: bool) -> Tiles:
     """Return tile sizes for a number of rows, measured on an H200; stages are limited by the shared memory.
 
     Args:
-        rows: of the input.
-        shared_bytes: shared memory that one program may have.
-        tma: whether the GPU has a copy engine (compute capability 9.0 and later).
+        rows: number of input rows.
+        shared_bytes: shared memory per program.
+        tma: whether the GPU has a Tensor Memory Accelerator (compute capability 9.0 or later).
     """
     few = {16: Tiles(16, 32, 256, 2, 6), 32: Tiles(32, 32, 256, 2, 5), 64: Tiles(64, 32, 256, 4, 4)}
     most = next((most for most in few if rows <= most), None)

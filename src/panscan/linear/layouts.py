@@ -1,7 +1,6 @@
-"""How published formats arrange the values of a quantised matrix, and their conversion to :class:`QuantizedLinear`.
+"""Value layouts of published formats, and their conversion to :class:`QuantizedLinear`.
 
-Every function returns levels as uint8 ``[outputs, inputs]``: 4-bit ones in [0, 15], with 8 for a weight of 0 where
-a format has no zero points.
+Levels are uint8 ``[outputs, inputs]``. 4-bit levels are in [0, 15]; without zero points, level 8 is a weight of 0.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def gptq_zeros(qzeros: torch.Tensor, bits: int, *, minus_one: bool) -> torch.Ten
 
     Args:
         qzeros: int32 ``[groups, outputs * bits / 32]``.
-        bits: per value.
-        minus_one: they are stored less 1 (format ``gptq``; ``gptq_v2`` stores them unchanged). The packed words were
-            subtracted from as integers, so a zero point of 0 borrows from its neighbour; adding to whole words
-            restores both.
+        bits: bits per value.
+        minus_one: whether the file stores zero points minus 1 (``gptq``; ``gptq_v2`` stores them unchanged). Writers
+            subtract from whole words, so a zero point of 0 borrows from its neighbour; adding to whole words restores
+            both.
     """
     if minus_one:
         ones = sum(1 << shift for shift in range(0, 32, bits))

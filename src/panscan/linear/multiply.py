@@ -23,11 +23,11 @@ __all__ = [
     "quantize_rows",
 ]
 
-_LEAST_SCALE = 1e-12  # of a row of zeros
-_VECTOR_ROWS = 2  # int4: up to so many rows are multiplied without tensor cores
-_FEW_ROWS = 64  # int4: more rows are multiplied with dequantised weights, which cost the same for any number of rows
-_DENSE_BYTES = 192 << 20  # of weights that are dequantised at once
-_ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned parts of the result
+_LEAST_SCALE = 1e-12  # lower bound, for all-zero rows
+_VECTOR_ROWS = 2  # int4: up to this many rows, products do not use tensor cores
+_FEW_ROWS = 64  # int4: more rows use dequantised weights, whose cost does not depend on the number of rows
+_DENSE_BYTES = 192 << 20  # maximum size of weights that are dequantised at once
+_ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned slices of the result
 
 
 def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:

@@ -23,12 +23,12 @@ def part_of(linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "
         linear: the whole matrix.
         rank: which part, from 0.
         size: number of ranks.
-        by: ``rows`` splits output channels; ``columns`` splits input channels, whose products are partial sums: the
-            first rank alone has the bias, the others zeros.
+        by: ``rows`` splits output channels. ``columns`` splits input channels, so products are partial sums: only the
+            first rank keeps the bias, the others have zeros.
 
     Raises:
-        UnsupportedError: the channels cannot be split: the ranks do not divide them, groups cannot be cut, or input
-            channels are stored in another order.
+        UnsupportedError: the number of ranks does not divide the channels, a group cannot be cut, or the input channels
+            are reordered.
     """
     if size == 1:
         return linear
@@ -69,7 +69,7 @@ def _columns(linear: QuantizedLinear, share: slice, rank: int, size: int) -> Qua
 
 
 def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> QuantizedLinear:
-    """Split at a border of groups; a group that the border cuts becomes several of the same scale."""
+    """Return a slice of the input channels. Groups that the split cuts become smaller groups with the same scale."""
     if linear.order is not None:
         raise UnsupportedError(
             f"--tensor-parallel-size {size}: the checkpoint's input channels are reordered (act-order), which cannot be"
@@ -79,8 +79,8 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
     group = gcd(linear.how.group_size, inputs)
     if group % 32:
         raise UnsupportedError(
-            f"--tensor-parallel-size {size} cuts groups of {linear.how.group_size} input channels into {group}; parts"
-            " of groups must be multiples of 32"
+            f"--tensor-parallel-size {size} cuts groups of {linear.how.group_size} input channels into {group};"
+            " use a smaller size, so that parts of groups are multiples of 32"
         )
     part = _like(linear, inputs, linear.out_features, group)
     if share.start % BLOCK == 0 and inputs % BLOCK == 0:

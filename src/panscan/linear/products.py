@@ -178,7 +178,7 @@ def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
-    """Whether quantised modules can be one product: each channel order needs the input in its own order."""
+    """Return whether quantised modules can share a product; reordered channels need separate inputs."""
     if len(modules) == 1:
         return True
     kinds = {(part.how, part.in_features, part.bias is None, part.scale.dtype, part.weight.device) for part in modules}

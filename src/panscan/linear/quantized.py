@@ -49,14 +49,14 @@ _LEAST_SCALE = 1e-12  # of a group of zeros
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a matrix is quantised.
+    """Quantisation format of a matrix.
 
     Args:
         kind: one of :data:`KINDS`.
-        group_size: input channels that share a scale, 128, 64 or 32; ``int4`` alone.
-        zero_points: whether groups have zero points of their own; ``int4`` alone.
-        ordered: whether input channels are stored in another order (GPTQ's ``desc_act``); ``int4`` alone.
-        quantizes_inputs: whether products quantise their inputs too. False: weights only.
+        group_size: input channels that share a scale: 128, 64 or 32; ``int4`` only.
+        zero_points: whether each group has a zero point; ``int4`` only.
+        ordered: whether input channels are reordered (GPTQ's ``desc_act``); ``int4`` only.
+        quantizes_inputs: whether products also quantise their inputs; False: weights only.
     """
 
     kind: str
@@ -84,13 +84,13 @@ class QuantizedLinear(nn.Module):
     Args:
         in_features: input channels.
         out_features: output channels.
-        how: the weights' format.
+        how: format of the weights.
         bias: ``[outputs]`` or None.
-        scale_type: of ``int4`` scales.
-        device: of the buffers, whose values are arbitrary until :meth:`quantize` or a loader sets them.
+        scale_type: type of ``int4`` scales.
+        device: device of the buffers, which are uninitialised until :meth:`quantize` or a loader sets them.
 
     Raises:
-        ValueError: the group size does not divide the inputs, or is no size that the kernels take.
+        ValueError: the group size does not divide the inputs, or the kernels do not support it.
     """
 
     weight: torch.Tensor
@@ -158,11 +158,11 @@ class QuantizedLinear(nn.Module):
         return output.view(*input.shape[:-1], self.out_features)
 
     def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | ScaledSums:
-        """Return the product of rows in ``dtype``; before its scales are applied where that is faster.
+        """Return the product of rows in ``dtype``, or :class:`ScaledSums` where applying scales later is faster.
 
         Args:
-            input: ``[T, inputs]`` in ``dtype``, or quantised in the format's own type of rows.
-            dtype: of the model.
+            input: ``[T, inputs]`` in ``dtype``, or quantised to the type :attr:`WeightFormat.rows`.
+            dtype: type of the model.
         """
         if self.how.rows is None:
             assert isinstance(input, torch.Tensor)  # formats of weights alone name no type of rows

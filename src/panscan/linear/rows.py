@@ -20,7 +20,7 @@ class QuantizedRows(NamedTuple):
 
 
 class ScaledSums(NamedTuple):
-    """A product before its scales are applied, which the next kernel does as it reads it.
+    """Product with pending scales, which the next kernel applies as it reads the sums.
 
     ``values``: contiguous ``[T, outputs]``. ``row_scale``: float32 ``[T, 1]``. ``column_scale``: float32 ``[outputs]``.
     """

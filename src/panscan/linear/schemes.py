@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about its quantised matrices: shared by the formats."""
+"""Interface and helpers that the formats of quantised checkpoints share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READABLE = (
 
 
 class StoredScheme(Protocol):
-    """How a checkpoint's configuration says that its matrices are quantised."""
+    """Quantisation format of a checkpoint, as described by its configuration."""
 
     @property
     def name(self) -> str:
@@ -34,19 +34,19 @@ class StoredScheme(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Leaf names of tensors of which every quantised module has one."""
+        """Leaf names that identify quantised modules: each module has at least one of these tensors."""
         ...
 
     @property
     def covers_all(self) -> bool:
-        """Whether the configuration decides about matrices outside the decoder layers too; False: the tensors do."""
+        """Whether the configuration also covers matrices outside the decoder layers; False: their tensors decide."""
         ...
 
     def quantizes(self, names: Sequence[str]) -> bool:
-        """Return whether the configuration says that the matrix with these names (aliases) is quantised.
+        """Return whether a matrix, given by all its aliases, is quantised according to the configuration.
 
         Raises:
-            UnsupportedError: in a way that cannot be read.
+            UnsupportedError: the matrix has an unsupported format.
         """
         ...
 
@@ -58,8 +58,8 @@ class StoredScheme(Protocol):
         """Return the matrix with these names.
 
         Raises:
-            ValueError: the tensors do not agree with the configuration, or are damaged.
-            UnsupportedError: they are stored in a way that cannot be read.
+            ValueError: the tensors contradict the configuration, or are damaged.
+            UnsupportedError: the tensors have an unsupported format.
         """
         ...
 
@@ -67,7 +67,7 @@ class StoredScheme(Protocol):
 def unreadable(what: str) -> UnsupportedError:
     """Return the error for a quantisation that cannot be read."""
     return UnsupportedError(
-        f"the checkpoint's weights are quantised as {what}, which panscan cannot read: use {_READABLE}"
+        f"the checkpoint's weights are quantised as {what}, which panscan does not support: use {_READABLE}"
     )
 
 
@@ -99,7 +99,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether a matrix is among modules left unquantised, named by a part or the beginning of their paths."""
+    """Return whether a matrix is excluded, by part of its path or by a pattern that matches from its start."""
     return any(part in name or _begins(part, name) for part in excluded for name in names)
 
 

@@ -50,7 +50,7 @@ def _aliases(key: str) -> tuple[str, ...]:
 
 
 class StoredTensors:
-    """All tensors of a checkpoint, read when asked for. Closed by the end of its ``with`` block.
+    """Tensors of a checkpoint, read on demand. Use as a context manager, which closes the files.
 
     Args:
         files: safetensors files.
@@ -65,7 +65,7 @@ class StoredTensors:
         self._tensors: dict[str, tuple[Any, str]] = {}
         self._modules: dict[str, dict[str, str]] = {}
         self.metadata: dict[str, str] = {}
-        """Metadata of all files by key: Transformers writes names of another layout there than those of the tensors."""
+        """Metadata of all files by key, because Transformers writes it with names of another layout."""
         for path in files:
             file: Any = safe_open(path, "pt")
             self._files.append(file)
@@ -83,7 +83,7 @@ class StoredTensors:
     def _add(self, name: str, file: Any) -> None:
         key = key_of(name)
         if (other := self._tensors.get(key)) is not None:
-            raise ValueError(f"the tensors {other[1]} and {name} mean the same parameter")
+            raise ValueError(f"the tensors {other[1]} and {name} refer to the same parameter")
         self._tensors[key] = (file, name)
         module, _, leaf = key.rpartition(".")
         self._modules.setdefault(module, {})[leaf] = name
@@ -190,12 +190,12 @@ class MatrixTensors:
         """Read a tensor.
 
         Args:
-            leaf: its name inside the module.
-            shapes: those allowed; none: any.
-            types: those allowed.
+            leaf: name of the tensor inside the module.
+            shapes: allowed shapes; without any, all are allowed.
+            types: allowed types.
 
         Raises:
-            ValueError: there is none, or it has another shape or type.
+            ValueError: the tensor is missing, or has another shape or type.
         """
         self._require(leaf)
         self.taken.add(leaf)

@@ -1,7 +1,7 @@
 """Checkpoints that torchao quantised, saved by Transformers in safetensors files.
 
-Each file's metadata says of which class a weight is; the class's tensors are stored beside each other, such as
-``_weight_qdata`` and ``_weight_scale``. They are read without torchao.
+The metadata of each file names the class of every weight, which is stored as several tensors, such as
+``_weight_qdata`` and ``_weight_scale``. Reading them does not require torchao.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TorchAoScheme:
-    """See :class:`panscan.linear.schemes.StoredScheme`.
+    """The torchao formats, as a :class:`panscan.linear.schemes.StoredScheme`.
 
     Args:
         config: ``quantization_config`` of config.json.

@@ -356,11 +356,11 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
 
 
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
-    """Return how a checkpoint's matrices are quantised; None if they are not, or in a format that Transformers loads.
+    """Return the quantisation format of a checkpoint; None if it is unquantised, or if Transformers loads the format.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
-        UnsupportedError: the format cannot be read.
+        ModelError: the checkpoint is not available.
+        UnsupportedError: the format is not supported.
     """
     source = _source(name)
     with explained(name):
@@ -370,11 +370,11 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
 
 
 def stored_format(name: str, revision: str | None = None) -> str | None:
-    """Return how a checkpoint's configuration says that it is quantised, in words; None if it is not.
+    """Return the name of a checkpoint's quantisation format; None if it is unquantised.
 
     Raises:
-        ModelError: the checkpoint cannot be had, or its configuration is damaged.
-        UnsupportedError: its format cannot be read.
+        ModelError: the checkpoint is not available, or its configuration is damaged.
+        UnsupportedError: the format is not supported.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         return scheme.name

@@ -66,7 +66,7 @@ def _advice(name: str, error: BaseException) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Missing weights are our own error: Transformers' table of them would only push it off the screen."""
+    """Silence Transformers' warnings, whose table of missing weights would push our own error off the screen."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -45,10 +45,10 @@ class Inventory:
     """The tensors of a checkpoint.
 
     Args:
-        format: how its matrices are quantised, such as ``compressed-tensors pack-quantized``; None: they are not, or in
-            a format that Transformers loads.
+        format: quantisation format, such as ``compressed-tensors pack-quantized``; None if unquantised, or if
+            Transformers loads the format.
         notes: differences between the computation that the checkpoint describes and ours.
-        tensors: in the order of their names.
+        tensors: tensors sorted by name.
     """
 
     format: str | None

@@ -22,7 +22,7 @@ __all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_nam
 
 _CARD = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
-_FIX = "bring the truth of the unquantised model with --reference"
+_FIX = "use --reference with the truth of the unquantised model"
 
 
 def unquantized_settings(settings: Settings) -> Settings:
@@ -82,7 +82,7 @@ def base_model_of(model: str, revision: str | None = None) -> str:
     if found is None:
         raise ModelError(f"--model {model}: its base_model {named} is not on this machine; download it, or {_FIX}")
     if stored_format(found) is not None:
-        raise ModelError(f"--model {model}: its base_model {named} is quantised, too; {_FIX}")
+        raise ModelError(f"--model {model}: its base_model {named} is also quantised; {_FIX}")
     return found
 
 
@@ -109,8 +109,11 @@ def _named_base(model: str, revision: str | None) -> str | None:
 
 
 def _on_this_machine(named: str, checkpoint: Path) -> str | None:
-    """Return what loads a model without a download: a bundled name, a directory (relative ones are also looked up
-    beside the checkpoint), or a hub id whose weights are cached."""
+    """Return a name or path that loads the model without a download; None if there is none.
+
+    Candidates are bundled models, directories (relative ones also inside the checkpoint's directory) and hub ids whose
+    weights are cached.
+    """
     if named in BUNDLED:
         return named
     for directory in (Path(named).expanduser(), checkpoint / named):

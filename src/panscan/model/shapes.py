@@ -192,10 +192,10 @@ class Shape:
 
         Args:
             context: tokens of each request.
-            batch: requests.
-            bytes_per_weight: of weights that are not quantised.
-            bytes_per_value: of a key or value.
-            bytes_per_quantized: of weights of layers' matrices; None if they are not quantised.
+            batch: number of requests.
+            bytes_per_weight: bytes per unquantised weight.
+            bytes_per_value: bytes per element of a key or value.
+            bytes_per_quantized: bytes per weight of the layers' matrices; None if they are not quantised.
         """
         matrices = self.text.layers * self.text.layer_matrices()
         weights = self.text.parameters() * bytes_per_weight

@@ -81,21 +81,21 @@ def load_stored(
     name: str, config: Any, scheme: StoredScheme, tensors: StoredTensors, dtype: torch.dtype, device: torch.device,
     rank: int = 0, size: int = 1,
 ) -> Any:  # fmt: skip
-    """Return a model, or one rank's part of it, filled with a checkpoint's tensors.
+    """Load a model, or one rank's part of it, from the tensors of a checkpoint.
 
     Args:
-        name: of the checkpoint, for messages.
-        config: of the whole model.
-        scheme: how its matrices are quantised.
-        tensors: the checkpoint's.
-        dtype: of everything that is not quantised.
-        device: of the model.
+        name: name of the checkpoint, for messages.
+        config: configuration of the whole model.
+        scheme: quantisation format of the checkpoint.
+        tensors: tensors of the checkpoint.
+        dtype: type of unquantised parameters.
+        device: device of the model.
         rank: which part, from 0.
         size: number of ranks.
 
     Raises:
-        ModelError: configuration and tensors do not agree, or tensors are damaged or missing.
-        UnsupportedError: a matrix is stored in a way that cannot be read, or cannot be split.
+        ModelError: configuration and tensors disagree, or tensors are damaged or missing.
+        UnsupportedError: a matrix has an unsupported format, or cannot be split.
     """
     loading = _Loading(config, scheme, tensors, dtype, device, rank, size)
     try:
@@ -217,7 +217,7 @@ class _Loading:
         for key, name in self._left.items():
             if key in allowed or key.rpartition(".")[2] in _UNUSED:
                 continue
-            raise ValueError(f"the tensor {name} has no place in the model or in the quantisation of config.json")
+            raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
 
 
 def _check_device(how: WeightFormat, device: torch.device) -> None:
@@ -226,7 +226,7 @@ def _check_device(how: WeightFormat, device: torch.device) -> None:
         return
     if (found := torch.cuda.get_device_capability(device)) < (8, 9):
         raise UnsupportedError(
-            f"products in fp8 need compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}: use an int8"
+            f"fp8 products need compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}: use an int8"
             " (W8A8) or int4 checkpoint, or --quantization int8 on the unquantised model"
         )
 
@@ -251,7 +251,7 @@ def _quantization_of(config: Mapping[str, Any]) -> Any:
 def _described(method: str, config: Mapping[str, Any]) -> str:
     """Return the name of an unknown format, for messages."""
     if not method:
-        return "config.json does not say (quantization_config without quant_method)"
+        return "an unknown format (quantization_config in config.json has no quant_method)"
     if method == "fp8" and config.get("weight_block_size"):
         return f"block fp8 (blocks of {config['weight_block_size']})"
     return repr(method)[1:40].rstrip("'")

@@ -260,9 +260,9 @@ def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
 
 
 class _Ops(Protocol):
-    """What lies between the products. All tensors have rows ``[T, ...]``.
+    """Operators between the products. All tensors have rows ``[T, ...]``.
 
-    Where ``rows`` is a type, the result is the next product's input, and may be quantised to that type.
+    If ``rows`` is not None, the result is the input of the next product and may be quantised to that type.
     """
 
     def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows: ...
@@ -325,7 +325,7 @@ class _TorchOps:
 
 
 def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """Write keys or values to their slots; beyond what float8 holds, its largest."""
+    """Write keys or values to their slots, saturated to the range of a float8 cache."""
     if cache.dtype == torch.float8_e4m3fn:
         most = torch.finfo(cache.dtype).max
         stored = values.clamp(-most, most).to(cache.dtype)

@@ -1,8 +1,8 @@
-"""What a quantised checkpoint holds, and whether its answers can be used.
+"""Audit of a quantised checkpoint: its contents, and whether its answers are usable.
 
-AWQ moves scales from a matrix into the norm before it. Gemma computes ``1 + w`` of a norm weight ``w``; a tool that
-divides ``w`` instead of ``1 + w`` writes a checkpoint that loads and answers garbage. With the dense checkpoint at hand
-this can be told from a correct move: norm factor times column norm of the matrix must stay the same.
+AWQ folds scales of a matrix into the norm before it. Gemma multiplies by ``1 + w`` for a norm weight ``w``; a tool that
+divides ``w`` instead of ``1 + w`` writes a checkpoint that loads but answers garbage. A comparison with the dense
+checkpoint detects this: folding must not change the norm factor times the column norm of the matrix.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _PARTS = ("decoder", "vision", "projector", "embedding", "head", "other")
 _NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))
 _MOVED = 0.1  # relative change of a column's effect that rounding does not explain
 _GARBAGE_TOP1 = 0.5
-_GARBAGE_SHARE = 0.25  # of the reference's right answers
-_LEAST = 0.05  # of that share, below which a few questions decide
-_FEW = 3  # answers, to judge by their repetition
-_ENOUGH = 10  # answers, to judge without a reference
+_GARBAGE_SHARE = 0.25  # of the reference's share of correct answers
+_LEAST = 0.05  # minimum of the resulting threshold; below it, a few questions would decide
+_FEW = 3  # minimum number of answers to judge repetition
+_ENOUGH = 10  # minimum number of answers to judge without a reference
 
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """What to audit.
+    """Options of an audit.
 
     Args:
-        settings: the checkpoint as ``model``, device, pan and scan, and how answers are generated.
+        settings: checkpoint (``model``), device, pan and scan, and generation settings.
         base: the dense checkpoint; None: the one that the model card names, if it is on this machine.
         dataset: labelled questions; None: those of the bundled sample documents.
         verify: whether to run the checkpoint.
@@ -67,13 +67,13 @@ class PartSummary:
 
 @dataclass(slots=True)
 class Audit:
-    """What was found.
+    """Result of an audit.
 
     Args:
-        name: of the checkpoint.
-        format: in words.
-        parts: of the model.
-        remarks: sentences.
+        name: name of the checkpoint.
+        format: description of the quantisation format.
+        parts: summary of each part of the model.
+        remarks: findings, one sentence each.
         measurement: None if the checkpoint was not run.
         garbage: why its answers are garbage, with the likely cause; None if they are not.
         judged: whether its answers could be judged.
@@ -89,16 +89,16 @@ class Audit:
 
 
 def audit(options: AuditOptions, on_step: Steps, on_problem: Callable[[InputError], None]) -> Audit:
-    """Describe a quantised checkpoint, and judge its answers.
+    """Inspect a quantised checkpoint and judge its answers.
 
     Args:
-        options: checked.
-        on_step: called with a stage, the steps of it that are done, and all.
+        options: validated options.
+        on_step: called with a stage, its finished steps and its total steps.
         on_problem: called for each document that cannot be read.
 
     Raises:
-        ModelError: the checkpoint or the base cannot be had.
-        UnsupportedError: a format that panscan cannot read.
+        ModelError: the checkpoint or the base is not available.
+        UnsupportedError: the quantisation format is not supported.
     """
     settings = options.settings
     name = settings.model
@@ -146,24 +146,24 @@ def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> s
     """Return why a checkpoint's answers are garbage; None if they are not.
 
     Args:
-        row: what was measured of the checkpoint.
-        reference: of the dense weights; None: they are not at hand.
+        row: measurement of the checkpoint.
+        reference: measurement of the dense weights; None if they are not available.
     """
     if "overflow" in str((row.figures or {}).get("reason", "")):
         return f"hidden states overflow: {(row.figures or {})['reason']}"
     if row.top1 is not None and row.top1 < _GARBAGE_TOP1:
-        return f"only {100 * row.top1:.0f}% of the most probable tokens are the dense model's"
+        return f"only {100 * row.top1:.0f}% of the most probable tokens match the dense model"
     usual = reference.contains if reference is not None else None
     if row.contains is not None and usual is not None and row.contains < _GARBAGE_SHARE * usual >= _LEAST:
-        return f"{100 * row.contains:.0f}% of the answers are right, the dense model's: {100 * usual:.0f}%"
+        return f"{100 * row.contains:.0f}% of the answers are correct; dense model: {100 * usual:.0f}%"
     if (
         row.answers >= _FEW
         and row.repetitive >= _GARBAGE_TOP1
         and (reference is None or reference.repetitive < row.repetitive / 2)
     ):
-        return f"{100 * row.repetitive:.0f}% of the answers repeat a few tokens without end"
+        return f"{100 * row.repetitive:.0f}% of the answers endlessly repeat a few tokens"
     if reference is None and row.contains == 0.0 and row.answers >= _ENOUGH:
-        return f"none of {row.answers} answers is right"
+        return f"none of {row.answers} answers is correct"
     return None
 
 
@@ -175,7 +175,7 @@ def _base(options: AuditOptions, found: Audit) -> DenseCheckpoint | None:
         named = base_model_of(options.settings.model, options.settings.revision)
     except ModelError as error:
         reason = str(error).removeprefix(f"--model {options.settings.model}: ").partition(";")[0]
-        found.remarks.append(f"No reference: {reason}. Give --model BASE for a comparison.")
+        found.remarks.append(f"No reference: {reason}. Pass --model BASE to compare with the dense model.")
         return None
     return DenseCheckpoint(named)
 
@@ -203,7 +203,7 @@ def _described(how: WeightFormat) -> str:
         inputs = "inputs quantised per token" if how.quantizes_inputs else "weights only"
         return f"{how.kind}, 8 bits, one scale per output channel, symmetric, {inputs}"
     zeros = "with zero points" if how.zero_points else "symmetric"
-    order = "channels in order of activations (act order)" if how.ordered else "channels in their own order"
+    order = "channels reordered by activation (act-order)" if how.ordered else "channels in original order"
     return f"int4, 4 bits, groups of {how.group_size}, {zeros}, {order}, weights only"
 
 
@@ -216,7 +216,7 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]
     layers = getattr(loaded.model.model, "language_model", loaded.model.model).layers
     if len(layers) != len(base.layers):
         raise ModelError(
-            f"--model {base.name} has {len(base.layers)} layers, {found.name} {len(layers)}: another model"
+            f"--model {base.name} has {len(base.layers)} layers, {found.name} {len(layers)}: use its base model"
         )
     changed, wrong = 0, []
     for number, layer in enumerate(layers):
@@ -234,7 +234,7 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]
             if float((effect.abs() - 1).abs().median()) > _MOVED:
                 wrong.append(f"{number}.{norm}")
     if changed:
-        how = f"in {len(wrong)} of them the matrices do not make up for it" if wrong else "the matrices make up for it"
+        how = f"in {len(wrong)} of them the matrices do not compensate" if wrong else "the matrices compensate for it"
         found.remarks.append(f"{changed} norms differ from those of {base.name}; {how}.")
     return wrong
 

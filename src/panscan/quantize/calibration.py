@@ -1,9 +1,9 @@
-"""Calibration, decoder layer by decoder layer: what flows into each matrix while a model reads documents.
+"""Layer-by-layer calibration: statistics of the inputs of each decoder matrix over calibration prompts.
 
-Prompts are prepared as for an answer, with the views of pan and scan and their image tokens. The model's own forward
-pass makes masks and positions; its decoder layers are replaced meanwhile, so it computes only their common arguments.
-Then each layer runs over all prompts on its own, with the layers before it quantised, and leaves the device again. In
-memory are one layer on the device and the hidden states of all prompts on the host.
+Prompts are prepared as for inference, with pan-and-scan views and image tokens. The model's own forward pass computes
+masks and positions once; stand-ins for the decoder layers record the arguments that all layers share. Each layer then
+runs over all prompts, after the layers before it have been quantised. The device holds one layer at a time, and the
+host holds the hidden states of all prompts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Calibration:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """Place a layer on the device, and drop its weights at the end of the block. Layers come in their order."""
+        """Move a layer to the device, and drop its weights at the end of the block. Call in layer order."""
         assert number == self._at  # the states are those before this layer
         layer: nn.Module = self._decoder.layers[number].to(self._device)
         yield layer

@@ -108,8 +108,8 @@ def _row(row: MeasuredWeights) -> tuple[str, ...]:
 
 def _measured(found: Measurement | None) -> list[str]:
     if found is None:
-        return ["## Measured", "", "Nothing was measured."]
-    lines = ["## Measured", "", f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS)]
+        return ["## Evaluation", "", "Not evaluated."]
+    lines = ["## Evaluation", "", f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS)]
     lines += [f"| {' | '.join(row)} |" for row in table_rows(found)]
     lines += ["", *notes(found)]
     return lines
@@ -119,7 +119,7 @@ def notes(found: Measurement) -> list[str]:
     """Return what a reader of the table needs to know, one sentence a line."""
     lines = [
         "KL: Kullback-Leibler divergence from the float32 reference of the dense weights, in nats per token.",
-        "Top-1: share of positions with a clear choice at which the most probable token is the reference's.",
+        "Top-1: share of positions with a clear choice where the most probable token matches the reference.",
     ]
     if found.metric is not None:
         title = accuracy_title(found.metric)

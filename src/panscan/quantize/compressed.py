@@ -72,9 +72,9 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
 
 @torch.no_grad()
 def rounded(values: torch.Tensor, how: WeightFormat) -> QuantizedLinear:
-    """Return a dense matrix ``[outputs, inputs]`` rounded to nearest, with scales of its type.
+    """Quantise a dense matrix ``[outputs, inputs]`` by rounding to nearest, with scales of its type.
 
-    Weights are rounded for the scale that is stored, not for an exact one that a loader would round again.
+    Weights are rounded with the scale as it is stored, because loaders do not see a more precise one.
     """
     linear = QuantizedLinear(values.shape[1], values.shape[0], how, scale_type=values.dtype, device=values.device)
     linear.quantize(values)

@@ -1,4 +1,4 @@
-"""Documents of a quantisation: prompts to calibrate on, and those that the result is measured on."""
+"""Prompts for calibration, and held-out prompts to measure the result."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _TEXT_PROMPT = "List the fields of an invoice, and explain each of them."
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSource:
-    """Where calibration prompts come from.
+    """Source of calibration prompts.
 
     Args:
-        places: directories, globs and files of documents, or one dataset; empty for none.
+        places: directories, globs and files of documents, or one dataset; empty: no calibration.
         prompts: questions about the documents; empty: a general one.
-        num_samples: prompts at most.
-        seed: of their draw.
-        max_pages: of one document.
+        num_samples: maximum number of prompts.
+        seed: random seed for sampling prompts.
+        max_pages: maximum number of pages per document.
     """
 
     places: tuple[str, ...] = ()
@@ -39,11 +39,11 @@ class CalibrationSource:
 
     def __post_init__(self) -> None:
         if self.prompts and not self.places:
-            raise SettingError("--prompt asks about --calibration documents, which are missing")
+            raise SettingError("--prompt requires calibration documents: add --calibration")
         if any(not prompt.strip() for prompt in self.prompts):
             raise SettingError("--prompt is empty: give a question")
         if self.prompts and self.is_dataset:
-            raise SettingError(f"--calibration {self.places[0]} has its own questions: leave --prompt out")
+            raise SettingError(f"--prompt: --calibration {self.places[0]} already has questions; leave out --prompt")
 
     @property
     def is_dataset(self) -> bool:
@@ -71,13 +71,13 @@ def load_documents(
 def load_calibration(
     wanted: CalibrationSource, on_problem: Callable[[InputError], None]
 ) -> tuple[list[Item], list[Item], Source]:
-    """Return calibration prompts, prompts about other documents to measure the result on, and the source of both.
+    """Return calibration prompts, held-out prompts to measure the result, and the source of both.
 
-    The second list is empty where there are few documents. Documents are drawn by content and seed; their order and
-    names do not matter.
+    With fewer than five documents, nothing is held out. The sample depends on the contents of the documents and the
+    seed, not on the order or names of files.
 
     Args:
-        wanted: with at least one place.
+        wanted: source with at least one place.
         on_problem: called for each document that cannot be read.
 
     Raises:

@@ -1,8 +1,8 @@
 """GPTQ (Frantar et al., ICLR 2023): 4-bit weights that reproduce a matrix's outputs on calibration inputs.
 
-Input channels are quantised one by one, those with the largest inputs first. After each, the channels that are still
-dense are corrected so that the outputs change least. Groups keep their channels, and their scales are chosen beforehand
-("static groups"), so a checkpoint needs no order of channels and runs as fast as one without calibration.
+Input channels are quantised one by one, starting with the largest inputs. After each channel, the remaining dense ones
+are adjusted to minimise the change of the outputs. Groups keep their channels, and scales are chosen in advance
+("static groups"), so the checkpoint stores no channel order and runs as fast as an uncalibrated one.
 """
 
 from __future__ import annotations

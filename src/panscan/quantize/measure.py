@@ -47,18 +47,18 @@ class WeightsToMeasure:
 
 @dataclass(slots=True)
 class MeasuredWeights:
-    """What was measured of some weights.
+    """Measurement of one set of weights.
 
     Args:
-        name: the candidate's.
-        figures: of :meth:`panscan.bench.divergence.DivergenceTally.verdict`; None without a reference, and of the
-            reference.
-        scores: of each question's answer, in the workload's order; None without accepted answers.
+        name: name of the weights.
+        figures: result of :meth:`panscan.bench.divergence.DivergenceTally.verdict`; None for the reference, and without
+            one.
+        scores: score of each answer, in the workload's order; None without accepted answers.
         contains: share of answers that contain an accepted one.
         repetitive: share of answers that end in repetition.
-        answers: their number.
-        difference: scores against the reference's.
-        problem: why something was not measured.
+        answers: number of answers.
+        difference: paired difference of the scores from the reference's.
+        problem: why something was not measured; empty if everything was.
     """
 
     name: str
@@ -91,12 +91,12 @@ class MeasuredWeights:
 
 @dataclass(slots=True)
 class Measurement:
-    """All that was measured.
+    """Measurements of all weights.
 
     Args:
-        metric: of the accuracy; None without accepted answers.
-        questions: with accepted answers.
-        rows: the reference first, if there is one.
+        metric: accuracy metric; None without accepted answers.
+        questions: number of questions with accepted answers.
+        rows: one per set of weights; the reference first, if there is one.
     """
 
     metric: str | None
@@ -112,9 +112,9 @@ def measure(
     source: Source,
     on_step: Steps,
 ) -> Measurement:
-    """Measure weights one after the other, so that only one model is in memory.
+    """Measure one set of weights at a time, so that only one model is in memory.
 
-    What cannot be measured, for lack of memory for instance, is a row's ``problem``.
+    If something cannot be measured, for example for lack of memory, the row's ``problem`` holds the reason.
 
     Args:
         reference: the unquantised weights; None: answers only.

@@ -1,8 +1,8 @@
-"""A checkpoint in the making: ``OUT.partial`` holds finished files and becomes ``OUT`` by one rename at the end.
+"""Unfinished checkpoints: ``OUT.partial`` holds finished files and is renamed to ``OUT`` at the end.
 
-Each file is written beside its name, put on the disk and renamed, so a killed process leaves whole files only.
-``config.json`` is the last of those that loading needs: a directory without it does not load. The job's fingerprint is
-in ``panscan-quantize.json``; another job does not continue it.
+Each file is written under a temporary name, synced and renamed, so a killed process leaves only complete files.
+``config.json`` is the last file that loading needs: a directory without it does not load. ``panscan-quantize.json``
+holds the job's fingerprint, so that only the same job resumes.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class PartialCheckpoint:
         self.write_bytes(name, json.dumps(value, indent=2).encode() + b"\n")
 
     def publish(self) -> None:
-        """Give the directory its name. An existing checkpoint is replaced if the job may overwrite it.
+        """Rename the directory to its final name, replacing an existing checkpoint if ``overwrite`` is set.
 
         Raises:
-            SettingError: the directory exists meanwhile.
+            SettingError: the output directory was created in the meantime.
         """
         _check_out(self.out, overwrite=self._overwrite)
         for left in self.path.glob(".*.safetensors"):
@@ -123,13 +123,13 @@ class PartialCheckpoint:
             return
         entries = [entry for entry in self.path.iterdir() if entry.name != _LOCK]
         if found is None and any(entry.name != f".{JOB_FILE}" for entry in entries):
-            raise SettingError(f"{self.path} is not this command's partial work: move it, or choose another OUT")
+            raise SettingError(f"{self.path} was not written by panscan quantize: move it, or choose another OUT")
         if found is not None and not self._overwrite:
             keys = {**found, **self.job} if isinstance(found, dict) else self.job
             changed = [key for key in keys if not isinstance(found, dict) or found.get(key) != self.job.get(key)]
             raise SettingError(
-                f"{self.path} has another job's partial work (different: {', '.join(changed)}): repeat that job's"
-                " options to resume it, or discard it with --overwrite"
+                f"{self.path} holds another job's partial work (different: {', '.join(changed)}): use that job's"
+                " options to resume it, or --overwrite to discard it"
             )
         for entry in entries:
             if entry.is_file():
@@ -144,7 +144,7 @@ class PartialCheckpoint:
 
 
 def _check_out(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output that would destroy anything but a checkpoint of this command."""
+    """Raise unless the output is new, or is a checkpoint of this command that may be overwritten."""
     if not out.name:
         raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
     if not out.exists() and not out.is_symlink():
@@ -156,7 +156,7 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Put new names in a directory on the disk. Only POSIX has this, and only there it is needed."""
+    """Sync the entries of a directory to disk. Only POSIX systems support and need this."""
     if os.name != "posix":
         return
     handle = os.open(directory, os.O_RDONLY)

@@ -29,14 +29,14 @@ _NO_CALIBRATION = CalibrationSource()
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """What to quantise, and how.
+    """Options of :func:`quantize_checkpoint`.
 
     Args:
-        settings: checkpoint, device, pan and scan, and how answers are generated.
-        out: the new checkpoint's directory.
+        settings: checkpoint, device, pan and scan, and generation settings.
+        out: directory of the new checkpoint.
         kind: one of :data:`panscan.linear.quantized.KINDS`.
-        group_size: of ``int4``; None: the largest usual one that divides every matrix.
-        calibration: documents to calibrate ``int4`` on; without places: round to nearest.
+        group_size: ``int4`` group size; None: the largest supported size that divides every matrix.
+        calibration: documents to calibrate ``int4`` on; without places, weights are rounded to nearest.
         dataset: labelled questions to measure accuracy on.
         verify: whether to measure the result.
         overwrite: replace an existing checkpoint of this command.
@@ -63,10 +63,10 @@ class Quantized:
     Args:
         path: its directory.
         how: format of its decoder matrices.
-        dense_bytes: of the checkpoint that it was made from.
-        bytes: of its weights.
-        measurement: None with ``verify=False``.
-        resumed: whether earlier work was continued.
+        dense_bytes: size of the dense checkpoint.
+        bytes: size of the quantised checkpoint's weights.
+        measurement: comparison with the dense model; None with ``verify=False``.
+        resumed: whether the job resumed earlier work.
     """
 
     path: Path
@@ -95,15 +95,15 @@ class _Documents:
 def quantize_checkpoint(
     options: QuantizeOptions, on_step: Steps, on_problem: Callable[[InputError], None]
 ) -> Quantized:
-    """Write a quantised checkpoint, continuing earlier work of the same job.
+    """Write a quantised checkpoint, resuming earlier work of the same job.
 
     Args:
-        options: checked.
+        options: validated options.
         on_step: called after each step of a stage.
         on_problem: called for each document that cannot be read.
 
     Raises:
-        PanscanError: a document, the checkpoint or the output cannot be used; before hours of work where possible.
+        PanscanError: a document, the checkpoint or the output cannot be used; raised before any long work if possible.
     """
     device = resolve_device(options.settings.device)
     source = DenseCheckpoint(options.settings.model, options.settings.revision)
@@ -142,7 +142,7 @@ def _documents(
     origin = Source()
     if options.calibration.places:
         if not source.reads_images:
-            raise SettingError(f"--calibration: {source.name} reads no images: leave it out")
+            raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
         calibration, held_out, origin = load_calibration(options.calibration, on_problem)
     if options.dataset is None and (held_out or not options.verify):
         return _Documents(calibration, origin, Workload(held_out), origin)

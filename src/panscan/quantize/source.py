@@ -1,4 +1,4 @@
-"""The dense checkpoint that is quantised: which of its tensors are decoder matrices, and in which file each belongs."""
+"""The dense checkpoint to quantise: its decoder matrices, and the files that its other tensors go to."""
 
 from __future__ import annotations
 

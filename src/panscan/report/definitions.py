@@ -200,9 +200,9 @@ def _about_answers() -> list[tuple[str, str]]:
     return [
         (
             "Truth",
-            "float32 eager attention on the same weights (unquantised, if a cell quantises them) and the same views. "
-            "Compared are next-token distributions along the truth's greedy tokens, at answer positions and image "
-            "positions.",
+            "float32 eager attention on the same views and the same weights (unquantised ones for a quantised cell). "
+            "The verdict compares next-token distributions along the truth's greedy tokens, at answer positions and "
+            "image positions.",
         ),
         (
             "Times the noise",

@@ -77,7 +77,7 @@ def _row(cell: ReportCell, *, presets: bool, quality: bool, costs: bool) -> list
 def _prices(found: PriceTable) -> list[str]:
     rows = [[cell, *map(plain_text, texts)] for cell, texts in zip(found.cells, found.rows, strict=True)]
     table = table_lines(["cell", *map(plain_text, found.headings)], rows)
-    return ["#### Price of quantisation", table, plain_text(found.note)]
+    return ["#### Quantisation trade-offs", table, plain_text(found.note)]
 
 
 def _answers(found: Answers) -> list[str]:

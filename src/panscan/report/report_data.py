@@ -314,7 +314,7 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
 
 
 def _why(run: Run, cells: Sequence[ReportCell]) -> str:
-    """Add that quantised weights explain it, if they are those of all cells that are different."""
+    """Return an explanation if all cells with other answers have quantised weights; otherwise nothing."""
     different = [cell.cell for cell in cells if cell.verdict.word == "different"]
     return ": the weights are quantised" if all(is_quantized(run, cell) for cell in different) else ""
 

@@ -131,7 +131,7 @@ def _prices(run: Run, rows: Sequence[MeasuredCell], console: Console) -> None:
     if found is None:
         return
     print_line(console, "")
-    print_line(console, "Price of quantisation")
+    print_line(console, "Quantisation trade-offs")
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     chosen = [at for at, heading in enumerate(found.headings) if heading in _PRICES]
     for at in chosen:
