@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 from panscan.cli.main import run
-from panscan.core import ImageError
+from panscan.core import ImageError, SettingError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.outline import decoder_linears
@@ -136,6 +137,38 @@ def test_only_an_own_checkpoint_is_replaced(tmp_path: Path, capsys: pytest.Captu
         assert _quantize(tmp_path / "out", "--quantization", "int8", "--no-verify", *options) == 2
         assert "out" in capsys.readouterr().err
     assert (tmp_path / "out/mine.txt").read_text() == "mine"
+
+
+def test_files_beside_a_checkpoint_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quantization", "int8", "--no-verify"]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk/out")
+    assert _quantize(tmp_path / "out", *words) == 0
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk/out" / JOB_FILE).is_file()
+    notes = tmp_path / "disk/out/notes.txt"
+    notes.write_text("mine")
+    assert _quantize(tmp_path / "out", *words, "--overwrite") == 2
+    assert f"{notes} was not written by this command" in capsys.readouterr().err
+    notes.unlink()
+    replaced = tmp_path / "disk/out.replaced"
+    replaced.mkdir()
+    (replaced / "mine.txt").write_text("mine")
+    assert _quantize(tmp_path / "out", *words, "--overwrite") == 2
+    assert "out.replaced was not written by this command" in capsys.readouterr().err
+    assert not (tmp_path / "disk/out.partial").exists() and (replaced / "mine.txt").read_text() == "mine"
+    shutil.rmtree(replaced)
+    assert _quantize(tmp_path / "out", *words, "--overwrite") == 0
+    assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["out"]
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    with PartialCheckpoint(tmp_path / "out", {}) as target:
+        target.check_space(1)
+        with pytest.raises(SettingError, match="of disk space"):
+            target.check_space(1 << 62)
+        (target.path / ".model.safetensors").mkdir()  # safetensors cannot write there
+        with pytest.raises(SettingError, match=r"model\.safetensors cannot be written"):
+            target.write_tensors("model.safetensors", {"weight": torch.ones(1)})
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.stored import load_stored, stored_scheme
 
 __all__ = [
+    "COMPANIONS",
     "CheckpointFiles",
     "Loaded",
     "Placement",
@@ -57,7 +58,7 @@ __all__ = [
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # left out, Transformers would ask on the terminal
-_COMPANIONS = (
+COMPANIONS = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json",
@@ -150,7 +151,7 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
             raise ModelError(f"--model {name}: {len(absent)} tensors are missing, e.g. {absent[0]}: download it again")
         others = {
             file: cached_file(source, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-            for file in _COMPANIONS
+            for file in COMPANIONS
         }
     return CheckpointFiles(config, weights, {file: Path(path) for file, path in others.items() if path is not None})
 

@@ -10,23 +10,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from panscan.core import SettingError
 from panscan.core.process import create_file
+from panscan.model.checkpoint import COMPANIONS
 
-__all__ = ["JOB_FILE", "PartialCheckpoint"]
+__all__ = ["CARD_FILE", "INDEX_FILE", "JOB_FILE", "PartialCheckpoint", "resolved_output"]
 
 JOB_FILE = "panscan-quantize.json"
+CARD_FILE = "README.md"
+INDEX_FILE = "model.safetensors.index.json"
 _LOCK = ".lock"
+_WEIGHTS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_OTHERS = frozenset({JOB_FILE, CARD_FILE, INDEX_FILE, "config.json", *COMPANIONS})
 
 
 class PartialCheckpoint:
@@ -38,15 +45,14 @@ class PartialCheckpoint:
         overwrite: replace an existing checkpoint of this command, and discard another job's partial work.
 
     Raises:
-        SettingError: ``out`` exists, another job's partial work is there, another process works on it, or the
-            directory cannot be written.
+        SettingError: as :func:`resolved_output`; another job's partial work is there, another process works on it,
+            or the directory cannot be written.
     """
 
     def __init__(self, out: Path, job: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        self.out, self.job, self._overwrite = out, dict(job), overwrite
-        self.path = out.with_name(f"{out.name}.partial")
+        self.out, self.job, self._overwrite = resolved_output(out, overwrite=overwrite), dict(job), overwrite
+        self.path = _beside(self.out, "partial")
         self._lock = FileLock(self.path / _LOCK, timeout=0, thread_local=False)
-        _check_out(out, overwrite=overwrite)
         self.resumed = False
 
     def __enter__(self) -> Self:
@@ -78,40 +84,74 @@ class PartialCheckpoint:
         return load_file(self.path / name)
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a safetensors file, in one step."""
+        """Write a safetensors file, in one step.
+
+        Raises:
+            SettingError: it cannot be written, for example because the disk is full.
+        """
         temporary = self.path / f".{name}"
-        save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, temporary, {"format": "pt"})
-        temporary.chmod((self.path / JOB_FILE).stat().st_mode)  # safetensors lets only the owner read them
-        self._finish(temporary, name)
+        with self._writable(name):
+            save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, temporary, {"format": "pt"})
+            temporary.chmod((self.path / JOB_FILE).stat().st_mode)  # safetensors lets only the owner read them
+            self._finish(temporary, name)
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write a file, in one step."""
+        """Write a file, in one step.
+
+        Raises:
+            SettingError: as :meth:`write_tensors`.
+        """
         temporary = self.path / f".{name}"
-        with create_file(temporary) as file:
-            file.write(data)
-        self._finish(temporary, name)
+        with self._writable(name):
+            with create_file(temporary) as file:
+                file.write(data)
+            self._finish(temporary, name)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file, in one step."""
         self.write_bytes(name, json.dumps(value, indent=2).encode() + b"\n")
 
+    def check_space(self, size: int) -> None:
+        """Check that the disk has room for the checkpoint; its finished files count as room.
+
+        Args:
+            size: bytes of the whole checkpoint.
+
+        Raises:
+            SettingError: it has not.
+        """
+        finished = sum(entry.stat().st_size for entry in self.path.iterdir() if entry.is_file())
+        free = shutil.disk_usage(self.path).free
+        if size > finished + free:
+            raise SettingError(
+                f"{self.out} needs {(size - finished) / 1e9:.1f} GB of disk space, {free / 1e9:.1f} GB are free: free"
+                " some, or choose an OUT on another disk"
+            )
+
     def publish(self) -> None:
         """Rename the directory to its final name, replacing an existing checkpoint if ``overwrite`` is set.
 
+        An existing checkpoint is first renamed to ``OUT.replaced``, so that a killed process loses neither.
+
         Raises:
-            SettingError: the output directory was created in the meantime.
+            SettingError: the output directory was created or changed in the meantime, or cannot be renamed.
         """
-        _check_out(self.out, overwrite=self._overwrite)
-        for left in self.path.glob(".*.safetensors"):
-            left.unlink()
-        (self.path / _LOCK).unlink(missing_ok=True)
-        replaced = self.out.with_name(f"{self.out.name}.replaced")
-        if self.out.exists():
+        resolved_output(self.out, overwrite=self._overwrite)
+        replaced = _beside(self.out, "replaced")
+        try:
+            for left in self.path.glob(".*.safetensors"):
+                left.unlink()
+            (self.path / _LOCK).unlink(missing_ok=True)
+            if self.out.exists():
+                if replaced.exists():
+                    shutil.rmtree(replaced)
+                self.out.rename(replaced)
+            self.path.rename(self.out)
+            _sync(self.out.parent)
+        except OSError as error:
+            raise SettingError(f"{self.path} cannot be renamed to {self.out}: {error.strerror}") from error
+        if self._overwrite and replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-            self.out.rename(replaced)
-        self.path.rename(self.out)
-        _sync(self.out.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
     def _continue_or_begin(self) -> None:
         file = self.path / JOB_FILE
@@ -132,9 +172,19 @@ class PartialCheckpoint:
                 " options to resume it, or --overwrite to discard it"
             )
         for entry in entries:
-            if entry.is_file():
+            if entry.is_file() and entry.name != JOB_FILE:  # which shows until the end whose work this is
                 entry.unlink()
         self.write_json(JOB_FILE, self.job)
+
+    @contextlib.contextmanager
+    def _writable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise SettingError(
+                f"{self.path / name} cannot be written: {reason}: repeat the command to resume when it can"
+            ) from error
 
     def _finish(self, temporary: Path, name: str) -> None:
         with temporary.open("rb+") as file:
@@ -143,16 +193,49 @@ class PartialCheckpoint:
         _sync(self.path)
 
 
-def _check_out(out: Path, *, overwrite: bool) -> None:
-    """Raise unless the output is new, or is a checkpoint of this command that may be overwritten."""
+def resolved_output(out: Path, *, overwrite: bool) -> Path:
+    """Return the absolute path of an output directory, without symbolic links, after checking that it may be written.
+
+    Args:
+        out: as the user named it.
+        overwrite: an existing checkpoint of this command may be replaced.
+
+    Raises:
+        SettingError: ``out`` names no directory, or exists and must not be replaced, or a directory that this command
+            did not write has the name of a temporary one.
+    """
     if not out.name:
         raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
-    if not out.exists() and not out.is_symlink():
-        return
-    if not overwrite:
-        raise SettingError(f"{out} exists: choose another directory, or replace it with --overwrite")
-    if not (out / JOB_FILE).is_file():
-        raise SettingError(f"{out} was not written by this command, so --overwrite does not replace it: move it away")
+    try:
+        found = out.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        raise SettingError(f"{out} cannot be resolved: {error}") from error
+    if not found.name:
+        raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
+    if found.exists() or found.is_symlink():
+        if not overwrite:
+            raise SettingError(f"{out} exists: choose another directory, or replace it with --overwrite")
+        _check_own(found, "--overwrite does not replace it")
+    if _beside(found, "partial").is_symlink():
+        raise SettingError(f"{_beside(found, 'partial')} is a symbolic link: move it, or choose another OUT")
+    replaced = _beside(found, "replaced")
+    if replaced.exists() or replaced.is_symlink():
+        _check_own(replaced, "it cannot hold the checkpoint that OUT replaces")
+    return found
+
+
+def _check_own(directory: Path, consequence: str) -> None:
+    """Raise unless this command wrote a directory and everything in it."""
+    if directory.is_symlink() or not (directory / JOB_FILE).is_file():
+        raise SettingError(f"{directory} was not written by this command, so {consequence}: move it away")
+    for entry in sorted(directory.iterdir()):
+        own = entry.name in _OTHERS or _WEIGHTS.fullmatch(entry.name)
+        if not own or entry.is_symlink() or not entry.is_file():
+            raise SettingError(f"{entry} was not written by this command, so {consequence}: move it away")
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    return out.with_name(f"{out.name}.{suffix}")
 
 
 def _sync(directory: Path) -> None:

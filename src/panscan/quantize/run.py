@@ -17,7 +17,7 @@ from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.card import CardFacts, described_format, model_card
 from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
 from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
-from panscan.quantize.partial import PartialCheckpoint
+from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, weight_format
 from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings, nearest
@@ -105,14 +105,16 @@ def quantize_checkpoint(
     Raises:
         PanscanError: a document, the checkpoint or the output cannot be used; raised before any long work if possible.
     """
+    out = resolved_output(options.out, overwrite=options.overwrite)
     device = resolve_device(options.settings.device)
     source = DenseCheckpoint(options.settings.model, options.settings.revision)
     documents = _documents(options, source, on_problem)
     how = weight_format(source, options.kind, options.group_size)
     calibrated = bool(documents.calibration) and how.kind == "int4"
     job = _job(source, how, documents, options, calibrated=calibrated)
-    with PartialCheckpoint(options.out, job, overwrite=options.overwrite) as target:
+    with PartialCheckpoint(out, job, overwrite=options.overwrite) as target:
         writer = CheckpointWriter(source, how, target, on_step)
+        target.check_space(writer.bytes)
         writer.write_dense()
         if calibrated:
             asked = [request_of(item, options.settings, documents.calibration_source) for item in documents.calibration]
@@ -126,8 +128,8 @@ def quantize_checkpoint(
             found = _measured(options, how, target.path, documents, on_step, calibrated=calibrated)
         size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
         prompts = len(documents.calibration) if calibrated else 0
-        facts = CardFacts(options.settings.model, options.out.name, how, prompts)
-        target.write_bytes("README.md", model_card(facts, (source.dense_bytes, size), found).encode())
+        facts = CardFacts(options.settings.model, out.name, how, prompts)
+        target.write_bytes(CARD_FILE, model_card(facts, (source.dense_bytes, size), found).encode())
         resumed = target.resumed
         target.publish()
     return Quantized(options.out, how, source.dense_bytes, size, found, resumed)

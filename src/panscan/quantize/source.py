@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,8 +65,9 @@ class DenseCheckpoint:
     def __init__(self, name: str, revision: str | None = None) -> None:
         self.name = name
         self.files: CheckpointFiles = checkpoint_files(name, revision)
-        if "quantization_config" in self.files.config:
-            method = self.files.config["quantization_config"].get("quant_method", "an unknown method")
+        if (stored := self.files.config.get("quantization_config")) is not None:
+            method = stored.get("quant_method") if isinstance(stored, dict) else None
+            method = method or "an unknown method"
             raise ModelError(f"{name} is quantised already ({method}): quantise the checkpoint that it was made from")
         self._stored = self._read_headers()
         layers: dict[int, dict[str, str]] = defaultdict(dict)
@@ -88,6 +89,10 @@ class DenseCheckpoint:
     def dtype(self, tensor: str) -> torch.dtype:
         """Return the type of a decoder matrix."""
         return _DTYPES[self._stored[tensor].dtype]
+
+    def bytes_of(self, tensors: Iterable[str]) -> int:
+        """Return the bytes of some tensors."""
+        return sum(self._stored[tensor].bytes for tensor in tensors)
 
     @property
     def reads_images(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ from panscan.quantize.calibration import Calibration
 from panscan.quantize.compressed import compressed_parts, linear_of_parts, quantization_config, rounded
 from panscan.quantize.gptq import gptq
 from panscan.quantize.measure import Steps
-from panscan.quantize.partial import PartialCheckpoint
+from panscan.quantize.partial import INDEX_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
 
 __all__ = ["CheckpointWriter"]
-
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(slots=True)
@@ -40,6 +39,14 @@ class CheckpointWriter:
     how: WeightFormat
     target: PartialCheckpoint
     on_step: Steps
+
+    @property
+    def bytes(self) -> int:
+        """Estimated bytes of the checkpoint's weights."""
+        quantized = sum(prod(self.source.shape(tensor)) for layer in self.source.layers for tensor in layer.values())
+        dense = self.source.bytes_of(tensor for names in self.source.other_shards for tensor in names)
+        bits = 4 + 16 / self.how.group_size if self.how.kind == "int4" else 8
+        return dense + int(quantized * bits / 8)
 
     def write_dense(self) -> None:
         """Write the tensors that stay dense."""
@@ -95,7 +102,7 @@ class CheckpointWriter:
         for name, path in self.source.files.companions.items():
             self.target.write_bytes(name, path.read_bytes())
         total = sum((self.target.path / name).stat().st_size for name in {*self._weight_map().values()})
-        self.target.write_json(_INDEX, {"metadata": {"total_size": total}, "weight_map": self._weight_map()})
+        self.target.write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": self._weight_map()})
         config = json.loads(json.dumps(self.source.files.config))
         config["quantization_config"] = quantization_config(self.how, calibrated=calibrated)
         self.target.write_json("config.json", config)
