@@ -90,20 +90,35 @@ def test_a_checkpoint_can_be_described_without_running_it(tmp_path: Path, capsys
     assert run(["quantize", "--audit", str(tmp_path / "nothing")]) == 3
 
 
+def test_an_audit_against_another_model_is_refused(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["quantize", "tiny", str(tmp_path / "out"), "--quantization", "int8", "--no-verify"]) == 0
+    words = ["quantize", "--audit", str(tmp_path / "out"), "--dataset", str(questions), *_OPTIONS]
+    assert run([*words, "--model", "mini"]) == 3
+    assert "--model mini" in capsys.readouterr().err
+    assert run([*words, "--overwrite"]) == 2
+
+
 @pytest.mark.parametrize(
     ("row", "reference", "says"),
     [
         (MeasuredWeights("q", {"top1": {"clear": 10, "agree": 4}}), None, "40%"),
         (MeasuredWeights("q", {"verdict": "different", "reason": "3 of 9 positions overflow"}), None, "overflow"),
-        (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8), "10%"),
+        (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8, answers=20), "10%"),
         (MeasuredWeights("q", repetitive=0.9, answers=20), None, "repeat"),
         (MeasuredWeights("q", contains=0.0, answers=20), None, "none of 20"),
         (
+            MeasuredWeights("q", contains=0.0, answers=20),
+            MeasuredWeights("dense", problem="out of memory"),
+            "none of 20",
+        ),
+        (
             MeasuredWeights("q", {"top1": {"clear": 10, "agree": 9}}, contains=0.7),
-            MeasuredWeights("dense", contains=0.8),
+            MeasuredWeights("dense", contains=0.8, answers=20),
             None,
         ),
-        (MeasuredWeights("q", repetitive=0.9, answers=20), MeasuredWeights("dense", repetitive=0.9), None),
+        (MeasuredWeights("q", repetitive=0.9, answers=20), MeasuredWeights("dense", repetitive=0.9, answers=20), None),
     ],
 )
 def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: str | None) -> None:

@@ -18,6 +18,8 @@ from panscan.core import ImageError, SettingError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.outline import decoder_linears
+from panscan.model.tiny import tiny_directory
+from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.compressed import rounded
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
@@ -117,6 +119,9 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--quantization", "int4", "--calibration", "empty"], "no readable image"),
         (["--quantization", "int4", "--model", "mini"], "--model requires --audit"),
         (["--quantization", "int4", "--audit", "mini"], "writes nothing"),
+        (["--quantization", "int4", "--seed", "1"], "--seed requires --calibration or --dataset"),
+        (["--quantization", "int4", "--max-pages", "9"], "--max-pages requires --calibration"),
+        (["--quantization", "int4", "--calibration", "none.jsonl"], "--calibration none.jsonl"),
     ],
 )
 def test_bad_options(
@@ -175,6 +180,24 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, capsys: p
     assert _quantize(tmp_path / "out", "--quantization", "int8", "--no-verify") == 0
     assert run(["quantize", str(tmp_path / "out"), str(tmp_path / "again"), "--quantization", "int4"]) == 3
     assert "quantised already" in capsys.readouterr().err
+
+
+def test_the_current_directory_is_no_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", "tiny", ".", "--quantization", "int8"]) == 2
+    assert "not the root or the current directory" in capsys.readouterr().err
+
+
+def test_a_null_quantization_config_is_dense(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_directory(), tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    assert len(DenseCheckpoint(str(folder)).layers) == len(DenseCheckpoint("tiny").layers)
+
+
+def test_prompts_that_memory_cannot_hold_are_refused() -> None:
+    check_prompt_memory([100], {"hidden_size": 64}, torch.bfloat16)
+    with pytest.raises(SettingError, match="lower --num-samples or --max-pages"):
+        check_prompt_memory([1 << 25], {"hidden_size": 64}, torch.bfloat16)
 
 
 def test_group_size_is_the_largest_that_fits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ Examples
 
 The checkpoint is in the compressed-tensors layout, which Transformers, vLLM and panscan load. With --calibration, int4
 weights are calibrated on your documents (GPTQ); int8 and fp8 need no calibration. Repeat an interrupted command to
-resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 no verdict. See docs/quantize.md.
+resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 not judged. See docs/quantize.md.
 """
 
 
@@ -71,14 +71,18 @@ resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 no ver
     "-p", "--prompt", "prompts", multiple=True, help="Question about the calibration documents; may be repeated."
 )
 @click.option(
-    "--num-samples", type=_COUNT, default=128, show_default=True, help="Maximum number of calibration prompts."
+    "--num-samples",
+    type=_COUNT,
+    default=128,
+    show_default=True,
+    help="Maximum number of calibration prompts and dataset questions.",
 )
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Random seed for sampling calibration prompts.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Random seed for sampling prompts and questions.")
 @click.option("--dataset", metavar="FILE|DIR", help="Labelled questions to measure accuracy on.")
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Measure the result against the dense model."
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUT if this command wrote it.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if this command wrote all of it.")
 @click.option("--audit", metavar="CHECKPOINT", help="Describe a quantised checkpoint and judge its answers.")
 @click.option("--model", "reference", metavar="BASE", help="With --audit: the dense checkpoint to compare with.")
 @url_options
@@ -106,6 +110,10 @@ def _quantize(options: dict[str, Any]) -> int:
         raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
+    if not options["calibration"]:
+        _refuse(("max_pages",), "requires --calibration")
+        if options["dataset"] is None:
+            _refuse(("num_samples", "seed"), "requires --calibration or --dataset")
     settings = Settings(model=options["base"], **_axes_of(options))
     calibration = CalibrationSource(
         options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
@@ -123,6 +131,8 @@ def _quantize(options: dict[str, Any]) -> int:
         found = quantize_checkpoint(chosen, step, _report_problem)
     if found.measurement is not None:
         _show(found.measurement)
+    if found.garbage is not None:
+        out().print(f"Garbage: {found.garbage}", style="bold red", soft_wrap=True)
     ratio = found.dense_bytes / found.bytes
     echo(
         f"{found.path}: {found.described}, {found.bytes / 1e9:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)"
@@ -139,15 +149,35 @@ def _audit(options: dict[str, Any]) -> int:
     for name in ("calibration", "prompts"):
         if options[name]:
             raise SettingError(f"--{name.removesuffix('s')} is not supported with --audit: use --dataset")
+    _refuse(("overwrite", "max_pages"), "is not supported with --audit")
+    if options["dataset"] is None:
+        _refuse(("num_samples", "seed"), "requires --dataset")
     settings = Settings(model=options["audit"], **_axes_of(options))
     with _progress() as step:
         found = audit(
-            AuditOptions(settings, options["reference"], options["dataset"], options["verify"]), step, _report_problem
+            AuditOptions(
+                settings,
+                options["reference"],
+                options["dataset"],
+                options["verify"],
+                options["num_samples"],
+                options["seed"],
+            ),
+            step,
+            _report_problem,
         )
     _show_audit(found)
     if found.garbage is not None:
         return _GARBAGE
     return 0 if found.judged or not options["verify"] else _UNKNOWN
+
+
+def _refuse(names: Sequence[str], reason: str) -> None:
+    """Raise if the user gave one of some options."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise SettingError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _axes_of(options: dict[str, Any]) -> dict[str, Any]:

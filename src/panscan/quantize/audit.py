@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from panscan.core import InputError, ModelError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
 from panscan.model.inventory import Inventory, inventory
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.quantization import base_model_of
-from panscan.quantize.documents import load_documents
+from panscan.quantize.documents import DatasetSample, load_documents
 from panscan.quantize.measure import MeasuredWeights, Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
@@ -46,12 +49,16 @@ class AuditOptions:
         base: the dense checkpoint; None: the one that the model card names, if it is on this machine.
         dataset: labelled questions; None: those of the bundled sample documents.
         verify: whether to run the checkpoint.
+        num_samples: maximum number of the dataset's questions.
+        seed: random seed for sampling them.
     """
 
     settings: Settings
     base: str | None = None
     dataset: str | None = None
     verify: bool = True
+    num_samples: int = 128
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ def audit(options: AuditOptions, on_step: Steps, on_problem: Callable[[InputErro
         on_problem: called for each document that cannot be read.
 
     Raises:
-        ModelError: the checkpoint or the base is not available.
+        ModelError: the checkpoint or the base is not available, or they do not fit each other.
         UnsupportedError: the quantisation format is not supported.
     """
     settings = options.settings
@@ -111,7 +118,8 @@ def audit(options: AuditOptions, on_step: Steps, on_problem: Callable[[InputErro
     folded = _measure(options, base, found, on_step, on_problem)
     assert found.measurement is not None
     rows = found.measurement.rows
-    found.judged = rows[-1].contains is not None or rows[-1].figures is not None
+    answered = rows[-1].contains is not None and not folded  # answers alone do not clear damaged norms
+    found.judged = answered or rows[-1].figures is not None
     if (reason := garbage_reason(rows[-1], None if base is None else rows[0])) is not None:
         found.garbage = f"{reason}. {_cause(folded, stored, base)}"
     return found
@@ -124,7 +132,8 @@ def _measure(
     """Run the checkpoint and its base, and add what was measured; return the norms whose scales were moved wrongly."""
     settings, name = options.settings, options.settings.model
     reads_images = "vision_config" in checkpoint_files(name, settings.revision).config
-    workload, source = load_documents(options.dataset, on_problem, reads_images=reads_images)
+    wanted = DatasetSample(options.dataset, options.num_samples, options.seed)
+    workload, source = load_documents(wanted, on_problem, on_step, reads_images=reads_images)
     device = resolve_device(settings.device)
     placement = Placement(device, resolve_dtype("auto", device))
     folded: list[str] = []
@@ -137,7 +146,7 @@ def _measure(
         return loaded
 
     dense = None if base is None else WeightsToMeasure("dense", lambda: load_model(base.name, placement))
-    quantized = WeightsToMeasure(Path(name).name, load)
+    quantized = WeightsToMeasure(Path(name).name, load, required=True)
     found.measurement = measure(dense, [quantized], settings, workload, source, on_step)
     return folded
 
@@ -147,8 +156,10 @@ def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> s
 
     Args:
         row: measurement of the checkpoint.
-        reference: measurement of the dense weights; None if they are not available.
+        reference: measurement of the dense weights; None if they are not available. Ignored if they gave no answer.
     """
+    if reference is not None and not reference.answers:
+        reference = None
     if "overflow" in str((row.figures or {}).get("reason", "")):
         return f"hidden states overflow: {(row.figures or {})['reason']}"
     if row.top1 is not None and row.top1 < _GARBAGE_TOP1:
@@ -173,11 +184,18 @@ def _base(options: AuditOptions, found: Audit) -> DenseCheckpoint | None:
         return DenseCheckpoint(options.base)
     try:
         named = base_model_of(options.settings.model, options.settings.revision)
-    except ModelError as error:
-        reason = str(error).removeprefix(f"--model {options.settings.model}: ").partition(";")[0]
+        return DenseCheckpoint(_local(named))
+    except (ModelError, LocalEntryNotFoundError) as error:
+        reason = str(error).removeprefix(f"--model {options.settings.model}: ").partition(";")[0].partition("\n")[0]
         found.remarks.append(f"No reference: {reason}. Pass --model BASE to compare with the dense model.")
         return None
-    return DenseCheckpoint(named)
+
+
+def _local(name: str) -> str:
+    """Return the directory of a hub checkpoint in the cache, so that nothing is downloaded; other names unchanged."""
+    if name in BUNDLED or Path(name).expanduser().is_dir():
+        return name
+    return snapshot_download(name, local_files_only=True)
 
 
 def _parts(stored: Inventory) -> list[PartSummary]:

@@ -3,24 +3,50 @@
 Prompts are prepared as for inference, with pan-and-scan views and image tokens. The model's own forward pass computes
 masks and positions once; stand-ins for the decoder layers record the arguments that all layers share. Each layer then
 runs over all prompts, after the layers before it have been quantised. The device holds one layer at a time, and the
-host holds the hidden states of all prompts.
+host holds the hidden states and attention masks of all prompts; masks take one bit per pair of positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
+import psutil
 import torch
 from torch import nn
 
-from panscan.core import Request
+from panscan.core import Request, SettingError
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.quantize.gptq import Hessian
 
-__all__ = ["Calibration"]
+__all__ = ["Calibration", "check_prompt_memory"]
+
+_BITS = 8  # of a byte
+_MASKS = 2  # of each prompt: full and sliding attention
+_USUAL_WIDTH = 2560  # of a text model whose config.json leaves the default out
+
+
+def check_prompt_memory(tokens: Sequence[int], config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Check that the host can hold the calibration prompts.
+
+    Args:
+        tokens: length of each prompt.
+        config: ``config.json`` of the dense checkpoint.
+        dtype: of the hidden states.
+
+    Raises:
+        SettingError: they need more than the available memory.
+    """
+    width = int(config.get("text_config", config).get("hidden_size", _USUAL_WIDTH))
+    needed = sum(count * width * dtype.itemsize + _MASKS * count**2 // _BITS for count in tokens)
+    if needed > (available := psutil.virtual_memory().available):
+        raise SettingError(
+            f"--calibration: {len(tokens)} prompts need {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB"
+            " are available: lower --num-samples or --max-pages"
+        )
 
 
 class Calibration:
@@ -56,7 +82,7 @@ class Calibration:
                 item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
                 loaded.model.model(**collate([item], loaded, None), use_cache=False)
                 self._states.append(recorders[0].hidden.cpu())
-                self._arguments.append({each.kind: _moved(each.arguments, "cpu") for each in recorders})
+                self._arguments.append({each.kind: _stored(each.arguments) for each in recorders})
                 on_done(number)
         finally:
             self._decoder.layers = layers
@@ -96,7 +122,7 @@ class Calibration:
 
     def _run(self, layer: nn.Module, number: int) -> torch.Tensor:
         kind = self._loaded.model.config.get_text_config().layer_types[self._at]
-        arguments = _moved(self._arguments[number][kind], self._device)
+        arguments = _restored(self._arguments[number][kind], self._device)
         output: torch.Tensor = layer(self._states[number].to(self._device), **arguments)
         return output
 
@@ -131,12 +157,49 @@ def _adder(hessian: Hessian) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], 
     return add
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """Return tensors in nested containers on a device."""
+@dataclass(frozen=True, slots=True)
+class _PackedMask:
+    """A boolean tensor with eight values in a byte."""
+
+    bits: torch.Tensor
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> Self:
+        """Pack a mask, and move it to the host."""
+        values = nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % _BITS)).view(-1, _BITS)
+        return cls((values << _places(mask.device)).sum(-1, dtype=torch.uint8).cpu(), mask.shape)
+
+    def unpacked(self, device: torch.device) -> torch.Tensor:
+        """Return the mask on a device."""
+        values = (self.bits.to(device)[:, None] >> _places(device)) & 1
+        return values.flatten()[: self.shape.numel()].view(self.shape).bool()
+
+
+def _places(device: torch.device) -> torch.Tensor:
+    return torch.arange(_BITS, dtype=torch.uint8, device=device)
+
+
+def _stored(value: Any) -> Any:
+    """Return nested containers with their tensors on the host and their masks packed."""
+    if isinstance(value, torch.Tensor):
+        return _PackedMask.of(value) if value.dtype == torch.bool else value.cpu()
+    return _mapped(value, _stored)
+
+
+def _restored(value: Any, device: torch.device) -> Any:
+    """Return nested containers with their tensors on a device and their masks unpacked."""
+    if isinstance(value, _PackedMask):
+        return value.unpacked(device)
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    return _mapped(value, lambda each: _restored(each, device))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container with its elements changed; any other value unchanged."""
     if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
+        return {key: change(each) for key, each in value.items()}
     if isinstance(value, tuple):
-        return tuple(_moved(each, device) for each in value)
+        return tuple(change(each) for each in value)
     return value

@@ -78,7 +78,7 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
         "| Quantised | all matrices of the decoder layers |",
         "| Not quantised | vision tower, projector, embedding and output matrix, norms |",
         f"| Method | {calibration} |",
-        "| Layout | compressed-tensors, for Transformers, vLLM and panscan |",
+        "| Layout | compressed-tensors, for vLLM, panscan and Transformers (with `pip install compressed-tensors`) |",
         f"| Size | {quantized} (dense: {dense}) |",
         f"| Made with | panscan {panscan.__version__}, {libraries} |",
         "",

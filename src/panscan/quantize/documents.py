@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from panscan.bench.workload import DEFAULT_PROMPT, Item, Source, Workload, load_workload, sample_dataset
-from panscan.core import ImageError, InputError, SettingError
+from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.core.request import MAX_PAGES
+from panscan.quantize.measure import Steps
 
-__all__ = ["CalibrationSource", "digest_of", "load_calibration", "load_documents"]
+__all__ = ["CalibrationSource", "DatasetSample", "digest_of", "load_calibration", "load_documents"]
 
 _HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
 _MOST_HELD_OUT = 8
@@ -51,48 +53,72 @@ class CalibrationSource:
         return len(self.places) == 1 and self.places[0].endswith(_DATASETS)
 
 
-def load_documents(
-    dataset: str | None, on_problem: Callable[[InputError], None], *, reads_images: bool = True
-) -> tuple[Workload, Source]:
-    """Return labelled questions: a dataset's, or those of the bundled sample documents.
+@dataclass(frozen=True, slots=True)
+class DatasetSample:
+    """Labelled questions to measure on.
 
     Args:
-        dataset: file or directory; None for the samples.
-        on_problem: called for each document that cannot be read.
-        reads_images: False: a text prompt instead of the samples.
+        dataset: file or directory; None for the bundled sample documents.
+        num_samples: maximum number of questions of a dataset.
+        seed: random seed for sampling them.
     """
-    if dataset is None and not reads_images:
-        source = Source(no_images=True, prompt=_TEXT_PROMPT)
+
+    dataset: str | None = None
+    num_samples: int = 128
+    seed: int = 0
+
+
+def load_documents(
+    wanted: DatasetSample, on_problem: Callable[[InputError], None], on_step: Steps, *, reads_images: bool = True
+) -> tuple[Workload, Source]:
+    """Return labelled questions: a sample of a dataset's, or those of the bundled sample documents.
+
+    Args:
+        wanted: dataset and size of the sample.
+        on_problem: called for each document that cannot be read.
+        on_step: called after each document.
+        reads_images: False: a text prompt instead of the bundled documents.
+
+    Raises:
+        InputError: the dataset cannot be read, or none of its questions is usable.
+    """
+    if wanted.dataset is not None:
+        source = Source(dataset=wanted.dataset, num_samples=wanted.num_samples, seed=wanted.seed)
+    elif reads_images:
+        source = Source(dataset=str(sample_dataset()))
     else:
-        source = Source(dataset=dataset or str(sample_dataset()))
-    return load_workload(source, on_problem=on_problem), source
+        source = Source(no_images=True, prompt=_TEXT_PROMPT)
+    return _workload(source, on_problem, on_step), source
 
 
 def load_calibration(
-    wanted: CalibrationSource, on_problem: Callable[[InputError], None]
+    wanted: CalibrationSource, on_problem: Callable[[InputError], None], on_step: Steps
 ) -> tuple[list[Item], list[Item], Source]:
     """Return calibration prompts, held-out prompts to measure the result, and the source of both.
 
     With fewer than five documents, nothing is held out. The sample depends on the contents of the documents and the
-    seed, not on the order or names of files.
+    seed, not on the order or names of files; of a dataset with more questions than are used, on their order too.
 
     Args:
         wanted: source with at least one place.
         on_problem: called for each document that cannot be read.
+        on_step: called after each document.
 
     Raises:
         ImageError: no document is usable.
+        DatasetError: the dataset cannot be read, or none of its questions is usable.
     """
     first, *others = wanted.prompts or (DEFAULT_PROMPT,)
     if wanted.is_dataset:
-        source = Source(dataset=wanted.places[0], max_pages=wanted.max_pages)
+        count = wanted.num_samples + _MOST_HELD_OUT  # only documents that are drawn are opened
+        source = Source(dataset=wanted.places[0], num_samples=count, seed=wanted.seed, max_pages=wanted.max_pages)
     else:
         source = Source(images=wanted.places, prompt=first, max_pages=wanted.max_pages)
     try:
-        items = load_workload(source, on_problem=on_problem).items
-    except ImageError as error:
-        text = str(error).replace("--images", "--calibration", 1)
-        raise ImageError(text if "--calibration" in text else f"--calibration {wanted.places[0]}: {text}") from error
+        items = _workload(source, on_problem, on_step).items
+    except (ImageError, DatasetError) as error:
+        text = re.sub("--(images|dataset)", "--calibration", str(error), count=1)
+        raise type(error)(text if "--calibration" in text else f"--calibration {wanted.places[0]}: {text}") from error
     items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
     kept, held_out = _split(_drawn(items, wanted.seed))
     return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
@@ -109,10 +135,22 @@ def _drawn(items: Sequence[Item], seed: int) -> list[Item]:
     return sorted(items, key=lambda item: keys[item.id])
 
 
+def _workload(source: Source, on_problem: Callable[[InputError], None], on_step: Steps) -> Workload:
+    """Return a workload in which a dataset with fewer questions than are wanted is not repeated."""
+    found = load_workload(
+        source, on_problem=on_problem, on_document=lambda done, total: on_step("opening documents", done, total)
+    )
+    return found if found.dataset is None else replace(found, items=found.items[: found.dataset.used])
+
+
 def _split(items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """Return prompts about most documents, and those about the others."""
-    documents = list(dict.fromkeys(item.documents for item in items))
-    count = min(len(documents) // _HELD_OUT, _MOST_HELD_OUT)
-    held_out = set(documents[len(documents) - count :])
-    kept = [item for item in items if item.documents not in held_out]
-    return kept, [item for item in items if item.documents in held_out]
+    """Return prompts about most documents, and those about the others; none that have a document on both sides."""
+    contents = [tuple(document.sha256 for document in item.documents) for item in items]
+    groups = list(dict.fromkeys(contents))
+    count = min(len(groups) // _HELD_OUT, _MOST_HELD_OUT)
+    held_out = set(groups[len(groups) - count :])
+    shown = {content for group in held_out for content in group}
+    kept = [
+        item for item, group in zip(items, contents, strict=True) if group not in held_out and shown.isdisjoint(group)
+    ]
+    return kept, [item for item, group in zip(items, contents, strict=True) if group in held_out]

@@ -13,7 +13,7 @@ from panscan.analysis.significance import QualityDifference, paired_difference
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.truth import Truth, compute_truth, eager_settings, observe_eager
 from panscan.bench.workload import Item, Source, Workload, request_of
-from panscan.core import PanscanError
+from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
@@ -39,10 +39,12 @@ class WeightsToMeasure:
     Args:
         name: in tables, such as ``int4 (GPTQ)``.
         load: loads the model.
+        required: whether to raise the error if the model cannot be loaded.
     """
 
     name: str
     load: Callable[[], Loaded]
+    required: bool = False
 
 
 @dataclass(slots=True)
@@ -123,6 +125,10 @@ def measure(
         workload: documents and questions; the first few are those of the verdict.
         source: of the workload.
         on_step: called with a stage, the steps of it that are done, and all.
+
+    Raises:
+        ModelError: required weights are not available.
+        UnsupportedError: their format is not supported.
     """
     asked = [item for item in workload.items if item.answers]
     metric = workload.quality_metric(None)
@@ -162,21 +168,24 @@ class _Session:
                 self._compute_truth(loaded)
             drop_weights(loaded)
             self._head = loaded
-        except (PanscanError, RuntimeError) as error:  # PyTorch's errors: out of memory, mostly
+        except Exception as error:  # whatever fails here, the finished checkpoint is published
             row.problem = _reason(error)
         release_memory()
         return row
 
     def candidate(self, candidate: WeightsToMeasure) -> MeasuredWeights:
         """Answer with quantised weights, and compare their distributions with the truth's."""
-        row = MeasuredWeights(candidate.name)
+        row, loading = MeasuredWeights(candidate.name), True
         try:
             self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
+            loading = False
             self._answer(loaded, row)
             if self._truth is not None:
                 row.figures = self._compare(loaded, self._truth)
-        except (PanscanError, RuntimeError) as error:
+        except Exception as error:  # as in `reference`
+            if loading and candidate.required and isinstance(error, ModelError | UnsupportedError):
+                raise
             row.problem = _reason(error)
         release_memory()
         return row

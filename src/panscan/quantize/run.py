@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import panscan
-from panscan.bench.workload import Item, Source, Workload, request_of
+from panscan.bench.workload import Item, Source, Workload, plans_of, request_of
 from panscan.core import InputError, SettingError
 from panscan.linear.quantized import KINDS, WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.quantize.audit import garbage_reason
+from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.card import CardFacts, described_format, model_card
-from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
+from panscan.quantize.documents import CalibrationSource, DatasetSample, digest_of, load_calibration, load_documents
 from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, weight_format
@@ -25,6 +27,7 @@ from panscan.settings import Settings, nearest
 __all__ = ["QuantizeOptions", "Quantized", "quantize_checkpoint"]
 
 _NO_CALIBRATION = CalibrationSource()
+_BYTES_PER_TOKEN = 4  # of a question, roughly
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class QuantizeOptions:
         kind: one of :data:`panscan.linear.quantized.KINDS`.
         group_size: ``int4`` group size; None: the largest supported size that divides every matrix.
         calibration: documents to calibrate ``int4`` on; without places, weights are rounded to nearest.
-        dataset: labelled questions to measure accuracy on.
+        dataset: labelled questions to measure accuracy on; the size of ``calibration``'s sample limits them too.
         verify: whether to measure the result.
         overwrite: replace an existing checkpoint of this command.
     """
@@ -67,6 +70,7 @@ class Quantized:
         bytes: size of the quantised checkpoint's weights.
         measurement: comparison with the dense model; None with ``verify=False``.
         resumed: whether the job resumed earlier work.
+        garbage: why its answers are garbage; None if they are not, or were not measured.
     """
 
     path: Path
@@ -75,6 +79,7 @@ class Quantized:
     bytes: int
     measurement: Measurement | None
     resumed: bool
+    garbage: str | None = None
 
     @property
     def described(self) -> str:
@@ -108,9 +113,12 @@ def quantize_checkpoint(
     out = resolved_output(options.out, overwrite=options.overwrite)
     device = resolve_device(options.settings.device)
     source = DenseCheckpoint(options.settings.model, options.settings.revision)
-    documents = _documents(options, source, on_problem)
+    documents = _documents(options, source, on_problem, on_step)
     how = weight_format(source, options.kind, options.group_size)
     calibrated = bool(documents.calibration) and how.kind == "int4"
+    if calibrated:
+        dtype = resolve_dtype("auto", device)
+        check_prompt_memory(_lengths(documents.calibration, options.settings), source.files.config, dtype)
     job = _job(source, how, documents, options, calibrated=calibrated)
     with PartialCheckpoint(out, job, overwrite=options.overwrite) as target:
         writer = CheckpointWriter(source, how, target, on_step)
@@ -132,11 +140,12 @@ def quantize_checkpoint(
         target.write_bytes(CARD_FILE, model_card(facts, (source.dense_bytes, size), found).encode())
         resumed = target.resumed
         target.publish()
-    return Quantized(options.out, how, source.dense_bytes, size, found, resumed)
+    garbage = None if found is None else garbage_reason(found.rows[1], found.rows[0])
+    return Quantized(options.out, how, source.dense_bytes, size, found, resumed, garbage)
 
 
 def _documents(
-    options: QuantizeOptions, source: DenseCheckpoint, on_problem: Callable[[InputError], None]
+    options: QuantizeOptions, source: DenseCheckpoint, on_problem: Callable[[InputError], None], on_step: Steps
 ) -> _Documents:
     """Read calibration documents and those of the measurement, before any weight is read."""
     calibration: list[Item] = []
@@ -145,11 +154,20 @@ def _documents(
     if options.calibration.places:
         if not source.reads_images:
             raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
-        calibration, held_out, origin = load_calibration(options.calibration, on_problem)
+        calibration, held_out, origin = load_calibration(options.calibration, on_problem, on_step)
     if options.dataset is None and (held_out or not options.verify):
         return _Documents(calibration, origin, Workload(held_out), origin)
-    measured = load_documents(options.dataset, on_problem, reads_images=source.reads_images)
+    wanted = DatasetSample(options.dataset, options.calibration.num_samples, options.calibration.seed)
+    measured = load_documents(wanted, on_problem, on_step, reads_images=source.reads_images)
     return _Documents(calibration, origin, *measured)
+
+
+def _lengths(items: list[Item], settings: Settings) -> list[int]:
+    """Return the estimated number of tokens of each prompt."""
+    return [
+        sum(plan.prompt_tokens for plan in plans_of(item, settings)) + len(item.prompt.encode()) // _BYTES_PER_TOKEN
+        for item in items
+    ]
 
 
 def _job(
