@@ -58,6 +58,10 @@ def test_the_audit_names_scales_folded_into_norms(
     assert run(words) == 5
     output = " ".join(capsys.readouterr().out.split())
     assert "Garbage: " in output and "Gemma multiplies by 1 + w (AWQ; 14 norms" in output
+    unreadable = shutil.copytree(tiny_directory(), tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
+    words[words.index("tiny")] = str(unreadable)  # its weights can be compared, but it cannot answer
+    assert run(words) == 6
+    assert "the matrices do not compensate" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_usable_checkpoint_passes_and_its_card_has_the_measurement(

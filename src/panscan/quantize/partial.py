@@ -144,14 +144,14 @@ class PartialCheckpoint:
             (self.path / _LOCK).unlink(missing_ok=True)
             if self.out.exists():
                 if replaced.exists():
-                    shutil.rmtree(replaced)
+                    _remove(replaced)
                 self.out.rename(replaced)
             self.path.rename(self.out)
             _sync(self.out.parent)
+            if self._overwrite and replaced.exists():
+                _remove(replaced)
         except OSError as error:
-            raise SettingError(f"{self.path} cannot be renamed to {self.out}: {error.strerror}") from error
-        if self._overwrite and replaced.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            raise SettingError(f"{error.filename}: cannot be renamed or removed: {error.strerror}") from error
 
     def _continue_or_begin(self) -> None:
         file = self.path / JOB_FILE
@@ -232,6 +232,15 @@ def _check_own(directory: Path, consequence: str) -> None:
         own = entry.name in _OTHERS or _WEIGHTS.fullmatch(entry.name)
         if not own or entry.is_symlink() or not entry.is_file():
             raise SettingError(f"{entry} was not written by this command, so {consequence}: move it away")
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint of this command. The job's file is last, so that a later command can finish the removal."""
+    for entry in directory.iterdir():
+        if entry.name != JOB_FILE:
+            entry.unlink()
+    (directory / JOB_FILE).unlink()
+    directory.rmdir()
 
 
 def _beside(out: Path, suffix: str) -> Path:
