@@ -107,7 +107,7 @@ class GptqScheme:
         zero = gptq_zeros(zeros, packing.bits, minus_one=self._minus_one)[:, :outputs]
         scale = tensors.take_scale("scales", (groups, outputs))
         order = None
-        if self._ordered or "g_idx" in tensors:  # old versions leave it out without act-order
+        if self._ordered or "g_idx" in tensors:  # old versions omit it without act-order
             order = order_of(tensors.take("g_idx", (inputs,), types=_INDICES), groups)
         if packing.bits == 4:
             return int4_linear(Int4Values(levels, scale, zero, order))

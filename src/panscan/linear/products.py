@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 Rows = torch.Tensor | QuantizedRows
-"""Inputs of a product: dense ``[T, inputs]``, or quantised in the type that the product names."""
+"""Inputs of a product ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.rows`."""
 Product = torch.Tensor | ScaledSums
-"""A product ``[T, outputs]``; its scales may be left to the next kernel."""
+"""A product ``[T, outputs]``: scaled, or with scales that the next kernel applies."""
 
 
 class Linear(Protocol):
     """One matrix product, or several of the same input next to each other.
 
-    ``rows``: type of quantised inputs that it takes besides dense ones; None: dense ones only.
+    ``rows``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
     """
 
     rows: torch.dtype | None
@@ -50,7 +50,7 @@ class Linear(Protocol):
         ...
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """Return the product of rows in the model's ``dtype``, or quantised ones of the type :attr:`rows`."""
+        """Return the product of dense rows in the model's ``dtype``, or of rows quantised to the type :attr:`rows`."""
         ...
 
 
@@ -107,7 +107,7 @@ class QuantizedProduct:
     """A product with quantised weights.
 
     Args:
-        modules: of one format, with the same input.
+        modules: modules of one format that share an input.
     """
 
     def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
@@ -147,7 +147,7 @@ def linear_of(*modules: Any) -> Linear:
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
     This temporarily takes extra memory of the size of one group. Names, shapes and values do not change. Later calls
     reuse the fused tensor. In-place changes of a parameter affect the product; replacing its ``data`` does not.
-    Quantised weights of one format are fused likewise, on every call.
+    Quantised weights of one format are fused in the same way, but on every call.
     """
     if all(runs_own_forward(module, QuantizedLinear) for module in modules) and _one_format(modules):
         return QuantizedProduct(modules)

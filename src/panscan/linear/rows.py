@@ -1,4 +1,4 @@
-"""What goes into and comes out of products with quantised inputs."""
+"""Inputs and outputs of products with quantised inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 __all__ = ["LARGEST", "QuantizedRows", "ScaledSums", "row_type"]
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest quantised value of a row."""
+"""Largest quantised value of each type."""
 
 
 class QuantizedRows(NamedTuple):

@@ -16,7 +16,7 @@ _READABLE = (
     "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
     " checkpoints, and --quantization fp8, int8 or int4 on the unquantised model"
 )
-"""What works instead, for messages."""
+"""Supported alternatives, for error messages."""
 
 
 class StoredScheme(Protocol):
@@ -72,10 +72,10 @@ def unreadable(what: str) -> UnsupportedError:
 
 
 def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-    """Return a field of ``quantization_config``; a missing one or null is ``default``.
+    """Return a field of ``quantization_config``, or ``default`` if it is missing or null.
 
     Raises:
-        ValueError: it has another type.
+        ValueError: the field has the wrong type.
     """
     value = config.get(name)
     if value is None:
@@ -90,7 +90,7 @@ def check_pattern(pattern: str) -> None:
     """Check a regular expression of ``quantization_config``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the pattern is not a regular expression.
     """
     try:
         re.compile(pattern)

@@ -141,7 +141,7 @@ def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, input
             raise unreadable("torchao IntxUnpackedToInt8Tensor of int8 in groups or with zero points")
         return channel_linear(values, scale, quantizes_inputs=False)
     if values.min() < -8 or values.max() > 7:
-        raise ValueError(f"{tensors.weight_name} has values beyond 4 bits: the file is damaged")
+        raise ValueError(f"{tensors.weight_name} has values that exceed 4 bits: the file is damaged")
     whole = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
     return int4_linear(Int4Values((values + 8).to(torch.uint8), scale.T, whole.T))
 

@@ -66,7 +66,7 @@ def add_rms_norms(
 
     Args:
         hidden: contiguous ``[T, width]``: the residual.
-        part: contiguous, same shape and type: the output of attention or of the MLP; or with scales to be applied.
+        part: contiguous, same shape and type: the output of attention or of the MLP; may have pending scales.
         part_weight: ``[width]``: weight of the norm behind that part.
         next_weight: ``[width]``: weight of the norm in front of the next part.
         eps: of both norms.
@@ -79,8 +79,8 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, rows: torch
     """Return ``gelu(gate) * up`` with the tanh approximation of GELU, ``[T, M]``.
 
     Args:
-        gate_up: contiguous ``[T, 2 * M]``: the gate in the first M columns; or with scales to be applied.
-        dtype: of the model; None: that of ``gate_up``.
+        gate_up: contiguous ``[T, 2 * M]``: the gate in the first M columns; may have pending scales.
+        dtype: type of the model; None: type of ``gate_up``.
         rows: quantise the rounded result to this type; None: return it dense.
     """
     values, row_scale, column_scale, scaled = _unscaled(gate_up)
@@ -107,7 +107,7 @@ def rotate_and_store(
 
     Args:
         qkv: ``[T, (heads + 2 * kv_heads) * D]``, queries, keys, values; rows may have a stride. D is a power of two.
-            Or with scales to be applied.
+            May have pending scales.
         q_weight: ``[D]``: weight of the queries' RMS norm (:func:`rms_norm`).
         k_weight: ``[D]``: weight of the keys' RMS norm.
         eps: of both norms.
@@ -115,7 +115,7 @@ def rotate_and_store(
         sin: contiguous ``[T, D]``.
         slots: contiguous int64 ``[T]``, in ``[0, N)``: cache slot of each row.
         k_cache: contiguous ``[N, kv_heads, D]``, of the type of ``qkv`` or float8_e4m3fn; modified in place. Values
-            beyond what float8 holds become its largest.
+            saturate to the range of float8.
         v_cache: same shape and type; modified in place.
         heads: number of query heads.
     """
@@ -154,7 +154,7 @@ def _rms_norms(
 
 
 def _unscaled(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Return values, scales of rows and columns, and whether there are scales; without them, placeholders."""
+    """Return values, row scales, column scales and whether there are scales; without scales, placeholders."""
     if isinstance(product, ScaledSums):
         return *product, True
     return product, product, product, False
@@ -202,7 +202,7 @@ def _scaled(values, row_scale, column_scale, row, column, valid, scaled: tl.cons
 
 @kernel()
 def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
-    """Store one row; quantised by its largest absolute value if ``most`` is not 0. Values are rounded already."""
+    """Store one row of already rounded values, quantised by its largest absolute value if ``most`` is not 0."""
     if most == 0.0:
         tl.store(to, values.to(to.dtype.element_ty), mask=valid)
     else:

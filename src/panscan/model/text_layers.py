@@ -53,7 +53,7 @@ class AttentionPlan(Protocol):
 class LayerFacts:
     """Keys and values of one layer on this rank: its kind (``local``: sliding window), heads, types and device.
 
-    ``dtype``: of queries and fresh keys. ``cached``: of keys and values in the cache.
+    ``dtype``: type of queries and new keys. ``cached``: type of keys and values in the cache.
     """
 
     local: bool
@@ -94,7 +94,7 @@ class TextLayers:
         loaded_model: in evaluation mode, on one device. With several ranks, its parameters are this rank's shards.
         ranks: the processes that share the model.
         vocab_size: rows of the whole output matrix; None: as the configuration says.
-        kv_dtype: of keys and values in the cache; None: that of the model.
+        kv_dtype: type of keys and values in the cache; None: type of the model.
 
     Raises:
         UnsupportedError: the layers are on several devices, or text attention is bidirectional.
@@ -182,7 +182,7 @@ class TextLayers:
             hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2], layer.gate_up.rows)
             part = layer.down.product(ops.activate(layer, layer.gate_up.product(normed, dtype)), dtype)
             hidden, normed = ops.add_norms(hidden, part, layer.norms[3], next_norm, next_rows)
-        assert isinstance(normed, torch.Tensor)  # nothing multiplies the last one here
+        assert isinstance(normed, torch.Tensor)  # the last norm is not quantised, because no product follows here
         return normed
 
     @torch.no_grad()
@@ -329,7 +329,7 @@ def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> No
     if cache.dtype == torch.float8_e4m3fn:
         most = torch.finfo(cache.dtype).max
         stored = values.clamp(-most, most).to(cache.dtype)
-        cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # not every device copies float8
+        cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # not every device supports float8
     else:
         cache.index_copy_(0, slots, values)
 

@@ -50,7 +50,7 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Loaded:
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path: Path) -> None:
-    """Logits are those of a dense model; formats that quantise inputs, which it does not, are only close."""
+    """Logits are compared with a dense model, with a wider tolerance for formats that quantise inputs."""
     checkpoint = Checkpoint.read(name)
     model = load(checkpoint.write(tmp_path), torch.float32).model
     assert len(checkpoint.expected) >= 6
