@@ -15,7 +15,7 @@ import torch
 
 from panscan.linear.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import check_pattern, field_of, unreadable
+from panscan.linear.schemes import check_pattern, field_of, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["CompressedTensorsScheme"]
@@ -131,25 +131,25 @@ def _matches(target: str, names: Sequence[str]) -> bool:
 def _refuse_transforms(config: Mapping[str, Any]) -> None:
     status = field_of(config, "quantization_status", str, "compressed")
     if status != "compressed" and config.get("format") in (None, "dense", "fakequant"):
-        raise unreadable(f"compressed-tensors with status {status!r} (uncompressed values)")
+        raise unsupported_format(f"compressed-tensors with status {status!r} (uncompressed values)")
     if field_of(config, "transform_config", dict, {}).get("config_groups"):
-        raise unreadable("compressed-tensors with transforms (rotated weights)")
+        raise unsupported_format("compressed-tensors with transforms (rotated weights)")
     sparsity = field_of(config, "sparsity_config", dict, {}).get("format", "dense")
     if sparsity != "dense":
-        raise unreadable(f"compressed-tensors with sparse weights ({sparsity})")
+        raise unsupported_format(f"compressed-tensors with sparse weights ({sparsity})")
 
 
 def _group_of(name: str, group: Any, overall: str) -> _Group:
     if not isinstance(group, Mapping):
-        raise unreadable(f"compressed-tensors with the preset {name!r:.40}")
+        raise unsupported_format(f"compressed-tensors with the preset {name!r:.40}")
     layout = group.get("format") or overall
     if layout not in (*_PLAIN, _PACKED):
-        raise unreadable(f"compressed-tensors {layout or 'without a format'}")
+        raise unsupported_format(f"compressed-tensors {layout or 'without a format'}")
     weights = field_of(group, "weights", dict)
     if weights is None:
-        raise unreadable(f"compressed-tensors without quantised weights (config_groups.{name})")
+        raise unsupported_format(f"compressed-tensors without quantised weights (config_groups.{name})")
     if group.get("output_activations") is not None:
-        raise unreadable("compressed-tensors with quantised outputs")
+        raise unsupported_format("compressed-tensors with quantised outputs")
     bits, kind = field_of(weights, "num_bits", int, 8), field_of(weights, "type", str, "int")
     size = field_of(weights, "group_size", int)
     size = None if size in (None, -1, 0) else size
@@ -169,16 +169,16 @@ def _refuse_combinations(group: _Group, layout: str) -> None:
     kind = "float" if group.floating else "int"
     what = f"compressed-tensors {layout} with {group.bits}-bit {kind} weights per {group.strategy}"
     if (group.bits, kind) not in ((4, "int"), (8, "int"), (8, "float")) or (group.floating and group.packed):
-        raise unreadable(what)
+        raise unsupported_format(what)
     if group.bits == 4:
         if not group.packed or group.quantizes_inputs:
-            raise unreadable(f"{what} and quantised inputs" if group.quantizes_inputs else what)
+            raise unsupported_format(f"{what} and quantised inputs" if group.quantizes_inputs else what)
         if group.strategy not in ("group", "channel", "tensor"):
-            raise unreadable(what)
+            raise unsupported_format(what)
     elif group.strategy not in ("channel", "tensor"):
-        raise unreadable(what)
+        raise unsupported_format(what)
     elif not group.symmetric:
-        raise unreadable(f"{what} and zero points")
+        raise unsupported_format(f"{what} and zero points")
 
 
 def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
@@ -188,7 +188,7 @@ def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
     bits, type_ = field_of(inputs, "num_bits", int, 8), field_of(inputs, "type", str, "int")
     strategy = field_of(inputs, "strategy", str, "tensor")
     if (bits, type_) != (8, kind) or strategy not in ("token", "tensor"):
-        raise unreadable(f"compressed-tensors {layout} with {bits}-bit {type_} inputs per {strategy}")
+        raise unsupported_format(f"compressed-tensors {layout} with {bits}-bit {type_} inputs per {strategy}")
     return True
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from panscan.linear.rows import LARGEST, QuantizedRows, ScaledSums
+from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "apply_scales",
@@ -68,7 +68,7 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
     return (sums.float() * rows.scale * scale).to(dtype)
 
 
-def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> ScaledSums:
+def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
     """Return the unscaled product of float8_e4m3fn values, with sums in ``dtype`` (float16: in float32).
 
     The next kernel applies the scales, because cuBLAS products with per-row scales are slower, especially for few rows.
@@ -86,7 +86,7 @@ def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor,
         sums = torch._scaled_mm(rows.values, weight.T, one, one, out_dtype=dtype, use_fast_accum=True)
     else:
         sums = (rows.values.float() @ weight.float().T).to(dtype)
-    return ScaledSums(sums, rows.scale, scale)
+    return UnscaledProduct(sums, rows.scale, scale)
 
 
 def multiply_int4(
@@ -122,7 +122,7 @@ def multiply_int4(
     return product
 
 
-def apply_scales(sums: ScaledSums, dtype: torch.dtype) -> torch.Tensor:
+def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
     """Return the scaled product ``[T, outputs]`` in ``dtype``, rounded once more."""
     if not has_kernels(sums.values.device):
         return (sums.values.float() * sums.row_scale * sums.column_scale).to(dtype)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from panscan.linear.multiply import apply_scales
 from panscan.linear.quantized import QuantizedLinear, fused
-from panscan.linear.rows import QuantizedRows, ScaledSums
+from panscan.linear.rows import QuantizedRows, UnscaledProduct
 
 __all__ = [
     "DenseLinear",
@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 Rows = torch.Tensor | QuantizedRows
-"""Inputs of a product ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.rows`."""
-Product = torch.Tensor | ScaledSums
+"""Inputs of a product ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.input_dtype`."""
+Product = torch.Tensor | UnscaledProduct
 """A product ``[T, outputs]``: scaled, or with scales that the next kernel applies."""
 
 
 class Linear(Protocol):
     """One matrix product, or several of the same input next to each other.
 
-    ``rows``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
+    ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
     """
 
-    rows: torch.dtype | None
+    input_dtype: torch.dtype | None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
         ...
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """Return the product of dense rows in the model's ``dtype``, or of rows quantised to the type :attr:`rows`."""
+        """Return the product of dense rows in the model's ``dtype``, or of rows quantised to the type :attr:`input_dtype`."""
         ...
 
 
 class DenseLinear:
     """Base of products that take and return dense values."""
 
-    rows: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -112,7 +112,7 @@ class QuantizedProduct:
 
     def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
         self._weights = fused(modules)
-        self.rows = self._weights.how.rows
+        self.input_dtype = self._weights.how.input_dtype
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -129,7 +129,7 @@ class SummedLinear:
 
     def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part, self._reduce = part, reduce
-        self.rows = part.rows
+        self.input_dtype = part.input_dtype
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -138,7 +138,7 @@ class SummedLinear:
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
         """See :class:`Linear`."""
         part = self._part.product(rows, dtype)
-        return self._reduce(apply_scales(part, dtype) if isinstance(part, ScaledSums) else part)
+        return self._reduce(apply_scales(part, dtype) if isinstance(part, UnscaledProduct) else part)
 
 
 def linear_of(*modules: Any) -> Linear:

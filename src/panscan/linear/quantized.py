@@ -25,7 +25,7 @@ from panscan.linear.multiply import (
     multiply_int8,
     quantize_rows,
 )
-from panscan.linear.rows import QuantizedRows, ScaledSums, row_type
+from panscan.linear.rows import QuantizedRows, UnscaledProduct, row_type
 from panscan.settings import GROUP_SIZES, WEIGHT_KINDS
 
 __all__ = [
@@ -66,7 +66,7 @@ class WeightFormat:
     quantizes_inputs: bool = True
 
     @property
-    def rows(self) -> torch.dtype | None:
+    def input_dtype(self) -> torch.dtype | None:
         """Type of quantised inputs; None if inputs stay dense."""
         return row_type(self.kind) if self.quantizes_inputs else None
 
@@ -153,21 +153,21 @@ class QuantizedLinear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., outputs]`` in the type of the input."""
         output = self.product(input.reshape(-1, self.in_features), input.dtype)
-        if isinstance(output, ScaledSums):
+        if isinstance(output, UnscaledProduct):
             output = apply_scales(output, input.dtype)
         return output.view(*input.shape[:-1], self.out_features)
 
-    def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | ScaledSums:
-        """Return the product of rows in ``dtype``, or :class:`ScaledSums` where applying scales later is faster.
+    def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | UnscaledProduct:
+        """Return the product of rows in ``dtype``, or :class:`UnscaledProduct` where applying scales later is faster.
 
         Args:
-            input: ``[T, inputs]`` in ``dtype``, or quantised to the type :attr:`WeightFormat.rows`.
+            input: ``[T, inputs]`` in ``dtype``, or quantised to the type :attr:`WeightFormat.input_dtype`.
             dtype: type of the model.
         """
-        if self.how.rows is None:
+        if self.how.input_dtype is None:
             assert isinstance(input, torch.Tensor)  # weight-only formats have no row type
             return self._with_bias(self._dense_product(input))
-        rows = quantize_rows(input, self.how.rows) if isinstance(input, torch.Tensor) else input
+        rows = quantize_rows(input, self.how.input_dtype) if isinstance(input, torch.Tensor) else input
         if self.how.kind == "int8":
             return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
         sums = multiply_fp8(rows, self.weight, self.scale, dtype)

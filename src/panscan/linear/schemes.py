@@ -10,7 +10,7 @@ from panscan.core import UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.linear.tensors import MatrixTensors
 
-__all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unreadable"]
+__all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unsupported_format"]
 
 _READABLE = (
     "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
@@ -64,7 +64,7 @@ class StoredScheme(Protocol):
         ...
 
 
-def unreadable(what: str) -> UnsupportedError:
+def unsupported_format(what: str) -> UnsupportedError:
     """Return the error for a quantisation that cannot be read."""
     return UnsupportedError(
         f"the checkpoint's weights are quantised as {what}, which panscan does not support: use {_READABLE}"

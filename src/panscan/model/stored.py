@@ -22,7 +22,7 @@ from panscan.linear.compressed import CompressedTensorsScheme
 from panscan.linear.gptq import AwqScheme, GptqScheme
 from panscan.linear.parts import part_of
 from panscan.linear.quantized import WeightFormat
-from panscan.linear.schemes import StoredScheme, unreadable
+from panscan.linear.schemes import StoredScheme, unsupported_format
 from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.linear.torchao_tensors import TorchAoScheme
 from panscan.model.outline import build_model, decoder_linears, set_computed_buffers, set_module
@@ -68,7 +68,7 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
         return None
     try:
         if (scheme := _SCHEMES.get(method)) is None:
-            raise unreadable(_described(method, described))
+            raise unsupported_format(_described(method, described))
         return scheme(described)
     except UnsupportedError as error:
         raise UnsupportedError(f"--model {name}: {error}") from error
@@ -222,7 +222,7 @@ class _Loading:
 
 def _check_device(how: WeightFormat, device: torch.device) -> None:
     """Raise on GPUs without fp8 products, at the first matrix rather than after loading all of them."""
-    if device.type != "cuda" or how.rows != torch.float8_e4m3fn:
+    if device.type != "cuda" or how.input_dtype != torch.float8_e4m3fn:
         return
     if (found := torch.cuda.get_device_capability(device)) < (8, 9):
         raise UnsupportedError(
