@@ -92,3 +92,13 @@ def test_matrices_of_different_formats_are_separate_products() -> None:
 def test_groups_that_do_not_fit_are_refused(inputs: int, group: int) -> None:
     with pytest.raises(ValueError, match=f"groups of {group}"):
         QuantizedLinear(inputs, 8, WeightFormat("int4", group))
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_other_types_are_for_dense_parameters(how: WeightFormat) -> None:
+    """``model.half()`` would round scales, and make float8 weights float16."""
+    made = quantized(0, 256, 8, how, bias=True)
+    before = made.dequantized()
+    made.half()
+    assert torch.equal(made.dequantized(), before)
+    assert made.bias is not None and made.bias.dtype == torch.float16

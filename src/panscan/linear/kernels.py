@@ -238,7 +238,8 @@ def product_int4(
         _product_int4[(triton.cdiv(outputs, 64), triton.cdiv(count, block_m))](
             rows, weight, scale, scale if zero is None else zero, product, count, outputs, inputs, weight.stride(0),
             scale.stride(0), block_m=block_m, block_n=64, slice_k=min(group_size, 128), group=group_size,
-            has_zero=zero is not None, num_warps=4, num_stages=int4_stages(block_m, shared_bytes),
+            has_zero=zero is not None, precision="ieee" if rows.dtype == torch.float32 else "tf32", num_warps=4,
+            num_stages=int4_stages(block_m, shared_bytes),
         )  # fmt: skip
     return product
 
@@ -438,6 +439,7 @@ def _vector_int4(
 def _product_int4(
     x, w, scale, zero, out, rows, outputs, inputs, w_block, scale_row,
     block_m: tl.constexpr, block_n: tl.constexpr, slice_k: tl.constexpr, group: tl.constexpr, has_zero: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of the output, transposed: the weights are the left operand, which may stay in registers."""
     m = tl.program_id(1) * block_m + tl.arange(0, block_m)
@@ -469,7 +471,7 @@ def _product_int4(
             else:
                 level = level - 8.0
             factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
-            total += tl.dot(level, right) * factor[:, None]
+            total += tl.dot(level, right, input_precision=precision) * factor[:, None]
     at_out = out + m[None, :].to(tl.int64) * outputs + n[:, None]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=(m[None, :] < rows) & there[:, None])
 

@@ -6,6 +6,7 @@ quotients are rounded to the kind's values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -16,10 +17,12 @@ from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "apply_scales",
+    "device_reason",
     "has_kernels",
     "multiply_fp8",
     "multiply_int4",
     "multiply_int8",
+    "multiply_weight_only",
     "quantize_rows",
 ]
 
@@ -104,21 +107,54 @@ def multiply_int4(
     from panscan.linear import kernels
 
     rows = rows.contiguous()
-    if len(rows) <= _VECTOR_ROWS:
+    if len(rows) <= _VECTOR_ROWS and rows.dtype != torch.float32:  # fixed point has 16 bits
         return kernels.vector_int4(kernels.fixed_point(rows, group_size), weight, scale, zero, rows.dtype)
     if len(rows) <= _FEW_ROWS:
         return kernels.product_int4(rows, weight, scale, zero, group_size, _gpu(weight.device)[0])
-    inputs, outputs = rows.shape[1], weight.shape[1]
-    at_once = max(1, _DENSE_BYTES // (inputs * rows.element_size() * _ALIGNED)) * _ALIGNED
+
+    def dense(part: slice) -> torch.Tensor:
+        zeros = None if zero is None else zero[:, part]
+        inputs = rows.shape[1]
+        return kernels.dequantize_int4(weight[:, part], scale[:, part], zeros, group_size, inputs, rows.dtype)
+
+    return _in_parts(rows, weight.shape[1], dense, rows.element_size())
+
+
+def multiply_weight_only(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the product ``[T, outputs]`` of unquantised rows with 8-bit weights, in the type of the rows.
+
+    The weights are dequantised on every call, which takes longer than a product with dense weights.
+
+    Args:
+        rows: ``[T, inputs]``.
+        weight: int8 or float8_e4m3fn ``[outputs, inputs]``.
+        scale: float32 ``[outputs]``.
+    """
+
+    def dense(part: slice) -> torch.Tensor:
+        return (weight[part].float() * scale[part, None]).to(rows.dtype)
+
+    return _in_parts(rows, len(weight), dense, 8)  # two float32 copies
+
+
+def _in_parts(
+    rows: torch.Tensor, outputs: int, dense: Callable[[slice], torch.Tensor], weight_bytes: int
+) -> torch.Tensor:  # fmt: skip
+    """Multiply rows with weights that ``dense`` returns for slices of the outputs, in slices of limited memory.
+
+    Args:
+        rows: ``[T, inputs]``.
+        outputs: output channels.
+        dense: returns ``[slice, inputs]``.
+        weight_bytes: memory that it takes per weight.
+    """
+    at_once = max(1, _DENSE_BYTES // (rows.shape[1] * weight_bytes * _ALIGNED)) * _ALIGNED
     if outputs <= at_once:
-        dense = kernels.dequantize_int4(weight, scale, zero, group_size, inputs, rows.dtype)
-        return functional.linear(rows, dense)
+        return functional.linear(rows, dense(slice(None)))
     product = rows.new_empty(len(rows), outputs)
     for first in range(0, outputs, at_once):
         part = slice(first, first + at_once)
-        zeros = None if zero is None else zero[:, part]
-        dense = kernels.dequantize_int4(weight[:, part], scale[:, part], zeros, group_size, inputs, rows.dtype)
-        torch.mm(rows, dense.T, out=product[:, part])
+        torch.mm(rows, dense(part).T, out=product[:, part])
     return product
 
 
@@ -129,6 +165,24 @@ def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
     from panscan.linear import kernels
 
     return kernels.scale_sums(*sums, dtype)
+
+
+def device_reason(kind: str, device: torch.device) -> str | None:
+    """Return why a device has no products with weights of a kind, and what to use there; None if it has.
+
+    On a CPU, float8 is converted to float32 for each product: correct, but slower than float32 weights.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"{kind} weights need an NVIDIA GPU or a CPU; use --device cpu, or the unquantised model"
+    found = torch.cuda.get_device_capability(device)
+    has = f"this GPU has {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return f"{kind} weights need compute capability 8.0 or later; {has}: use bnb-8bit or bnb-4bit"
+    if kind == "fp8" and found < (8, 9):
+        return f"fp8 weights need compute capability 8.9 or later; {has}: use int8 or int4"
+    return None if find_spec("triton") else f"{kind} weights need Triton, which PyTorch includes on Linux"
 
 
 @cache

@@ -50,7 +50,7 @@ class Linear(Protocol):
         ...
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """Return the product of dense rows in the model's ``dtype``, or of rows quantised to the type :attr:`input_dtype`."""
+        """Return the product of rows in the model's ``dtype``, or quantised to the type :attr:`input_dtype`."""
         ...
 
 

@@ -9,7 +9,7 @@ Three kinds, all symmetric unless a published checkpoint has zero points:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from panscan.linear.multiply import (
     multiply_fp8,
     multiply_int4,
     multiply_int8,
+    multiply_weight_only,
     quantize_rows,
 )
 from panscan.linear.rows import QuantizedRows, UnscaledProduct, row_type
@@ -178,6 +179,8 @@ class QuantizedLinear(nn.Module):
             rows = rows.index_select(1, self.order)
         if self.how.kind == "int4" and has_kernels(rows.device):
             return multiply_int4(rows, self.weight, self.scale, self.zero, self.how.group_size)
+        if self.how.kind != "int4":
+            return multiply_weight_only(rows, self.weight, self.scale)
         return functional.linear(rows, self._stored(rows.dtype))
 
     def _with_bias(self, output: torch.Tensor) -> torch.Tensor:
@@ -191,6 +194,15 @@ class QuantizedLinear(nn.Module):
         zero = _INT4_ZERO if self.zero is None else self.zero.T[:, :, None].float()
         dense: torch.Tensor = ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
         return dense
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Move to other devices, but keep the types of weights and scales, which ``half()`` would change."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return fn(tensor) if tensor is self.bias else tensor.to(fn(tensor).device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
 
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""

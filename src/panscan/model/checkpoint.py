@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -67,10 +67,13 @@ _LEAST_VOCABULARY = 260  # every byte and the marks of turns
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``."""
+    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``.
+
+    ``dtype``: ``auto`` keeps the stored one.
+    """
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype | Literal["auto"]
     device_map: str | None = None
     max_memory: str | None = None
     tp_plan: str | None = None
@@ -271,7 +274,7 @@ def load_shard_of(
         if how is not None:
             raise _already_quantized(name, scheme, how.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    whole = load_model(name, Placement(torch.device("cpu"), dtype), revision=revision)
+    whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
     config = whole.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
@@ -327,6 +330,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         _check_placement(name, scheme, placement)
+        assert placement.dtype != "auto"  # asked for dense checkpoints only
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
     source = _source(name)
     reader = load_reader(name, revision)

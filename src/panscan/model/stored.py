@@ -20,6 +20,7 @@ from torch import nn
 from panscan.core import ModelError, UnsupportedError
 from panscan.linear.compressed import CompressedTensorsScheme
 from panscan.linear.gptq import AwqScheme, GptqScheme
+from panscan.linear.multiply import device_reason
 from panscan.linear.parts import part_of
 from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme, unsupported_format
@@ -221,14 +222,9 @@ class _Loading:
 
 
 def _check_device(how: WeightFormat, device: torch.device) -> None:
-    """Raise on GPUs without fp8 products, at the first matrix rather than after loading all of them."""
-    if device.type != "cuda" or how.input_dtype != torch.float8_e4m3fn:
-        return
-    if (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise UnsupportedError(
-            f"fp8 products need compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}: use an int8"
-            " (W8A8) or int4 checkpoint, or --quantization int8 on the unquantised model"
-        )
+    """Raise for devices without such products, at the first matrix rather than after loading all of them."""
+    if (reason := device_reason(how.kind, device)) is not None:
+        raise UnsupportedError(f"the checkpoint's {reason}")
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:
