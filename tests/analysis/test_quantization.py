@@ -1,4 +1,4 @@
-"""The price of quantised weights: which cells are compared, with what, and how every report shows it."""
+"""Quantised cells: the unquantised cells that they are compared with, and the table in every report."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ POINTERS = {
 }
 FLOATS = ("epsilon", "most")
 MULTIPLES = ("inputs", "outputs", "scale_row", "w_block", "width")
-"""Integers that are multiples of 16 in every published model: loads are wider then, and pipelined."""
+"""Integers that are multiples of 16 in every published model, so that Triton uses wide, pipelined loads."""
 
 
 def compiled(

@@ -49,7 +49,7 @@ def test_every_weight_becomes_the_nearest_of_its_group(seed: int, how: WeightFor
     made.quantize(values)
     size = how.group_size if how.kind == "int4" else 256
     largest = values.unflatten(1, (-1, size)).abs().amax(-1, keepdim=True).expand(-1, -1, size).flatten(1)
-    # Half a step; float8 has three bits behind the first. The highest of 16 levels is 7 / 7.5 of the largest value.
+    # Half a step; float8 has three mantissa bits. The highest of 16 levels is 7 / 7.5 of the largest value.
     step = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}[how.kind]
     error = (made.dequantized() - values).abs()
     assert bool((error <= 1.001 * step + (values == largest) * largest / 15).all())

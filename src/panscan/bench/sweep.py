@@ -109,7 +109,7 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
 
 
 def _base_model(settings: Settings) -> str | None:
-    """The unquantised model of a quantised checkpoint; None for others, and where it is not on this machine."""
+    """Return the base model of a quantised checkpoint; None for other checkpoints, or if it is not on this machine."""
     from panscan.model.quantization import unquantized_settings
 
     try:

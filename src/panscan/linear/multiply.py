@@ -1,4 +1,4 @@
-"""Products of inputs with quantised weights, on any device: which kernel or library computes which number of rows.
+"""Products with quantised weights on any device: choose the kernel or library for a number of rows.
 
 With quantised inputs a product is ``(inputs / row_scale) @ (weights / scale) * row_scale * scale``, where both
 quotients are rounded to the kind's values.
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from panscan.linear.rows import LARGEST, QuantizedRows, ScaledSums
+from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "apply_scales",
@@ -34,7 +34,7 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
     """Quantise each row of ``[..., inputs]`` symmetrically by its largest absolute value.
 
     Args:
-        values: of any floating-point type.
+        values: inputs of any floating-point type.
         dtype: int8 or float8_e4m3fn.
     """
     if has_kernels(values.device):
@@ -56,7 +56,7 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
         rows: int8 ``[T, inputs]``.
         weight: int8 ``[outputs, inputs]``.
         scale: float32 ``[outputs]``.
-        dtype: of the result.
+        dtype: type of the result.
     """
     if has_kernels(weight.device):
         from panscan.linear import kernels
@@ -68,16 +68,16 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
     return (sums.float() * rows.scale * scale).to(dtype)
 
 
-def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> ScaledSums:
-    """Return the product of float8_e4m3fn values, whose sums are rounded to ``dtype`` (float16: to float32).
+def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
+    """Return the unscaled product of float8_e4m3fn values, with sums in ``dtype`` (float16: in float32).
 
-    Scales are left to the next kernel, as cuBLAS's products with scales per row are slower, above all for a few rows.
+    The next kernel applies the scales, because cuBLAS products with per-row scales are slower, especially for few rows.
 
     Args:
         rows: float8_e4m3fn ``[T, inputs]``.
         weight: float8_e4m3fn ``[outputs, inputs]``; both dimensions are multiples of 16 on a GPU.
         scale: float32 ``[outputs]``.
-        dtype: of the model.
+        dtype: type of the model.
     """
     if dtype == torch.float16:  # the sums would overflow
         dtype = torch.float32
@@ -86,7 +86,7 @@ def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor,
         sums = torch._scaled_mm(rows.values, weight.T, one, one, out_dtype=dtype, use_fast_accum=True)
     else:
         sums = (rows.values.float() @ weight.float().T).to(dtype)
-    return ScaledSums(sums, rows.scale, scale)
+    return UnscaledProduct(sums, rows.scale, scale)
 
 
 def multiply_int4(
@@ -122,7 +122,7 @@ def multiply_int4(
     return product
 
 
-def apply_scales(sums: ScaledSums, dtype: torch.dtype) -> torch.Tensor:
+def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
     """Return the scaled product ``[T, outputs]`` in ``dtype``, rounded once more."""
     if not has_kernels(sums.values.device):
         return (sums.values.float() * sums.row_scale * sums.column_scale).to(dtype)
@@ -139,7 +139,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, bool]:
-    """Return the shared memory of one program in bytes, and whether the GPU has a copy engine."""
+    """Return the shared memory per program in bytes, and whether the GPU has a Tensor Memory Accelerator."""
     facts = torch.cuda.get_device_properties(device)
     return int(facts.shared_memory_per_block_optin), facts.major >= 9  # type: ignore[attr-defined]  # missing in the stubs
 

@@ -122,14 +122,14 @@ class CheckpointFiles:
 
 
 def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
-    """Find the files of a Gemma 3 checkpoint, and download those of a hub checkpoint. No tensor is read.
+    """Locate the files of a Gemma 3 checkpoint, downloading them if necessary, without reading tensors.
 
     Args:
         name: ``mini``, ``tiny``, a directory or a hub id.
-        revision: of a hub checkpoint.
+        revision: revision of a hub checkpoint.
 
     Raises:
-        ModelError: it cannot be had, is not a Gemma 3, or is not in safetensors files.
+        ModelError: the checkpoint is not available, is not a Gemma 3, or is not in safetensors files.
     """
     source = _source(name)
     with explained(name):
@@ -220,7 +220,7 @@ def load_random(
         dtype: of the weights.
         device: of the model.
         drawn_on: device that draws the weights, as each kind of device draws others; None: ``device``.
-        how: quantise the decoder's matrices like this as they are drawn.
+        how: format that the decoder's matrices are quantised to as they are drawn; None: dense.
     """
     from panscan.model.random_weights import random_model
 
@@ -259,12 +259,12 @@ def load_shard_of(
     """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
-    copied to the device, one parameter at a time. With ``how``, the decoder's matrices are quantised there on arrival,
-    so the device never holds more than the quantised model and one dense matrix. Matrices of
-    a quantised checkpoint are read, converted and split one at a time.
+    copied to the device, one parameter at a time. With ``how``, the device quantises each decoder matrix as it arrives,
+    so it never holds more than the quantised model and one dense matrix. The matrices of a quantised checkpoint are
+    read, converted and split one at a time.
 
     Raises:
-        ModelError: as :func:`load_model`, or ``how`` is asked of a quantised checkpoint.
+        ModelError: as :func:`load_model`, or ``how`` is given for a quantised checkpoint.
         UnsupportedError: ``size`` does not divide the model.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
@@ -323,7 +323,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
 
     Raises:
         ModelError: it cannot be had, is not a Gemma 3, or misses weights.
-        UnsupportedError: its weights are quantised in a way that cannot be read, or cannot be placed like this.
+        UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         _check_placement(name, scheme, placement)
@@ -345,7 +345,7 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
     """Open the safetensors files of a checkpoint.
 
     Raises:
-        ModelError: it cannot be had, or is not in safetensors files.
+        ModelError: the checkpoint is not available, or is not in safetensors files.
     """
     source = _source(name)
     with explained(name):
@@ -364,7 +364,7 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
     """
     source = _source(name)
     with explained(name):
-        _config(name, source, revision)  # another model is refused as such, whatever its quantisation
+        _config(name, source, revision)  # raises for other architectures first
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         return stored_scheme(stored, name)
 
@@ -378,7 +378,7 @@ def stored_format(name: str, revision: str | None = None) -> str | None:
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         return scheme.name
-    stored = getattr(load_config(name, revision), "quantization_config", None)  # of bitsandbytes
+    stored = getattr(load_config(name, revision), "quantization_config", None)  # bitsandbytes
     if stored is None:
         return None
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
@@ -393,10 +393,10 @@ def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> ModelErro
 
 
 def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> None:
-    """Refuse placements of quantised checkpoints that only ``from_pretrained`` offers.
+    """Check that a quantised checkpoint is loaded without options that only ``from_pretrained`` supports.
 
     Raises:
-        UnsupportedError: with the option that does not go with the checkpoint.
+        UnsupportedError: an option is not supported for quantised checkpoints.
     """
     if placement.quantization is not None:
         raise _already_quantized(name, scheme, placement.quantization.quant_method.value)

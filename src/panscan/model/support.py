@@ -114,7 +114,7 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
 
 
 def quantization_reason(name: str | None, device: torch.device) -> str | None:
-    """Return why a quantisation cannot run here, with one that can; None if it can."""
+    """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
     if name is None:
         return None
     if name in KINDS:
