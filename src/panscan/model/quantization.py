@@ -116,9 +116,10 @@ def _on_this_machine(named: str, checkpoint: Path) -> str | None:
     """
     if named in BUNDLED:
         return named
-    for directory in (Path(named).expanduser(), checkpoint / named):
-        if (directory / "config.json").is_file():
-            return str(directory)
+    if (Path(named).expanduser() / "config.json").is_file():
+        return named  # not str(Path(named)): "./mini" would become "mini", which is bundled
+    if (inside := checkpoint / named).joinpath("config.json").is_file():
+        return str(inside)
     try:
         cached = [try_to_load_from_cache(named, file) for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     except HFValidationError:  # no hub id either

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from math import ceil
 from typing import Any
 
-from panscan.core import RecordsError
+from panscan.core import BUNDLED, RecordsError
 
 __all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape", "quantized_bytes"]
 
@@ -272,6 +272,3 @@ SHAPES: dict[str, Shape] = {
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
 """The published shapes, and those of :data:`BUNDLED`."""
-
-BUNDLED = ("mini", "tiny")
-"""The models that panscan brings itself: ``mini``, which was trained to read, and ``tiny``, of random weights."""
