@@ -33,8 +33,10 @@ from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
 from panscan.images.transfer import upload
+from panscan.linear.multiply import describe
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.quantization import weights_name
 from panscan.model.sharding import ALONE, Ranks
 from panscan.model.support import fp8_cache_reason
 from panscan.model.text_layers import LayerFacts, TextLayers
@@ -230,6 +232,8 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             self._limit_memory()
+        if (weights := weights_name(model)) is not None:
+            self._say(f"weights: {weights} ({describe(weights.split(',')[0], self._device)})")
         self._say(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()

@@ -17,6 +17,7 @@ from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "apply_scales",
+    "describe",
     "device_reason",
     "has_kernels",
     "multiply_fp8",
@@ -165,6 +166,17 @@ def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
     from panscan.linear import kernels
 
     return kernels.scale_sums(*sums, dtype)
+
+
+def describe(kind: str, device: torch.device) -> str:
+    """Return how weights of a kind are multiplied on a device, for the log."""
+    if not has_kernels(device):
+        return "PyTorch"
+    if kind == "fp8":
+        return "cuBLAS, with scales applied by the next kernel"
+    if kind == "int8":
+        return "Triton" + (" with TMA for prefill" if _gpu(device)[1] else "")
+    return f"dp4a up to {_VECTOR_ROWS} rows, Triton up to {_FEW_ROWS}, cuBLAS on dequantised weights above"
 
 
 def device_reason(kind: str, device: torch.device) -> str | None:

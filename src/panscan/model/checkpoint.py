@@ -50,6 +50,7 @@ __all__ = [
     "load_reader",
     "load_shard_of",
     "open_stored",
+    "quantization_method",
     "stored_format",
     "stored_scheme_of",
 ]
@@ -385,6 +386,11 @@ def stored_format(name: str, revision: str | None = None) -> str | None:
     stored = getattr(load_config(name, revision), "quantization_config", None)  # bitsandbytes
     if stored is None:
         return None
+    return quantization_method(stored)
+
+
+def quantization_method(stored: Any) -> str:
+    """Return the method that a ``quantization_config`` names, be it a mapping or an object of Transformers."""
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     return str(getattr(method, "value", method))
 
