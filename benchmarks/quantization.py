@@ -1,13 +1,13 @@
-"""What quantised weights cost the mini model in answers: python benchmarks/quantization.py [--kinds NAMES]
+"""Measure the accuracy cost of quantised weights: python benchmarks/quantization.py [--kinds NAMES]
 
 The engine answers all questions about sample documents with each kind of weights: unquantised, int8, int4 rounded to
 nearest in groups of 64 and 32, fp8, and any checkpoints given with `--checkpoint NAME=DIRECTORY`, such as one that
 `panscan quantize` calibrated. (Groups of 128 do not divide the mini model's matrices.) The record has each question's
-score, and next-token distributions against the float32 truth of the unquantised model. Variants of an existing record
-with the same documents are kept unless they are measured again, so GPUs can add theirs.
+score, and the divergence from the float32 truth of the unquantised model. Variants of an existing record with the same
+documents are kept unless they are measured again, so runs on other hardware can add theirs.
 
-On a CPU, fp8 runs through the same arithmetic as on a GPU, with float32 sums in another order; `panscan bench` refuses
-it there, because it is slow. `--products` also times products of one layer, int8 and float32 in turn.
+On a CPU, fp8 uses the same arithmetic as on a GPU, with float32 sums in another order; `panscan bench` does not support
+it there, because it is slow. `--products` also times products of one layer, alternating int8 and float32.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[
 
 @torch.no_grad()
 def products(repeats: int = 15) -> list[dict[str, Any]]:
-    """Milliseconds of one matrix product on a CPU by rows of inputs, float32 and int8 in turn; medians."""
+    """Return median milliseconds of one matrix product by number of rows, alternating float32 and int8."""
     dense = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
     quantized = QuantizedLinear(HIDDEN, INTERMEDIATE, WeightFormat("int8"))
     quantized.quantize(dense.weight)
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=256)
     parser.add_argument("--kinds", default=";".join(KINDS), help="names separated by ';' (default: all)")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="NAME=DIRECTORY")
-    parser.add_argument("--products", action="store_true", help="time products of int8 and float32 on this CPU, too")
+    parser.add_argument("--products", action="store_true", help="also time int8 and float32 products on this CPU")
     parser.add_argument("--output", type=Path, default=RECORD)
     args = parser.parse_args()
     kinds = {name: KINDS[name] for name in args.kinds.split(";") if name}

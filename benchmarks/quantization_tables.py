@@ -1,4 +1,4 @@
-"""Tables about quantised weights: their price in answers on the mini model, and their speed on GPUs."""
+"""Tables about quantised weights: accuracy of the mini model, and speed on GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _mini() -> dict[str, Any]:
 
 
 def quantization_mini() -> str:
-    """Accuracy of each kind of weights against the unquantised float32 model, paired by question; divergences."""
+    """Return accuracy and divergence of each kind of weights, paired by question with the unquantised model."""
     record = _mini()
     variants = record["variants"]
     base = variants["unquantised"]
@@ -71,7 +71,7 @@ def _mini_row(name: str, variant: dict[str, Any], base: dict[str, Any]) -> list[
 
 
 def quantization_products() -> str:
-    """Milliseconds of a product on a CPU, by rows of inputs."""
+    """Return the milliseconds of a product on a CPU, by number of input rows."""
     record = _mini()
     found, facts = record["products"], record["environment"]
     rows = [
@@ -88,7 +88,7 @@ def quantization_products() -> str:
 
 
 def quantization_27b() -> str:
-    """W1 on the 27B shape by kind of weights and limit of memory: every record that exists."""
+    """Return the results of W1 on the 27B shape, by kind of weights and memory limit, for all existing records."""
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
     known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
@@ -99,8 +99,8 @@ def quantization_27b() -> str:
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})
     return (
         f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and"
-        " 128 output tokens; throughput with all requests in flight, times of one request alone, medians. GB per GPU:"
-        " the limit set by `--gpu-memory-gb`; compute and bandwidth are those of the GPU that was measured."
+        " 128 output tokens; throughput with all requests in flight, latencies of a single request; medians. GB per"
+        " GPU: limit set by `--gpu-memory-gb`; compute and bandwidth are those of the measured GPU."
         f" {', '.join(gpus)}."
     )
 
@@ -113,7 +113,7 @@ def _order(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _w1_rows(name: str, record: dict[str, Any]) -> list[list[str]]:
-    """A record's row, and one for each lower limit of memory in the same record."""
+    """Return the row of a record, and one for each lower memory limit in it."""
     settings = record["settings"]
     measured = record["measured"].get("engine", record["measured"])
     limit = settings.get("gpu_memory_gb")
@@ -147,7 +147,7 @@ def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: 
 
 
 def _at_once(record: dict[str, Any], measured: dict[str, Any]) -> str:
-    """How many requests ran at once: as counted, or in the largest decode step, or as the KV cache allows."""
+    """Return how many requests ran concurrently: counted, in the largest decode step, or as the KV cache allows."""
     if "most_at_once" in measured:
         return str(measured["most_at_once"])
     largest = max(each["batch"] for each in measured["decode"] if each["ms_per_step"] is not None)

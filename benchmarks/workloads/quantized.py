@@ -1,12 +1,12 @@
-"""W1 with quantised weights on a large GPU, and in the memory of smaller ones. One load per kind.
+"""W1 with quantised weights on a large GPU, also limited to the memory of smaller GPUs. One load per kind.
 
     python -m benchmarks.workloads.quantized --model-shape 27b --random-weights --quantization int4 \
         --memory 40,24 --output w1-27b-int4.json
 
-The weights are quantised as they are drawn, and the record has the peak memory of that. With all of the GPU's memory:
-throughput of 128 requests and the request alone. With each ``--memory`` in GB: throughput of ``--fewer`` requests, and
-how many ran at once. The memory limit is the engine's (``--gpu-memory-gb``), so compute and bandwidth remain those of
-the large GPU.
+The weights are quantised as they are drawn, and the record holds the peak memory of loading. With the whole GPU memory,
+the benchmark measures the throughput of 128 requests and the latency of a single one. For each ``--memory`` in GB, it
+measures the throughput of ``--fewer`` requests and how many ran concurrently. The engine enforces the memory limit
+(``--gpu-memory-gb``), so compute and bandwidth remain those of the large GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEWER = 48
 
 
 def measure(runner: EngineRunner, requests: Sequence[Request], repeats: int) -> dict[str, Any]:
-    """Return turns of all requests, after one of a few that warms up, and the engine's startup decisions."""
+    """Return throughput turns of all requests, after a short warm-up, and the engine's startup decisions."""
     runner.run([with_tokens(request, 2) for request in requests[:8]])
     results: list[Result] = []
 
@@ -53,7 +53,7 @@ def most_at_once(results: Sequence[Result]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the record."""
+    """Measure W1 and write the record."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--memory", default="")
     own.add_argument("--fewer", type=int, default=_FEWER)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = base_record(work, runner.loaded, one) | {"verdict": verdict, "loading": loading}
     record["measured"] = measure(runner, requests, work.repeats) | {"alone": alone(runner, requests)}
     for memory in filter(None, mine.memory.split(",")):
-        say(f"in {memory} GB")
+        say(f"memory limit {memory} GB")
         runner.configure(replace(work.settings, gpu_memory_gb=float(memory)))
         record[f"measured_{memory}gb"] = measure(runner, requests[: mine.fewer], 1)
     save(work, record)

@@ -45,9 +45,9 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
 GROUP_SIZES = (128, 64, 32)
-"""Input channels per scale of 4-bit weights, the usual one first."""
+"""Supported input channels per scale of 4-bit weights, preferred size first."""
 WEIGHT_KINDS = ("fp8", "int8", "int4")
-"""Quantisations of our own, which every runner but vLLM computes with; int4 alone has groups."""
+"""panscan's own quantisations, supported by every runner except vLLM; only int4 has groups."""
 QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
 KV_CACHE_DTYPES = ("auto", "fp8")
 Level = Literal["load", "call"]
@@ -112,7 +112,7 @@ class Settings:
         None, "quantise the weights on load; bnb-8bit and bnb-4bit are slow", choices=QUANTIZATION, level="load"
     )
     quantization_group_size: int | None = _axis(
-        None, "int4: input channels per scale; none: 128 if it divides", level="load"
+        None, "int4: input channels per scale; none: 128 if possible", level="load"
     )
     device: str = _axis("auto", "auto, cpu, cuda, cuda:N or mps", level="load")
     device_map: str | None = _axis(
@@ -141,7 +141,7 @@ class Settings:
     gpu_memory_gb: float | None = _axis(None, "maximum memory per GPU in GB (10^9 bytes)", only="engine")
     kv_cache_gb: float | None = _axis(None, "KV cache per GPU in GB (10^9 bytes); none: free memory", only="engine")
     kv_cache_dtype: str = _axis(
-        "auto", "KV cache values; auto: the model's type", choices=KV_CACHE_DTYPES, only="engine"
+        "auto", "data type of the KV cache; auto: the model's", choices=KV_CACHE_DTYPES, only="engine"
     )
     prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
     vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
@@ -237,7 +237,7 @@ class Settings:
         if kind not in WEIGHT_KINDS:
             if self.random_weights:
                 raise SettingError(
-                    f"--random-weights: --quantization {kind} takes checkpoints only; use {_or(WEIGHT_KINDS)}"
+                    f"--random-weights: --quantization {kind} requires a checkpoint; use {_or(WEIGHT_KINDS)}"
                 )
             return
         for name in ("device_map", "tp_plan"):

@@ -1,4 +1,4 @@
-"""The price of quantised weights: which cells are compared, with what, and how every report shows it."""
+"""Quantised cells: the unquantised cells that they are compared with, and the table in every report."""
 
 from __future__ import annotations
 
@@ -55,6 +55,30 @@ def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_se
     found = stored.difference
     assert found is not None and (found.value, found.better, found.worse) == (-0.25, 0, 10)
     assert int8.difference is not None and (int8.difference.value, int8.difference.p_value) == (0, 1)
+
+
+def test_another_spelling_of_the_same_directory_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundled name is never a directory, even where one has the same name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "mini"):
+        (tmp_path / name).mkdir()
+    cells = {
+        "relative": ({"model": "./plain"}, {}),
+        "bundled": ({"model": "mini"}, {}),
+        "stored": ({"model": "out"}, {"weights": INT4, "base_model": str(tmp_path / "plain")}),
+        "other": ({"model": "out2"}, {"weights": INT4, "base_model": "./mini"}),
+    }
+    records = [synthetic.header({cell: BASE | settings for cell, (settings, _) in cells.items()}), synthetic.truth()]
+    for cell, (_, load) in cells.items():
+        word = "different" if load else "exact"
+        records += [synthetic.load([cell], None, **load), *cell_records(cell, word, 2)]
+    run = synthetic.write_run(tmp_path / "run", records)
+    bases = {price.row.cell: price.base and price.base.row.cell for price in prices_of(run, measured_rows(run))}
+    assert (bases["stored"], bases["other"]) == ("relative", None)
+    costs = costs_of_cells(run)
+    assert (costs["stored"].exact, costs["other"].exact) == ("relative", None)
 
 
 def test_a_run_without_quantised_cells_has_no_price() -> None:

@@ -178,6 +178,11 @@ def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path
     record = verifier.verdict(runner, settings)
     assert record["verdict"] != "unverified", record["reason"]
     assert record["answer"]["kl"] > 0 and any(f"loading {base} unquantised" in line for line in verifier.said)
+    plain = replace(settings, model=str(stored / ".." / "base"))
+    again = bench.verifier(directory=tmp_path / "truth")
+    again.verdict(GenerateRunner.from_settings(plain), plain)
+    assert again.verdict(runner, settings)["answer"] == record["answer"]
+    assert not any("unquantised" in line for line in again.said), "another spelling of the base is loaded once"
 
 
 def test_a_quantised_pipeline_has_a_truth_of_its_own_pixels(bench: Bench, tmp_path: Path) -> None:

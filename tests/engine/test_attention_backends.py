@@ -14,7 +14,7 @@ from panscan.engine.model_runner import choose_backend
 from panscan.engine.triton_attention import TritonBackend
 from panscan.model.text_layers import LayerFacts
 
-LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, cached=torch.bfloat16, device=DEVICE)
+LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=DEVICE)
 
 
 def test_auto_takes_the_kernels_on_a_gpu_and_explains_why_not_elsewhere() -> None:

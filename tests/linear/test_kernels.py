@@ -94,7 +94,7 @@ def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs
 def test_int4_products_of_a_few_rows(
     seed: int, rows: int, inputs: int, outputs: int, group: int, zeros: bool, half: bool
 ) -> None:
-    """Also of some of the outputs, whose packed weights and scales are views with the strides of all."""
+    """Includes slices of the outputs, whose packed weights and scales are strided views."""
     made = weights(seed, inputs, outputs, WeightFormat("int4", group, zero_points=zeros))
     values = drawn(seed + 1, rows, inputs)
     part = slice(outputs // 2 if half else 0, outputs)

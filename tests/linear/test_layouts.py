@@ -109,7 +109,7 @@ def test_groups_of_several_sizes_are_refused(seed: int, groups: int) -> None:
 def test_parts_of_a_matrix_together_are_the_matrix(
     seed: int, size: int, group: int, by: Literal["rows", "columns"]
 ) -> None:
-    """Groups that a border cuts keep their scale; 512 channels in four parts leave half a block to each."""
+    """Groups that the split cuts keep their scale; each of four parts of 512 channels is half a block."""
     linear = int4_linear(int4_values(seed, 8, 512 // group, size=group))
     linear.bias = torch.nn.Parameter(torch.rand(8), requires_grad=False)
     parts = [part_of(linear, rank, size, by) for rank in range(size)]

@@ -49,7 +49,7 @@ def test_every_weight_becomes_the_nearest_of_its_group(seed: int, how: WeightFor
     made.quantize(values)
     size = how.group_size if how.kind == "int4" else 256
     largest = values.unflatten(1, (-1, size)).abs().amax(-1, keepdim=True).expand(-1, -1, size).flatten(1)
-    # Half a step; float8 has three bits behind the first. The highest of 16 levels is 7 / 7.5 of the largest value.
+    # Half a step; float8 has three mantissa bits. The highest of 16 levels is 7 / 7.5 of the largest value.
     step = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}[how.kind]
     error = (made.dequantized() - values).abs()
     assert bool((error <= 1.001 * step + (values == largest) * largest / 15).all())
@@ -92,3 +92,13 @@ def test_matrices_of_different_formats_are_separate_products() -> None:
 def test_groups_that_do_not_fit_are_refused(inputs: int, group: int) -> None:
     with pytest.raises(ValueError, match=f"groups of {group}"):
         QuantizedLinear(inputs, 8, WeightFormat("int4", group))
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_other_types_are_for_dense_parameters(how: WeightFormat) -> None:
+    """``model.half()`` would round scales, and make float8 weights float16."""
+    made = quantized(0, 256, 8, how, bias=True)
+    before = made.dequantized()
+    made.half()
+    assert torch.equal(made.dequantized(), before)
+    assert made.bias is not None and made.bias.dtype == torch.float16

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.linear.products import Rows
-from panscan.linear.rows import QuantizedRows, ScaledSums
+from panscan.linear.rows import QuantizedRows, UnscaledProduct
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
 
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # one unit in the last place, and a little
@@ -142,13 +142,13 @@ def test_rotation_and_caches(
     assert all(bool(cache[others].isnan().all()) for cache in caches)
 
 
-def scaled_sums(product: torch.Tensor, seed: int) -> ScaledSums:
+def scaled_sums(product: torch.Tensor, seed: int) -> UnscaledProduct:
     """Return the product with drawn scales still to be applied; powers of two, so that applying them is exact."""
     rows, columns = product.shape
     generator = torch.Generator().manual_seed(seed)
     row_scale = 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator).to(DEVICE)
     column_scale = 2.0 ** torch.randint(-3, 4, (columns,), generator=generator).to(DEVICE)
-    return ScaledSums((product.float() / row_scale / column_scale).to(product.dtype), row_scale, column_scale)
+    return UnscaledProduct((product.float() / row_scale / column_scale).to(product.dtype), row_scale, column_scale)
 
 
 @many

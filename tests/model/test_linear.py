@@ -232,7 +232,7 @@ def test_hooked_modules_run_their_hooks() -> None:
 
 
 def quantized_by_torchao() -> GenerateRunner:
-    """The tiny model with int8 weights of another library, loaded by Transformers."""
+    """Return the tiny model with torchao's int8 weights, loaded by Transformers."""
     kind = TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["model.vision_tower", "lm_head"])
     loaded = load_model("tiny", Placement(torch.device("cpu"), torch.float32, quantization=kind))
     return GenerateRunner(loaded, settings_from(SMALL))

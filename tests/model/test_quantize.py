@@ -72,7 +72,7 @@ def test_groups_that_do_not_divide_a_model_are_refused_before_it_is_loaded() -> 
 
 def test_a_kind_that_this_device_cannot_run_names_another() -> None:
     assert "8.9 or later; on a CPU use int8 or int4" in str(quantization_reason("fp8", CPU))
-    assert "--device cpu with int8 or int4" in str(quantization_reason("int4", MPS))
+    assert "use --device cpu, or the unquantised model" in str(quantization_reason("int4", MPS))
     assert quantization_reason("int8", CPU) is None and quantization_reason("int4", CPU) is None
 
 
@@ -119,6 +119,18 @@ def test_the_base_of_a_quantised_checkpoint_is_that_of_its_card(stored: Path, ca
     settings = Settings(model=str(stored), dtype="bf16")
     base = str(stored / "base") if expected == "base" else expected
     assert unquantized_settings(settings) == Settings(model=base, dtype="bf16")
+
+
+def test_a_directory_with_the_name_of_a_bundled_model_stays_a_directory(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stored / "README.md").write_text("---\nbase_model: ./tiny\n---\n", "utf-8")
+    (stored / "work" / "tiny").mkdir(parents=True)
+    source = bundled_directory("tiny")
+    assert source is not None
+    (stored / "work" / "tiny" / "config.json").write_bytes((source / "config.json").read_bytes())
+    monkeypatch.chdir(stored / "work")
+    assert unquantized_settings(Settings(model=str(stored))).model == "./tiny"
 
 
 @pytest.mark.parametrize(

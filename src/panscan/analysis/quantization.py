@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from panscan.analysis.cells import MeasuredCell, distinguishing, label, meant, memory_metric, number_text, speed
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
+from panscan.core import same_model
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.store import Run
 
@@ -128,8 +129,9 @@ def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
     ours, theirs = dict(meant(run.cells[row.cell])), dict(meant(run.cells[plain.cell]))
     if base_model := run.loads.get(row.cell, {}).get("base_model"):
         ours |= {"model": base_model, "revision": theirs.get("revision")}
-    names = {*ours, *theirs} - {*_KINDS}
-    return all(ours.get(name) == theirs.get(name) for name in names)
+    names = {*ours, *theirs} - {*_KINDS, "model"}
+    same_settings = all(ours.get(name) == theirs.get(name) for name in names)
+    return same_settings and same_model(ours.get("model"), theirs.get("model"))
 
 
 def _texts(price: Price, others: Sequence[str], memory: str, *, scored: bool) -> tuple[str, ...]:

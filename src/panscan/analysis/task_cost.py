@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from panscan.analysis.cells import meant
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
+from panscan.core import same_model
 from panscan.records.quality import metrics_in
 from panscan.records.store import Run
 from panscan.records.verdict import verdict_of
@@ -17,10 +18,10 @@ TITLE = "accuracy vs exact"
 NO_EXACT_CELL = "no exact cell"
 COLUMNS = ("exact_cell", *(f"accuracy_vs_exact{part}" for part in ("", "_low", "_high", "_p_value")))
 _SAME = (
-    "model", "revision", "random_weights", "model_shape", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+    "revision", "random_weights", "model_shape", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "sampling_seed", "ignore_eos",
 )  # fmt: skip
-"""Settings that change the answers by themselves, so that a difference would not be the verdict's."""
+"""Settings besides the model that change the answers: a difference would not be the verdict's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,10 @@ def _same_views(ours: Mapping[tuple[str, ...], int], theirs: Mapping[tuple[str, 
 def _comparable(run: Run, cell: str, peer: str) -> bool:
     ours, theirs = run.cells[cell], run.cells[peer]
     base = run.loads.get(cell, {}).get("base_model")  # of a quantised checkpoint
-    if base is not None and theirs.get("model") == base:
+    if base is not None and same_model(base, theirs.get("model")):
         ours = {**ours, "model": base, "revision": theirs.get("revision")}
-    return all(ours.get(name) == theirs.get(name) for name in _SAME)
+    same_settings = all(ours.get(name) == theirs.get(name) for name in _SAME)
+    return same_settings and same_model(ours.get("model"), theirs.get("model"))
 
 
 def _distance(run: Run, cell: str, peer: str) -> int:

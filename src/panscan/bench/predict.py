@@ -18,7 +18,7 @@ __all__ = ["Prediction", "predict"]
 _EFFICIENCY = 0.5
 _STEP_SECONDS_PER_LAYER = 0.9e-3
 _TEXT_TOKENS_PER_CHARACTER = 0.3
-_NARROW_PRODUCTS = 2.0  # times the rate of bf16 that GPUs multiply 8-bit values with
+_NARROW_PRODUCTS = 2.0  # 8-bit products run at this multiple of the bf16 rate
 
 
 @dataclass(frozen=True, slots=True)

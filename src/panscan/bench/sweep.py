@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.bench.workload import Item, request_of
-from panscan.core import ModelError, PanscanError, Request, Result, UnsupportedError, now
+from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.quality.scores import scores_of
 from panscan.records.requests import request_fields
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -87,7 +87,7 @@ def _run_loaded(
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[str, Any]:
     """What was loaded, and what the machine could do with it at best."""
     from panscan.model.config import shape_of_config
-    from panscan.model.quantization import weight_bytes, weights_name
+    from panscan.model.quantization import weights_name
 
     loaded = runner.loaded
     try:
@@ -101,20 +101,31 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
         "shape": shape,
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weight_bytes": weight_bytes(loaded.model),
+        "weight_bytes": _weight_bytes(loaded.model, cells[0].settings),
         "weights": weights_name(loaded.model),
         "base_model": _base_model(cells[0].settings),
         **_ceilings(runner),
     }
 
 
+def _weight_bytes(model: Any, settings: Settings) -> int:
+    """Return the size of the weights; vLLM has those of a quantised checkpoint, whose outline here is dense."""
+    from panscan.model.checkpoint import stored_format
+    from panscan.model.inventory import inventory
+    from panscan.model.quantization import weight_bytes
+
+    if settings.runner == "vllm" and not settings.random_weights and stored_format(settings.model, settings.revision):
+        return sum(tensor.bytes for tensor in inventory(settings.model, settings.revision).tensors)
+    return weight_bytes(model)
+
+
 def _base_model(settings: Settings) -> str | None:
-    """The unquantised model of a quantised checkpoint; None for others, and where it is not on this machine."""
+    """Return the base model of a quantised checkpoint; None for other checkpoints, or if it is not on this machine."""
     from panscan.model.quantization import unquantized_settings
 
     try:
         plain = unquantized_settings(settings)
-    except ModelError:
+    except PanscanError:
         return None
     return plain.model if plain.model != settings.model else None
 

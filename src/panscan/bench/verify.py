@@ -34,7 +34,17 @@ from panscan.bench.truth import (
     views_digest,
 )
 from panscan.bench.workload import Item, Source, plans_of, request_of
-from panscan.core import PanscanError, PanscanWarning, RecordsError, Request, Result, UnsupportedError, now
+from panscan.core import (
+    PanscanError,
+    PanscanWarning,
+    RecordsError,
+    Request,
+    Result,
+    UnsupportedError,
+    canonical_model,
+    now,
+    same_model,
+)
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
@@ -502,9 +512,9 @@ def _unwatched(settings: Settings) -> str | None:
 
 
 def _identity(settings: Settings) -> _Identity:
-    """Settings that decide the values of unquantised weights."""
+    """Return the settings that decide the values of unquantised weights; a local directory by its resolved path."""
     plain = _unquantized(settings)
-    return plain.model, plain.revision, plain.random_weights, plain.model_shape, _precision(plain)
+    return canonical_model(plain.model), plain.revision, plain.random_weights, plain.model_shape, _precision(plain)
 
 
 @cache
@@ -535,7 +545,7 @@ def _precision(settings: Settings) -> str:
 def _same_model(name: str, settings: Settings) -> bool:
     """Return whether a truth of this model applies to a cell; any truth does if the base model is unknown."""
     plain = _unquantized(settings)
-    return name == plain.model_name or _is_quantized(plain)
+    return same_model(name, plain.model_name) or _is_quantized(plain)
 
 
 def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[Cell]:

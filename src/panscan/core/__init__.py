@@ -31,6 +31,7 @@ from panscan.core.errors import (
     StorageError,
     UnsupportedError,
 )
+from panscan.core.model_names import BUNDLED, canonical_model, same_model
 from panscan.core.process import (
     cache_directory,
     create_file,
@@ -47,6 +48,7 @@ from panscan.core.streams import Stream
 from panscan.core.text import escape_controls
 
 __all__ = [
+    "BUNDLED",
     "DatasetError",
     "EndpointError",
     "EngineError",
@@ -73,12 +75,14 @@ __all__ = [
     "UnsupportedError",
     "View",
     "cache_directory",
+    "canonical_model",
     "create_file",
     "escape_controls",
     "fallback_directory",
     "from_perf_counter",
     "held",
     "now",
+    "same_model",
     "wait_noted",
     "waits_noted",
 ]

@@ -155,7 +155,7 @@ class SegmentsPlan:
 
 def _gathered(cache: torch.Tensor, slots: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Return the keys or values of these slots in the type of the query."""
-    if cache.dtype == torch.float8_e4m3fn:  # not every device selects float8
+    if cache.dtype == torch.float8_e4m3fn:  # index_select does not support float8 on every device
         stored = cache.view(torch.uint8).index_select(0, slots)
         return stored.view(cache.dtype).to(query.dtype)
     return cache.index_select(0, slots)

@@ -44,7 +44,7 @@ class KVShape:
         """Return the sums of 2 x kv heads x head size x bytes per value."""
         sums = [0, 0]
         for layer in layers:
-            sums[layer.local] += 2 * layer.kv_heads * layer.head_size * layer.cached.itemsize
+            sums[layer.local] += 2 * layer.kv_heads * layer.head_size * layer.kv_dtype.itemsize
         return cls(*sums)
 
 
@@ -243,7 +243,9 @@ class KVCache:
 
         def rows(layer: LayerFacts) -> torch.Tensor:
             shape = (blocks[layer.local] + 1) * block_size, layer.kv_heads, layer.head_size
-            return torch.empty(shape, dtype=layer.cached, device=layer.device)  # CPU pages are committed on first write
+            return torch.empty(
+                shape, dtype=layer.kv_dtype, device=layer.device
+            )  # CPU pages are committed on first write
 
         self.k = [rows(layer) for layer in layers]
         self.v = [rows(layer) for layer in layers]

@@ -33,9 +33,12 @@ from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
 from panscan.images.transfer import upload
+from panscan.linear.multiply import describe
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.quantization import weights_name
 from panscan.model.sharding import ALONE, Ranks
+from panscan.model.support import fp8_cache_reason
 from panscan.model.text_layers import LayerFacts, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
@@ -220,6 +223,8 @@ class ModelRunner:
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
         kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
+        if kv_dtype is not None and (reason := fp8_cache_reason(torch.device(self._loaded.device))) is not None:
+            raise UnsupportedError(reason)
         self._text = TextLayers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
@@ -227,6 +232,8 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             self._limit_memory()
+        if (weights := weights_name(model)) is not None:
+            self._say(f"weights: {weights} ({describe(weights.split(',')[0], self._device)})")
         self._say(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from panscan.core import SettingError
 from panscan.core.ranges import Range
-from panscan.settings import RANGES, Settings, axes
+from panscan.settings import KV_CACHE_DTYPES, RANGES, Settings, axes
 
 __all__ = ["EngineOptions"]
 
@@ -33,7 +34,7 @@ class EngineOptions:
             the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).
 
     Raises:
-        SettingError: a size out of its range.
+        SettingError: a size out of its range, or an unknown type of the KV cache.
     """
 
     attention_backend: str = _default("attention_backend")
@@ -52,6 +53,8 @@ class EngineOptions:
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise SettingError(f"--kv-cache-dtype takes {' or '.join(KV_CACHE_DTYPES)}; got {self.kv_cache_dtype!r}")
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name in _RANGES and not (value is None and item.default is None):

@@ -15,7 +15,7 @@ import torch
 
 from panscan.linear.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import check_pattern, field_of, unreadable
+from panscan.linear.schemes import check_pattern, field_of, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["CompressedTensorsScheme"]
@@ -28,7 +28,7 @@ _INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One of ``config_groups``: a format and the matrices that have it."""
+    """One entry of ``config_groups``: a format and the matrices that it applies to."""
 
     targets: tuple[str, ...]
     packed: bool
@@ -100,11 +100,11 @@ class CompressedTensorsScheme:
         if "weight_zero_point" in tensors:
             zero = tensors.take("weight_zero_point", types=(torch.int8, torch.int32, torch.int64, weight.dtype))
             if zero.float().any():
-                raise ValueError(f"{tensors.weight_name}: expected no zero points of symmetric 8-bit weights")
+                raise ValueError(f"{tensors.weight_name}: symmetric 8-bit weights must not have zero points")
         return channel_linear(weight, scale, quantizes_inputs=group.quantizes_inputs)
 
     def _find(self, names: Sequence[str]) -> _Group | None:
-        """Return the group of a matrix: by its exact name before a pattern, and by a pattern before its class."""
+        """Return the group of a matrix. Exact names take precedence over patterns, and patterns over classes."""
         if any(_matches(target, names) or target == "Linear" for target in self._ignored):
             return None
         for kind in (_is_exact, _is_pattern):
@@ -131,25 +131,25 @@ def _matches(target: str, names: Sequence[str]) -> bool:
 def _refuse_transforms(config: Mapping[str, Any]) -> None:
     status = field_of(config, "quantization_status", str, "compressed")
     if status != "compressed" and config.get("format") in (None, "dense", "fakequant"):
-        raise unreadable(f"compressed-tensors with the status {status!r} (values that are not compressed)")
+        raise unsupported_format(f"compressed-tensors with status {status!r} (uncompressed values)")
     if field_of(config, "transform_config", dict, {}).get("config_groups"):
-        raise unreadable("compressed-tensors with transforms (rotated weights)")
+        raise unsupported_format("compressed-tensors with transforms (rotated weights)")
     sparsity = field_of(config, "sparsity_config", dict, {}).get("format", "dense")
     if sparsity != "dense":
-        raise unreadable(f"compressed-tensors with sparse weights ({sparsity})")
+        raise unsupported_format(f"compressed-tensors with sparse weights ({sparsity})")
 
 
 def _group_of(name: str, group: Any, overall: str) -> _Group:
     if not isinstance(group, Mapping):
-        raise unreadable(f"compressed-tensors with the preset {name!r:.40}")
+        raise unsupported_format(f"compressed-tensors with the preset {name!r:.40}")
     layout = group.get("format") or overall
     if layout not in (*_PLAIN, _PACKED):
-        raise unreadable(f"compressed-tensors {layout or 'without a format'}")
+        raise unsupported_format(f"compressed-tensors {layout or 'without a format'}")
     weights = field_of(group, "weights", dict)
     if weights is None:
-        raise unreadable(f"compressed-tensors without quantised weights (config_groups.{name})")
+        raise unsupported_format(f"compressed-tensors without quantised weights (config_groups.{name})")
     if group.get("output_activations") is not None:
-        raise unreadable("compressed-tensors with quantised outputs")
+        raise unsupported_format("compressed-tensors with quantised outputs")
     bits, kind = field_of(weights, "num_bits", int, 8), field_of(weights, "type", str, "int")
     size = field_of(weights, "group_size", int)
     size = None if size in (None, -1, 0) else size
@@ -169,16 +169,16 @@ def _refuse_combinations(group: _Group, layout: str) -> None:
     kind = "float" if group.floating else "int"
     what = f"compressed-tensors {layout} with {group.bits}-bit {kind} weights per {group.strategy}"
     if (group.bits, kind) not in ((4, "int"), (8, "int"), (8, "float")) or (group.floating and group.packed):
-        raise unreadable(what)
+        raise unsupported_format(what)
     if group.bits == 4:
         if not group.packed or group.quantizes_inputs:
-            raise unreadable(f"{what} and quantised inputs" if group.quantizes_inputs else what)
+            raise unsupported_format(f"{what} and quantised inputs" if group.quantizes_inputs else what)
         if group.strategy not in ("group", "channel", "tensor"):
-            raise unreadable(what)
+            raise unsupported_format(what)
     elif group.strategy not in ("channel", "tensor"):
-        raise unreadable(what)
+        raise unsupported_format(what)
     elif not group.symmetric:
-        raise unreadable(f"{what} and zero points")
+        raise unsupported_format(f"{what} and zero points")
 
 
 def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
@@ -188,7 +188,7 @@ def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
     bits, type_ = field_of(inputs, "num_bits", int, 8), field_of(inputs, "type", str, "int")
     strategy = field_of(inputs, "strategy", str, "tensor")
     if (bits, type_) != (8, kind) or strategy not in ("token", "tensor"):
-        raise unreadable(f"compressed-tensors {layout} with {bits}-bit {type_} inputs per {strategy}")
+        raise unsupported_format(f"compressed-tensors {layout} with {bits}-bit {type_} inputs per {strategy}")
     return True
 
 
@@ -208,7 +208,7 @@ def _notes(group: Any) -> list[str]:
 
 def _check_stored_shape(tensors: MatrixTensors, outputs: int, inputs: int) -> None:
     if "weight_shape" not in tensors:
-        return  # written by old versions only where the packing leaves it open
+        return  # old versions write it only where the packing is ambiguous
     found = tensors.take("weight_shape", (2,), types=_INDICES).tolist()
     if found != [outputs, inputs]:
         raise ValueError(f"weight_shape of {tensors.weight_name} is {found}; expected {[outputs, inputs]}")
@@ -217,7 +217,7 @@ def _check_stored_shape(tensors: MatrixTensors, outputs: int, inputs: int) -> No
 def _plain_weight(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
     if group.packed:
         words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
-        return (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # an offset of 128 to two's complement
+        return (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # from offset-128 to two's complement
     kind = torch.float8_e4m3fn if group.floating else torch.int8
     return tensors.take_values("weight", (outputs, inputs), kind)
 
@@ -240,7 +240,10 @@ def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -
 
 
 def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: int) -> torch.Tensor | None:
-    """Return uint8 ``[groups, outputs]``, packed along the outputs in the file or, in old versions, one per byte."""
+    """Return zero points as uint8 ``[groups, outputs]``; None for symmetric weights.
+
+    Files pack them along the outputs; old versions store one per byte.
+    """
     if group.symmetric:
         if "weight_zero_point" in tensors:
             tensors.ignore("weight_zero_point")

@@ -24,7 +24,7 @@ from panscan.linear.layouts import (
     order_of,
 )
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import check_pattern, field_of, names_match, unreadable
+from panscan.linear.schemes import check_pattern, field_of, names_match, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["AwqScheme", "GptqScheme"]
@@ -72,12 +72,12 @@ class GptqScheme:
         if field_of(config, "is_marlin_format", bool, False):
             layout = "marlin"
         if layout not in ("gptq", "gptq_v2"):
-            raise unreadable(f"GPTQ in the format {layout!r:.30}")
+            raise unsupported_format(f"GPTQ in the format {layout!r:.30}")
         if field_of(config, "pack_dtype", str, "int32") != "int32":
-            raise unreadable(f"GPTQ packed in {config['pack_dtype']!r:.20}")
+            raise unsupported_format(f"GPTQ packed in {config['pack_dtype']!r:.20}")
         for name in ("rotation", "adapter"):
             if config.get(name):
-                raise unreadable(f"GPTQ with {name}")
+                raise unsupported_format(f"GPTQ with {name}")
         self._minus_one = layout == "gptq"
         self._ordered = field_of(config, "desc_act", bool, False)
         self._packing = _packing(config)
@@ -107,14 +107,14 @@ class GptqScheme:
         zero = gptq_zeros(zeros, packing.bits, minus_one=self._minus_one)[:, :outputs]
         scale = tensors.take_scale("scales", (groups, outputs))
         order = None
-        if self._ordered or "g_idx" in tensors:  # old versions leave it out without act-order
+        if self._ordered or "g_idx" in tensors:  # old versions omit it without act-order
             order = order_of(tensors.take("g_idx", (inputs,), types=_INDICES), groups)
         if packing.bits == 4:
             return int4_linear(Int4Values(levels, scale, zero, order))
         if groups > 1:
-            raise unreadable(f"GPTQ with 8 bits in groups of {packing.group_size}")
+            raise unsupported_format(f"GPTQ with 8 bits in groups of {packing.group_size}")
         if (zero != 128).any():
-            raise unreadable("GPTQ with 8 bits and zero points")
+            raise unsupported_format("GPTQ with 8 bits and zero points")
         return channel_linear((levels ^ 0x80).view(torch.int8), scale, quantizes_inputs=False)
 
     def _find(self, names: Sequence[str]) -> _Packing | None:
@@ -149,14 +149,14 @@ class AwqScheme:
         if config.get("backend") == "llm-awq":
             version = "llm-awq"
         if version != "gemm":
-            raise unreadable(f"AWQ in the version {version!r:.30}")
+            raise unsupported_format(f"AWQ in the version {version!r:.30}")
         named = {
             "bits": config.get("bits", config.get("w_bit")),
             "group_size": config.get("group_size", config.get("q_group_size")),
         }
         self._packing = _packing(named)
         if self._packing.bits != 4:
-            raise unreadable(f"AWQ with {self._packing.bits} bits")
+            raise unsupported_format(f"AWQ with {self._packing.bits} bits")
         self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = "AWQ (gemm, 4 bits)"
 
@@ -182,7 +182,7 @@ class AwqScheme:
 def _packing(config: Mapping[str, Any]) -> _Packing:
     bits, size = field_of(config, "bits", int), field_of(config, "group_size", int, 128)
     if bits not in (4, 8):
-        raise unreadable(f"GPTQ or AWQ with {bits} bits")
+        raise unsupported_format(f"GPTQ or AWQ with {bits} bits")
     return _Packing(bits, size)
 
 
@@ -196,13 +196,13 @@ def _overridden(packing: _Packing, rule: str, changes: Any) -> _Packing:
     if not isinstance(changes, Mapping):
         raise ValueError(f"config.json: quantization_config.dynamic: expected a mapping for {rule!r:.60}")
     if unknown := sorted(set(changes) - set(_OVERRIDES)):
-        raise unreadable(f"GPTQ with dynamic rules for {', '.join(unknown)}")
+        raise unsupported_format(f"GPTQ with dynamic rules for {', '.join(unknown)}")
     changed = replace(
         packing, bits=field_of(changes, "bits", int, packing.bits),
         group_size=field_of(changes, "group_size", int, packing.group_size),
     )  # fmt: skip
     if changed.bits not in (4, 8):
-        raise unreadable(f"GPTQ with {changed.bits} bits")
+        raise unsupported_format(f"GPTQ with {changed.bits} bits")
     return changed
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of products with quantised weights. Imported only with Triton.
 
-A few rows (decode) are bound by reading the weights, many (prefill) by arithmetic. cuBLAS has fast float8 products for
-both; for 8-bit integers and for a few rows of 4-bit weights, the kernels here are faster (``benchmarks/products.py``).
+Products of a few rows (decode) are memory-bound, products of many rows (prefill) compute-bound. cuBLAS is fast for both
+with float8; for int8, and for a few rows with 4-bit weights, these kernels are faster (``benchmarks/products.py``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
     "vector_int4",
 ]
 
-_LEAST_SCALE = tl.constexpr(1e-12)  # of a row of zeros
-_COLUMNS = 1024  # of a program that has a part of a row
+_LEAST_SCALE = tl.constexpr(1e-12)  # lower bound, for all-zero rows
+_COLUMNS = 1024  # per program, where several programs share a row
 
 
 class Tiles(NamedTuple):
-    """The sizes of a kernel's tiles, and its launch parameters. ``tma``: tiles are copied by Hopper's copy engine."""
+    """Tile sizes and launch parameters of a kernel. ``tma``: copy tiles with the Tensor Memory Accelerator (Hopper)."""
 
     rows: int
     columns: int
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 class FixedPoint(NamedTuple):
     """Rows as ``scale * (256 high + low)``, with a scale for each group of channels.
 
-    ``high``, ``low``: int8 ``[T, inputs]``. ``scale``, ``sum``: float32 ``[T, groups]``; ``sum`` is that of each group.
+    ``high``, ``low``: int8 ``[T, inputs]``. ``scale``, ``sum``: float32 ``[T, groups]``; ``sum``: each group's sum.
     """
 
     high: torch.Tensor
@@ -78,7 +78,7 @@ def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
-    """Quantise rows whose largest absolute values are known by chunks. Many programs share a long row.
+    """Quantise rows, given the largest absolute value of each chunk, with one program per chunk.
 
     Args:
         values: contiguous ``[T, inputs]``.
@@ -106,7 +106,7 @@ def scale_sums(
         sums: contiguous ``[T, outputs]`` of any type.
         row_scale: float32 ``[T, 1]``.
         column_scale: float32 ``[outputs]``.
-        dtype: of the result.
+        dtype: type of the result.
     """
     rows, outputs = sums.shape
     scaled = torch.empty_like(sums, dtype=dtype)
@@ -118,7 +118,7 @@ def scale_sums(
 
 
 def int8_tiles(rows: int, shared_bytes: int, *, tma: bool) -> Tiles:
-    """Return tile sizes for a number of rows, measured on an H200; stages are limited by the shared memory.
+    """Return the fastest tile sizes for a number of rows, as measured on an H200; shared memory limits the stages.
 
     Args:
         rows: number of input rows.
@@ -149,7 +149,7 @@ def product_int8(
         row_scale: float32 ``[T, 1]``.
         weight: contiguous int8 ``[outputs, inputs]``.
         column_scale: float32 ``[outputs]``.
-        dtype: of the result.
+        dtype: type of the result.
         tiles: see :func:`int8_tiles`.
     """
     count, inputs = rows.shape
@@ -199,7 +199,7 @@ def vector_int4(
         weight: packed (:func:`panscan.linear.quantized.pack_int4`).
         scale: ``[groups, outputs]``.
         zero: ``[groups, outputs]`` of any type, or None for 8.
-        dtype: of the result.
+        dtype: type of the result.
     """
     blocks, outputs, _ = weight.shape
     count, groups = rows.scale.shape
@@ -238,7 +238,8 @@ def product_int4(
         _product_int4[(triton.cdiv(outputs, 64), triton.cdiv(count, block_m))](
             rows, weight, scale, scale if zero is None else zero, product, count, outputs, inputs, weight.stride(0),
             scale.stride(0), block_m=block_m, block_n=64, slice_k=min(group_size, 128), group=group_size,
-            has_zero=zero is not None, num_warps=4, num_stages=int4_stages(block_m, shared_bytes),
+            has_zero=zero is not None, precision="ieee" if rows.dtype == torch.float32 else "tf32", num_warps=4,
+            num_stages=int4_stages(block_m, shared_bytes),
         )  # fmt: skip
     return product
 
@@ -252,7 +253,7 @@ def dequantize_int4(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, inputs: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Return dense values ``[outputs, inputs]``.
+    """Dequantise packed 4-bit weights to dense values ``[outputs, inputs]``.
 
     Args:
         weight: packed (:func:`panscan.linear.quantized.pack_int4`); may be a slice of the outputs.
@@ -260,7 +261,7 @@ def dequantize_int4(
         zero: ``[groups, outputs]`` of any type, sliced likewise, or None for 8.
         group_size: input channels per group.
         inputs: input channels.
-        dtype: of the result.
+        dtype: type of the result.
     """
     blocks, outputs, _ = weight.shape
     dense = weight.new_empty(outputs, inputs, dtype=dtype)
@@ -315,7 +316,7 @@ def _product_int8(
     x, x_scale, w, w_scale, out, rows, outputs, inputs,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr, tma: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output. Tiles of ``group`` row blocks follow each other, to share their weights in the L2 cache.
+    """Compute one tile of the output. ``group`` row blocks run consecutively, to share their weights in the L2 cache.
 
     With ``tma``, ``x`` and ``w`` are tensor descriptors, else pointers.
     """
@@ -418,7 +419,8 @@ def _vector_int4(
             blank = tl.zeros((side * parts, block_n, per_group), tl.int32)
             found = dot_bytes(levels, upper + blank, blank, interpreted) * 256
             found = dot_bytes(levels, lower + blank, found, interpreted)
-            # Below 2^22, so that adding 1.5 * 2^23 as bits and as a number converts without a conversion instruction.
+            # Values are below 2^22: adding the bits of 1.5 * 2^23 and subtracting that number converts int to float
+            # without a conversion instruction.
             product = (found + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
             place = which[:, None] * scale_row + n[None, :]
             mask = valid[:, None] & there[None, :]
@@ -437,6 +439,7 @@ def _vector_int4(
 def _product_int4(
     x, w, scale, zero, out, rows, outputs, inputs, w_block, scale_row,
     block_m: tl.constexpr, block_n: tl.constexpr, slice_k: tl.constexpr, group: tl.constexpr, has_zero: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of the output, transposed: the weights are the left operand, which may stay in registers."""
     m = tl.program_id(1) * block_m + tl.arange(0, block_m)
@@ -456,7 +459,7 @@ def _product_int4(
             right = tl.load(x_at + at, mask=(m[None, :] < rows) & (at + k < inputs)[:, None], other=0.0)
             bits = (packed >> (4 * half)) & 15
             if right.dtype == tl.bfloat16:
-                # As the low bits of 128.0: no conversion instruction, and exact.
+                # The level becomes the low mantissa bits of 128.0, which is exact and needs no conversion instruction.
                 level = (bits.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
             else:
                 level = bits.to(right.dtype)
@@ -468,7 +471,7 @@ def _product_int4(
             else:
                 level = level - 8.0
             factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
-            total += tl.dot(level, right) * factor[:, None]
+            total += tl.dot(level, right, input_precision=precision) * factor[:, None]
     at_out = out + m[None, :].to(tl.int64) * outputs + n[:, None]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=(m[None, :] < rows) & there[:, None])
 
@@ -478,7 +481,7 @@ def _dequantize_int4(
     w, scale, zero, out, outputs, inputs, w_block, scale_row,
     block_n: tl.constexpr, slice_k: tl.constexpr, group: tl.constexpr, has_zero: tl.constexpr,
 ):  # fmt: skip
-    """Dense values of ``block_n`` output channels and one block of inputs."""
+    """Dequantise ``block_n`` output channels of one block of inputs."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     block = tl.program_id(0)
     k = tl.arange(0, slice_k)

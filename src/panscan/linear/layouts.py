@@ -87,10 +87,10 @@ def order_of(g_idx: torch.Tensor, groups: int) -> torch.Tensor | None:
 
     Args:
         g_idx: integer ``[inputs]``, the group of each input channel.
-        groups: their number.
+        groups: number of groups.
 
     Raises:
-        ValueError: groups differ in size, or their numbers are out of range.
+        ValueError: groups differ in size, or an index is out of range.
     """
     g_idx = g_idx.long()
     if g_idx.min() < 0 or g_idx.max() >= groups:
@@ -104,13 +104,13 @@ def order_of(g_idx: torch.Tensor, groups: int) -> torch.Tensor | None:
 
 
 class Int4Values:
-    """The values of a 4-bit matrix, as every layout can give them.
+    """Values of a 4-bit matrix, independent of the layout.
 
     Args:
         levels: uint8 ``[outputs, inputs]`` in the order of the inputs.
         scale: floating-point ``[groups, outputs]``.
         zero: uint8 or float32 ``[groups, outputs]``, the level of a weight of 0; None: 8.
-        order: as :func:`order_of` returns it.
+        order: order of the input channels from :func:`order_of`.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Int4Values:
 def int4_linear(values: Int4Values) -> QuantizedLinear:
     """Return the module of a 4-bit matrix, on the device of its values.
 
-    Groups of more than 128 input channels, such as whole rows, become several with the same scale: kernels take groups
-    of 32, 64 or 128.
+    Groups of more than 128 input channels, such as whole rows, are split into groups with the same scale, because the
+    kernels support groups of 32, 64 and 128.
 
     Raises:
-        ValueError: the group size does not divide the inputs, or the kernels do not take it.
+        ValueError: the group size does not divide the inputs, or the kernels do not support it.
     """
     outputs, inputs = values.levels.shape
     width = inputs // len(values.scale)
@@ -151,7 +151,7 @@ def channel_linear(weight: torch.Tensor, scale: torch.Tensor, *, quantizes_input
 
     Args:
         weight: int8 or float8_e4m3fn ``[outputs, inputs]``.
-        scale: floating-point, one value or ``[outputs]`` of them in any shape.
+        scale: floating-point: one value, or one per output in any shape.
         quantizes_inputs: whether products quantise their inputs.
 
     """

@@ -1,4 +1,4 @@
-"""Products of inputs with quantised weights, on any device: which kernel or library computes which number of rows.
+"""Products with quantised weights on any device: choose the kernel or library for a number of rows.
 
 With quantised inputs a product is ``(inputs / row_scale) @ (weights / scale) * row_scale * scale``, where both
 quotients are rounded to the kind's values.
@@ -6,20 +6,24 @@ quotients are rounded to the kind's values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch.nn import functional
 
-from panscan.linear.rows import LARGEST, QuantizedRows, ScaledSums
+from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "apply_scales",
+    "describe",
+    "device_reason",
     "has_kernels",
     "multiply_fp8",
     "multiply_int4",
     "multiply_int8",
+    "multiply_weight_only",
     "quantize_rows",
 ]
 
@@ -34,7 +38,7 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
     """Quantise each row of ``[..., inputs]`` symmetrically by its largest absolute value.
 
     Args:
-        values: of any floating-point type.
+        values: inputs of any floating-point type.
         dtype: int8 or float8_e4m3fn.
     """
     if has_kernels(values.device):
@@ -56,7 +60,7 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
         rows: int8 ``[T, inputs]``.
         weight: int8 ``[outputs, inputs]``.
         scale: float32 ``[outputs]``.
-        dtype: of the result.
+        dtype: type of the result.
     """
     if has_kernels(weight.device):
         from panscan.linear import kernels
@@ -68,16 +72,16 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
     return (sums.float() * rows.scale * scale).to(dtype)
 
 
-def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> ScaledSums:
-    """Return the product of float8_e4m3fn values, whose sums are rounded to ``dtype`` (float16: to float32).
+def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
+    """Return the unscaled product of float8_e4m3fn values, with sums in ``dtype`` (float16: in float32).
 
-    Scales are left to the next kernel, as cuBLAS's products with scales per row are slower, above all for a few rows.
+    The next kernel applies the scales, because cuBLAS products with per-row scales are slower, especially for few rows.
 
     Args:
         rows: float8_e4m3fn ``[T, inputs]``.
         weight: float8_e4m3fn ``[outputs, inputs]``; both dimensions are multiples of 16 on a GPU.
         scale: float32 ``[outputs]``.
-        dtype: of the model.
+        dtype: type of the model.
     """
     if dtype == torch.float16:  # the sums would overflow
         dtype = torch.float32
@@ -86,7 +90,7 @@ def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor,
         sums = torch._scaled_mm(rows.values, weight.T, one, one, out_dtype=dtype, use_fast_accum=True)
     else:
         sums = (rows.values.float() @ weight.float().T).to(dtype)
-    return ScaledSums(sums, rows.scale, scale)
+    return UnscaledProduct(sums, rows.scale, scale)
 
 
 def multiply_int4(
@@ -104,31 +108,93 @@ def multiply_int4(
     from panscan.linear import kernels
 
     rows = rows.contiguous()
-    if len(rows) <= _VECTOR_ROWS:
+    if len(rows) <= _VECTOR_ROWS and rows.dtype != torch.float32:  # fixed point has 16 bits
         return kernels.vector_int4(kernels.fixed_point(rows, group_size), weight, scale, zero, rows.dtype)
     if len(rows) <= _FEW_ROWS:
         return kernels.product_int4(rows, weight, scale, zero, group_size, _gpu(weight.device)[0])
-    inputs, outputs = rows.shape[1], weight.shape[1]
-    at_once = max(1, _DENSE_BYTES // (inputs * rows.element_size() * _ALIGNED)) * _ALIGNED
+
+    def dense(part: slice) -> torch.Tensor:
+        zeros = None if zero is None else zero[:, part]
+        inputs = rows.shape[1]
+        return kernels.dequantize_int4(weight[:, part], scale[:, part], zeros, group_size, inputs, rows.dtype)
+
+    return _in_parts(rows, weight.shape[1], dense, rows.element_size())
+
+
+def multiply_weight_only(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the product ``[T, outputs]`` of unquantised rows with 8-bit weights, in the type of the rows.
+
+    The weights are dequantised on every call, which takes longer than a product with dense weights.
+
+    Args:
+        rows: ``[T, inputs]``.
+        weight: int8 or float8_e4m3fn ``[outputs, inputs]``.
+        scale: float32 ``[outputs]``.
+    """
+
+    def dense(part: slice) -> torch.Tensor:
+        return (weight[part].float() * scale[part, None]).to(rows.dtype)
+
+    return _in_parts(rows, len(weight), dense, 8)  # two float32 copies
+
+
+def _in_parts(
+    rows: torch.Tensor, outputs: int, dense: Callable[[slice], torch.Tensor], weight_bytes: int
+) -> torch.Tensor:  # fmt: skip
+    """Multiply rows with weights that ``dense`` returns for slices of the outputs, in slices of limited memory.
+
+    Args:
+        rows: ``[T, inputs]``.
+        outputs: output channels.
+        dense: returns ``[slice, inputs]``.
+        weight_bytes: memory that it takes per weight.
+    """
+    at_once = max(1, _DENSE_BYTES // (rows.shape[1] * weight_bytes * _ALIGNED)) * _ALIGNED
     if outputs <= at_once:
-        dense = kernels.dequantize_int4(weight, scale, zero, group_size, inputs, rows.dtype)
-        return functional.linear(rows, dense)
+        return functional.linear(rows, dense(slice(None)))
     product = rows.new_empty(len(rows), outputs)
     for first in range(0, outputs, at_once):
         part = slice(first, first + at_once)
-        zeros = None if zero is None else zero[:, part]
-        dense = kernels.dequantize_int4(weight[:, part], scale[:, part], zeros, group_size, inputs, rows.dtype)
-        torch.mm(rows, dense.T, out=product[:, part])
+        torch.mm(rows, dense(part).T, out=product[:, part])
     return product
 
 
-def apply_scales(sums: ScaledSums, dtype: torch.dtype) -> torch.Tensor:
+def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
     """Return the scaled product ``[T, outputs]`` in ``dtype``, rounded once more."""
     if not has_kernels(sums.values.device):
         return (sums.values.float() * sums.row_scale * sums.column_scale).to(dtype)
     from panscan.linear import kernels
 
     return kernels.scale_sums(*sums, dtype)
+
+
+def describe(kind: str, device: torch.device) -> str:
+    """Return how weights of a kind are multiplied on a device, for the log."""
+    if not has_kernels(device):
+        return "PyTorch"
+    if kind == "fp8":
+        return "cuBLAS, with scales applied by the next kernel"
+    if kind == "int8":
+        return "Triton" + (" with TMA for prefill" if _gpu(device)[1] else "")
+    return f"dp4a up to {_VECTOR_ROWS} rows, Triton up to {_FEW_ROWS}, cuBLAS on dequantised weights above"
+
+
+def device_reason(kind: str, device: torch.device) -> str | None:
+    """Return why a device has no products with weights of a kind, and what to use there; None if it has.
+
+    On a CPU, float8 is converted to float32 for each product: correct, but slower than float32 weights.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"{kind} weights need an NVIDIA GPU or a CPU; use --device cpu, or the unquantised model"
+    found = torch.cuda.get_device_capability(device)
+    has = f"this GPU has {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return f"{kind} weights need compute capability 8.0 or later; {has}: use bnb-8bit or bnb-4bit"
+    if kind == "fp8" and found < (8, 9):
+        return f"fp8 weights need compute capability 8.9 or later; {has}: use int8 or int4"
+    return None if find_spec("triton") else f"{kind} weights need Triton, which PyTorch includes on Linux"
 
 
 @cache
@@ -139,7 +205,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, bool]:
-    """Return the shared memory of one program in bytes, and whether the GPU has a copy engine."""
+    """Return the shared memory per program in bytes, and whether the GPU has a Tensor Memory Accelerator."""
     facts = torch.cuda.get_device_properties(device)
     return int(facts.shared_memory_per_block_optin), facts.major >= 9  # type: ignore[attr-defined]  # missing in the stubs
 

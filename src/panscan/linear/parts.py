@@ -95,6 +95,6 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
 
 
 def _like(linear: QuantizedLinear, inputs: int, outputs: int, group_size: int | None = None) -> QuantizedLinear:
-    """Return a module of the same format whose buffers are still to be set."""
+    """Return a module of the same format, with buffers on the meta device."""
     how = linear.how if group_size is None else replace(linear.how, group_size=group_size)
     return QuantizedLinear(inputs, outputs, how, device=torch.device("meta"))

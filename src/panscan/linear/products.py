@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from panscan.linear.multiply import apply_scales
 from panscan.linear.quantized import QuantizedLinear, fused
-from panscan.linear.rows import QuantizedRows, ScaledSums
+from panscan.linear.rows import QuantizedRows, UnscaledProduct
 
 __all__ = [
     "DenseLinear",
@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 Rows = torch.Tensor | QuantizedRows
-"""Inputs of a product: dense ``[T, inputs]``, or quantised in the type that the product names."""
-Product = torch.Tensor | ScaledSums
-"""A product ``[T, outputs]``; its scales may be left to the next kernel."""
+"""Inputs of a product ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.input_dtype`."""
+Product = torch.Tensor | UnscaledProduct
+"""A product ``[T, outputs]``: scaled, or with scales that the next kernel applies."""
 
 
 class Linear(Protocol):
     """One matrix product, or several of the same input next to each other.
 
-    ``rows``: type of quantised inputs that it takes besides dense ones; None: dense ones only.
+    ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
     """
 
-    rows: torch.dtype | None
+    input_dtype: torch.dtype | None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
         ...
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """Return the product of rows in the model's ``dtype``, or quantised ones of the type :attr:`rows`."""
+        """Return the product of rows in the model's ``dtype``, or quantised to the type :attr:`input_dtype`."""
         ...
 
 
 class DenseLinear:
     """Base of products that take and return dense values."""
 
-    rows: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -107,12 +107,12 @@ class QuantizedProduct:
     """A product with quantised weights.
 
     Args:
-        modules: of one format, with the same input.
+        modules: modules of one format that share an input.
     """
 
     def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
         self._weights = fused(modules)
-        self.rows = self._weights.how.rows
+        self.input_dtype = self._weights.how.input_dtype
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -129,7 +129,7 @@ class SummedLinear:
 
     def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part, self._reduce = part, reduce
-        self.rows = part.rows
+        self.input_dtype = part.input_dtype
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -138,7 +138,7 @@ class SummedLinear:
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
         """See :class:`Linear`."""
         part = self._part.product(rows, dtype)
-        return self._reduce(apply_scales(part, dtype) if isinstance(part, ScaledSums) else part)
+        return self._reduce(apply_scales(part, dtype) if isinstance(part, UnscaledProduct) else part)
 
 
 def linear_of(*modules: Any) -> Linear:
@@ -147,7 +147,7 @@ def linear_of(*modules: Any) -> Linear:
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
     This temporarily takes extra memory of the size of one group. Names, shapes and values do not change. Later calls
     reuse the fused tensor. In-place changes of a parameter affect the product; replacing its ``data`` does not.
-    Quantised weights of one format are fused likewise, on every call.
+    Quantised weights of one format are fused in the same way, but on every call.
     """
     if all(runs_own_forward(module, QuantizedLinear) for module in modules) and _one_format(modules):
         return QuantizedProduct(modules)

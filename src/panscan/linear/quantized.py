@@ -4,12 +4,12 @@ Three kinds, all symmetric unless a published checkpoint has zero points:
 
 - ``int8``: weights per output channel, inputs per token, both in [-127, 127]; sums are exact integers.
 - ``fp8``: the same in float8_e4m3fn, up to 448.
-- ``int4``: weights in groups of input channels, inputs as they are.
+- ``int4``: weights in groups of input channels, dense inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -23,9 +23,10 @@ from panscan.linear.multiply import (
     multiply_fp8,
     multiply_int4,
     multiply_int8,
+    multiply_weight_only,
     quantize_rows,
 )
-from panscan.linear.rows import QuantizedRows, ScaledSums, row_type
+from panscan.linear.rows import QuantizedRows, UnscaledProduct, row_type
 from panscan.settings import GROUP_SIZES, WEIGHT_KINDS
 
 __all__ = [
@@ -43,8 +44,8 @@ KINDS = WEIGHT_KINDS
 BLOCK = 256
 """Input channels of one block of packed 4-bit weights."""
 _INT4_ZERO = 8  # stored for a weight of 0, without zero points
-_INT4_HALF_RANGE = 7.5  # of 16 levels, as compressed-tensors and vLLM scale them
-_LEAST_SCALE = 1e-12  # of a group of zeros
+_INT4_HALF_RANGE = 7.5  # half the range of 16 levels, as in compressed-tensors and vLLM
+_LEAST_SCALE = 1e-12  # lower bound, for all-zero groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class WeightFormat:
     quantizes_inputs: bool = True
 
     @property
-    def rows(self) -> torch.dtype | None:
-        """Type of quantised inputs; None if inputs are multiplied as they are."""
+    def input_dtype(self) -> torch.dtype | None:
+        """Type of quantised inputs; None if inputs stay dense."""
         return row_type(self.kind) if self.quantizes_inputs else None
 
 
@@ -75,10 +76,10 @@ class QuantizedLinear(nn.Module):
     """``nn.Linear`` with quantised weights. Buffers are named as below, and may be views into fused ones.
 
     ``weight``: int8 or float8_e4m3fn ``[outputs, inputs]``; for ``int4``, uint8 ``[blocks, outputs, 128]`` as
-    :func:`pack_int4` packs it, whose last block is filled up with zeros.
+    :func:`pack_int4` packs it, with padding in the last block.
     ``scale``: float32 ``[outputs]``; for ``int4``, any floating-point type ``[groups, outputs]``.
-    ``zero``: uint8 ``[groups, outputs]`` or None: the stored value of a weight of 0; None: 8. float32 where a published
-    format has zero points between two values (torchao's int4).
+    ``zero``: uint8 ``[groups, outputs]`` or None: the stored value of a weight of 0; None: 8. float32 for
+    formats with fractional zero points (torchao's int4).
     ``order``: int64 ``[inputs]`` or None: stored input channel i multiplies channel ``order[i]`` of the input.
 
     Args:
@@ -127,9 +128,9 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def quantize(self, values: torch.Tensor) -> None:
-        """Set the weights to dense ``values`` ``[outputs, inputs]``, rounded to the nearest quantised ones.
+        """Set the weights to dense ``values`` ``[outputs, inputs]``, rounded to nearest.
 
-        Without zero points and in the inputs' own order only.
+        Formats with zero points or reordered channels are not supported.
         """
         assert self.zero is None and self.order is None
         values = values.to(self.weight.device)
@@ -153,21 +154,21 @@ class QuantizedLinear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., outputs]`` in the type of the input."""
         output = self.product(input.reshape(-1, self.in_features), input.dtype)
-        if isinstance(output, ScaledSums):
+        if isinstance(output, UnscaledProduct):
             output = apply_scales(output, input.dtype)
         return output.view(*input.shape[:-1], self.out_features)
 
-    def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | ScaledSums:
-        """Return the product of rows in ``dtype``, or :class:`ScaledSums` where applying scales later is faster.
+    def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | UnscaledProduct:
+        """Return the product of rows in ``dtype``, or :class:`UnscaledProduct` where applying scales later is faster.
 
         Args:
-            input: ``[T, inputs]`` in ``dtype``, or quantised to the type :attr:`WeightFormat.rows`.
+            input: ``[T, inputs]`` in ``dtype``, or quantised to the type :attr:`WeightFormat.input_dtype`.
             dtype: type of the model.
         """
-        if self.how.rows is None:
-            assert isinstance(input, torch.Tensor)  # formats of weights alone name no type of rows
+        if self.how.input_dtype is None:
+            assert isinstance(input, torch.Tensor)  # weight-only formats have no row type
             return self._with_bias(self._dense_product(input))
-        rows = quantize_rows(input, self.how.rows) if isinstance(input, torch.Tensor) else input
+        rows = quantize_rows(input, self.how.input_dtype) if isinstance(input, torch.Tensor) else input
         if self.how.kind == "int8":
             return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
         sums = multiply_fp8(rows, self.weight, self.scale, dtype)
@@ -178,6 +179,8 @@ class QuantizedLinear(nn.Module):
             rows = rows.index_select(1, self.order)
         if self.how.kind == "int4" and has_kernels(rows.device):
             return multiply_int4(rows, self.weight, self.scale, self.zero, self.how.group_size)
+        if self.how.kind != "int4":
+            return multiply_weight_only(rows, self.weight, self.scale)
         return functional.linear(rows, self._stored(rows.dtype))
 
     def _with_bias(self, output: torch.Tensor) -> torch.Tensor:
@@ -192,18 +195,27 @@ class QuantizedLinear(nn.Module):
         dense: torch.Tensor = ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
         return dense
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Move to other devices, but keep the types of weights and scales, which ``half()`` would change."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return fn(tensor) if tensor is self.bias else tensor.to(fn(tensor).device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
+
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.how}"
 
 
 def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
-    """Return one module for modules that take the same input; it concatenates their outputs in this order.
+    """Fuse modules that share an input into one that concatenates their outputs in this order.
 
-    Their buffers become views into the new ones.
+    The buffers of the parts become views into the fused ones.
 
     Args:
-        parts: of one format on one device, all with or all without a bias, not :attr:`WeightFormat.ordered`.
+        parts: modules of one format on one device, all or none with a bias, and not :attr:`WeightFormat.ordered`.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -243,7 +255,7 @@ def pack_int4(levels: torch.Tensor) -> torch.Tensor:
 
     Byte i of block b holds input channel ``256 b + i`` in its low and ``256 b + 128 + i`` in its high four bits, so
     both halves of a kernel's loads are consecutive channels. Blocks come first: the bytes of consecutive output
-    channels are contiguous. The last block is filled up with 8.
+    channels are contiguous. The last block is padded with 8.
     """
     outputs, inputs = levels.shape
     blocks = -(-inputs // BLOCK)

@@ -1,4 +1,4 @@
-"""What goes into and comes out of products with quantised inputs."""
+"""Inputs and outputs of products with quantised inputs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LARGEST", "QuantizedRows", "ScaledSums", "row_type"]
+__all__ = ["LARGEST", "QuantizedRows", "UnscaledProduct", "row_type"]
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest quantised value of a row."""
+"""Largest quantised value of each type."""
 
 
 class QuantizedRows(NamedTuple):
@@ -19,7 +19,7 @@ class QuantizedRows(NamedTuple):
     scale: torch.Tensor
 
 
-class ScaledSums(NamedTuple):
+class UnscaledProduct(NamedTuple):
     """Product with pending scales, which the next kernel applies as it reads the sums.
 
     ``values``: contiguous ``[T, outputs]``. ``row_scale``: float32 ``[T, 1]``. ``column_scale``: float32 ``[outputs]``.

@@ -10,13 +10,13 @@ from panscan.core import UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.linear.tensors import MatrixTensors
 
-__all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unreadable"]
+__all__ = ["StoredScheme", "check_pattern", "field_of", "names_match", "unsupported_format"]
 
 _READABLE = (
     "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
     " checkpoints, and --quantization fp8, int8 or int4 on the unquantised model"
 )
-"""What works instead, for messages."""
+"""Supported alternatives, for error messages."""
 
 
 class StoredScheme(Protocol):
@@ -64,7 +64,7 @@ class StoredScheme(Protocol):
         ...
 
 
-def unreadable(what: str) -> UnsupportedError:
+def unsupported_format(what: str) -> UnsupportedError:
     """Return the error for a quantisation that cannot be read."""
     return UnsupportedError(
         f"the checkpoint's weights are quantised as {what}, which panscan does not support: use {_READABLE}"
@@ -72,10 +72,10 @@ def unreadable(what: str) -> UnsupportedError:
 
 
 def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-    """Return a field of ``quantization_config``; a missing one or null is ``default``.
+    """Return a field of ``quantization_config``, or ``default`` if it is missing or null.
 
     Raises:
-        ValueError: it has another type.
+        ValueError: the field has the wrong type.
     """
     value = config.get(name)
     if value is None:
@@ -90,7 +90,7 @@ def check_pattern(pattern: str) -> None:
     """Check a regular expression of ``quantization_config``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the pattern is not a regular expression.
     """
     try:
         re.compile(pattern)

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint's safetensors files, found by module whatever the names' layout.
+"""Access to the tensors of a checkpoint's safetensors files by module, independent of the naming layout.
 
 Gemma 3 checkpoints name the decoder ``language_model.model.layers...`` (most of those published) or
 ``model.language_model.layers...`` (Transformers 5), and ``model.layers...`` without vision. The vision tower is
-``vision_tower.vision_model...`` or ``vision_tower...``. Tensors are therefore found by a key without the segments in
-which the layouts differ. The same key of a submodule's name finds its tensors, in every version of Transformers.
+``vision_tower.vision_model...`` or ``vision_tower...``. A tensor's key is therefore its name without the segments in
+which the layouts differ. The key of a submodule's name finds its tensors in every version of Transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def key_of(name: str) -> str:
 
 
 def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
-    """Return all names that a configuration may give to a module, the one in the files first."""
+    """Return all names that a configuration may use for a module, the one in the files first."""
     return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *_aliases(key)]))
 
 
@@ -56,7 +56,7 @@ class StoredTensors:
         files: safetensors files.
 
     Raises:
-        ValueError: two tensors have names that mean the same parameter.
+        ValueError: two tensor names refer to the same parameter.
         OSError: a file cannot be read.
     """
 
@@ -95,7 +95,7 @@ class StoredTensors:
 
     @property
     def modules(self) -> Mapping[str, Mapping[str, str]]:
-        """Keys of modules, with the stored names of their tensors by leaf, such as ``weight``."""
+        """Stored tensor names by module key and leaf, such as ``weight``."""
         return MappingProxyType(self._modules)
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class StoredTensors:
         """Return an unquantised tensor on a device.
 
         Raises:
-            ValueError: it has another shape, or no floating-point type of 16 bits or more.
+            ValueError: the tensor has another shape, or is not floating-point with at least 16 bits.
         """
         return self._checked(key, (shape,), _FLOATING, device)
 
@@ -151,9 +151,9 @@ class MatrixTensors:
     """The tensors of one quantised module, by leaf name.
 
     Args:
-        stored: the checkpoint.
-        key: of the module.
-        device: of the tensors.
+        stored: tensors of the checkpoint.
+        key: key of the module.
+        device: device to read tensors to.
     """
 
     def __init__(self, stored: StoredTensors, key: str, device: torch.device) -> None:
@@ -164,14 +164,14 @@ class MatrixTensors:
 
     @property
     def weight_name(self) -> str:
-        """Name of the parameter in the checkpoint's layout, if it were not quantised."""
-        # The bias is the one tensor that may have been written by other software, with names of another layout.
+        """Name that the unquantised weight would have in the checkpoint's layout."""
+        # Only the bias may have been written by other software, in another layout.
         any_name = next((name for leaf, name in self._leaves.items() if leaf != "bias"), f"{self._key}.")
         return f"{any_name.rpartition('.')[0]}.weight"
 
     @property
     def description(self) -> str | None:
-        """What the file's metadata says about the weight."""
+        """Description of the weight in the file's metadata; None without one."""
         return self._stored.metadata.get(f"{self._key}.weight")
 
     def __contains__(self, leaf: str) -> bool:
@@ -181,7 +181,7 @@ class MatrixTensors:
         """Return the shape of a tensor.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the tensor is missing.
         """
         self._require(leaf)
         return self._stored.shape(f"{self._key}.{leaf}")
@@ -224,11 +224,11 @@ class MatrixTensors:
         return values
 
     def ignore(self, *leaves: str) -> None:
-        """Declare leaves that do not change the weights."""
+        """Mark leaves that do not affect the weights as read."""
         self.taken.update(leaves)
 
     def skip_zero_bias(self, outputs: int) -> None:
-        """Ignore the zeros that old versions of AutoGPTQ write as the bias of a matrix without one.
+        """Ignore the zero bias that old versions of AutoGPTQ write for a matrix without a bias.
 
         Raises:
             ValueError: a value is not zero.

@@ -14,7 +14,7 @@ import torch
 
 from panscan.linear.layouts import Int4Values, byte_levels, channel_linear, int4_linear
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import field_of, names_match, unreadable
+from panscan.linear.schemes import field_of, names_match, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["TorchAoScheme"]
@@ -52,7 +52,7 @@ class TorchAoScheme:
         name = kind.get("_type") if isinstance(kind, Mapping) else None
         self._by_name = name in ("FqnToConfig", "ModuleFqnToConfig")
         if not self._by_name and name not in _CLASSES:
-            raise unreadable(f"torchao {name or config.get('quant_type')!r:.60}")
+            raise unsupported_format(f"torchao {name or config.get('quant_type')!r:.60}")
         self._class = None if self._by_name else _CLASSES[str(name)]
         self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = f"torchao {name}"
@@ -74,11 +74,11 @@ class TorchAoScheme:
         """See :class:`StoredScheme`."""
         kind, fields = _description(tensors)
         if kind not in _CLASSES.values():
-            raise unreadable(f"torchao {kind}")
+            raise unsupported_format(f"torchao {kind}")
         if self._class is not None and kind != self._class:
             raise ValueError(f"{tensors.weight_name} has the class {kind}; config.json implies {self._class}")
         if "_weight_act_pre_scale" in tensors:
-            raise unreadable(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
+            raise unsupported_format(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
         tensors.ignore(*_STATIC)
         if kind in ("Int8Tensor", "Float8Tensor"):
             return _eight_bits(kind, fields, tensors, outputs, inputs)
@@ -105,12 +105,12 @@ def _eight_bits(
     dtype = torch.int8 if kind == "Int8Tensor" else torch.float8_e4m3fn
     weight = tensors.take_values("_weight_qdata", (outputs, inputs), dtype)
     if tensors.shape("_weight_scale") not in ((outputs, 1), (outputs,), (1, 1), (1,), ()):
-        raise unreadable(f"torchao {kind} with scales of the shape {list(tensors.shape('_weight_scale'))}")
+        raise unsupported_format(f"torchao {kind} with scales of the shape {list(tensors.shape('_weight_scale'))}")
     scale = tensors.take_scale("_weight_scale")
     if "_weight_zero_point" in tensors:
         zero = tensors.take("_weight_zero_point", types=(torch.int8, torch.int32, torch.int64, *_FLOATS))
         if zero.any():
-            raise unreadable(f"torchao {kind} with zero points")
+            raise unsupported_format(f"torchao {kind} with zero points")
     return channel_linear(weight, scale, quantizes_inputs=fields.get("act_quant_kwargs") is not None)
 
 
@@ -131,17 +131,17 @@ def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, input
     target = fields.get("target_dtype")
     bits = target.get("_data") if isinstance(target, Mapping) else target
     if bits not in ("int4", "int8") or fields.get("activation_quantization") is not None:
-        raise unreadable(f"torchao IntxUnpackedToInt8Tensor of {bits} with quantised inputs or other bits")
+        raise unsupported_format(f"torchao IntxUnpackedToInt8Tensor of {bits} with quantised inputs or other bits")
     values = tensors.take("_weight_qdata", (outputs, inputs), types=(torch.int8,))
     groups = _groups(tensors, inputs, by_output=True)
     scale = tensors.take_scale("_weight_scale", (outputs, groups))
     zero = tensors.take("_weight_zero_point", (outputs, groups), types=(torch.int8, torch.int32, *_FLOATS))
     if bits == "int8":
         if groups > 1 or zero.any():
-            raise unreadable("torchao IntxUnpackedToInt8Tensor of int8 in groups or with zero points")
+            raise unsupported_format("torchao IntxUnpackedToInt8Tensor of int8 in groups or with zero points")
         return channel_linear(values, scale, quantizes_inputs=False)
     if values.min() < -8 or values.max() > 7:
-        raise ValueError(f"{tensors.weight_name} has values beyond 4 bits: the file is damaged")
+        raise ValueError(f"{tensors.weight_name} has values that exceed 4 bits: the file is damaged")
     whole = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
     return int4_linear(Int4Values((values + 8).to(torch.uint8), scale.T, whole.T))
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
-from panscan.core import ModelError
+from panscan.core import BUNDLED, ModelError
 
 __all__ = ["BUNDLED", "bundled_directory", "fingerprints", "mini_directory"]
 
@@ -33,9 +33,6 @@ def mini_directory() -> Path:
     if missing := [name for name in _FILES if not (directory / name).is_file()]:
         raise ModelError(f"the mini model in {directory} lacks {', '.join(missing)}: install panscan again")
     return directory
-
-
-BUNDLED = ("mini", "tiny")
 
 
 def bundled_directory(name: str) -> Path | None:

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -51,6 +51,7 @@ __all__ = [
     "load_reader",
     "load_shard_of",
     "open_stored",
+    "quantization_method",
     "stored_format",
     "stored_scheme_of",
 ]
@@ -68,10 +69,13 @@ _LEAST_VOCABULARY = 260  # every byte and the marks of turns
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``."""
+    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``.
+
+    ``dtype``: ``auto`` keeps the stored one.
+    """
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype | Literal["auto"]
     device_map: str | None = None
     max_memory: str | None = None
     tp_plan: str | None = None
@@ -123,14 +127,14 @@ class CheckpointFiles:
 
 
 def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
-    """Find the files of a Gemma 3 checkpoint, and download those of a hub checkpoint. No tensor is read.
+    """Locate the files of a Gemma 3 checkpoint, downloading them if necessary, without reading tensors.
 
     Args:
         name: ``mini``, ``tiny``, a directory or a hub id.
-        revision: of a hub checkpoint.
+        revision: revision of a hub checkpoint.
 
     Raises:
-        ModelError: it cannot be had, is not a Gemma 3, or is not in safetensors files.
+        ModelError: the checkpoint is not available, is not a Gemma 3, or is not in safetensors files.
     """
     source = _source(name)
     with explained(name):
@@ -221,7 +225,7 @@ def load_random(
         dtype: of the weights.
         device: of the model.
         drawn_on: device that draws the weights, as each kind of device draws others; None: ``device``.
-        how: quantise the decoder's matrices like this as they are drawn.
+        how: format that the decoder's matrices are quantised to as they are drawn; None: dense.
     """
     from panscan.model.random_weights import random_model
 
@@ -260,19 +264,19 @@ def load_shard_of(
     """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
-    copied to the device, one parameter at a time. With ``how``, the decoder's matrices are quantised there on arrival,
-    so the device never holds more than the quantised model and one dense matrix. Matrices of
-    a quantised checkpoint are read, converted and split one at a time.
+    copied to the device, one parameter at a time. With ``how``, the device quantises each decoder matrix as it arrives,
+    so it never holds more than the quantised model and one dense matrix. The matrices of a quantised checkpoint are
+    read, converted and split one at a time.
 
     Raises:
-        ModelError: as :func:`load_model`, or ``how`` is asked of a quantised checkpoint.
+        ModelError: as :func:`load_model`, or ``how`` is given for a quantised checkpoint.
         UnsupportedError: ``size`` does not divide the model.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if how is not None:
             raise _already_quantized(name, scheme, how.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    whole = load_model(name, Placement(torch.device("cpu"), dtype), revision=revision)
+    whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
     config = whole.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
@@ -324,10 +328,11 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
 
     Raises:
         ModelError: it cannot be had, is not a Gemma 3, or misses weights.
-        UnsupportedError: its weights are quantised in a way that cannot be read, or cannot be placed like this.
+        UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         _check_placement(name, scheme, placement)
+        assert placement.dtype != "auto"  # asked for dense checkpoints only
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
     source = _source(name)
     reader = load_reader(name, revision)
@@ -346,7 +351,7 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
     """Open the safetensors files of a checkpoint.
 
     Raises:
-        ModelError: it cannot be had, or is not in safetensors files.
+        ModelError: the checkpoint is not available, or is not in safetensors files.
     """
     source = _source(name)
     with explained(name):
@@ -365,7 +370,7 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
     """
     source = _source(name)
     with explained(name):
-        _config(name, source, revision)  # another model is refused as such, whatever its quantisation
+        _config(name, source, revision)  # raises for other architectures first
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         return stored_scheme(stored, name)
 
@@ -379,9 +384,14 @@ def stored_format(name: str, revision: str | None = None) -> str | None:
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         return scheme.name
-    stored = getattr(load_config(name, revision), "quantization_config", None)  # of bitsandbytes
+    stored = getattr(load_config(name, revision), "quantization_config", None)  # bitsandbytes
     if stored is None:
         return None
+    return quantization_method(stored)
+
+
+def quantization_method(stored: Any) -> str:
+    """Return the method that a ``quantization_config`` names, be it a mapping or an object of Transformers."""
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     return str(getattr(method, "value", method))
 
@@ -394,10 +404,10 @@ def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> ModelErro
 
 
 def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> None:
-    """Refuse placements of quantised checkpoints that only ``from_pretrained`` offers.
+    """Check that a quantised checkpoint is loaded without options that only ``from_pretrained`` supports.
 
     Raises:
-        UnsupportedError: with the option that does not go with the checkpoint.
+        UnsupportedError: an option is not supported for quantised checkpoints.
     """
     if placement.quantization is not None:
         raise _already_quantized(name, scheme, placement.quantization.quant_method.value)

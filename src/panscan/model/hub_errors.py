@@ -1,4 +1,4 @@
-"""What the hub, files and Transformers raise while a checkpoint is read, as one line that says what to do."""
+"""Conversion of exceptions from the hub, files and Transformers into one-line errors with a fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn what the hub, the files and Transformers raise into one line that says what to do."""
+    """Convert exceptions from the hub, files and Transformers into one-line errors with a fix."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold: which tensors are quantised, in what, and how many bytes they take."""
+"""Inventory of a checkpoint's files: tensors, their quantisation and their sizes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class TensorFacts:
 
     Args:
         name: parameter name in the checkpoint's layout, such as ``language_model.model.layers.0.mlp.up_proj.weight``.
-        part: of the model.
+        part: part of the model.
         quantized: whether the values are quantised.
-        stored_as: type, such as ``bfloat16`` or, of quantised ones, ``int4, groups of 128``.
-        bytes: of all stored tensors.
+        stored_as: type, such as ``bfloat16`` or, if quantised, ``int4, groups of 128``.
+        bytes: size of all stored tensors.
     """
 
     name: str
@@ -65,15 +65,15 @@ class Inventory:
 
 
 def inventory(name: str, revision: str | None = None) -> Inventory:
-    """Return what a checkpoint's files hold, from their headers.
+    """Return the inventory of a checkpoint, read from the headers of its files.
 
     Args:
         name: a directory, a hub id, or a bundled model.
-        revision: of a hub checkpoint.
+        revision: revision of a hub checkpoint.
 
     Raises:
-        ModelError: the checkpoint cannot be had, is damaged, or is not in safetensors files.
-        UnsupportedError: it is quantised in a format that cannot be read.
+        ModelError: the checkpoint is not available, is damaged, or is not in safetensors files.
+        UnsupportedError: the quantisation format is not supported.
     """
     scheme = stored_scheme_of(name, revision)
     try:

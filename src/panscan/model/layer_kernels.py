@@ -14,7 +14,7 @@ from torch import nn
 from panscan.linear.jit import kernel
 from panscan.linear.kernels import quantize_chunks, rounded
 from panscan.linear.products import Product, Rows
-from panscan.linear.rows import LARGEST, QuantizedRows, ScaledSums
+from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
 
 __all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
 
@@ -44,21 +44,21 @@ def add_layer_norm(
     return total, normed
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.dtype | None = None) -> Rows:
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, input_dtype: torch.dtype | None = None) -> Rows:
     """Return Gemma's RMS norm, ``x / sqrt(mean(x²) + eps) * (1 + weight)``, rounded once to the type of ``hidden``.
 
     Args:
         hidden: contiguous ``[T, width]``.
         weight: ``[width]``, of any floating-point type.
         eps: added to the mean square.
-        rows: quantise the rounded result to this type; None: return it dense.
+        input_dtype: quantise the rounded result to this type; None: return it dense.
     """
-    return _rms_norms(hidden, None, weight, weight, eps, rows)[1]
+    return _rms_norms(hidden, None, weight, weight, eps, input_dtype)[1]
 
 
 def add_rms_norms(
     hidden: torch.Tensor, part: Product, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float,
-    rows: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Rows]:  # fmt: skip
     """Return ``total = hidden + rms_norm(part, part_weight)`` and ``rms_norm(total, next_weight)`` as new tensors.
 
@@ -66,24 +66,24 @@ def add_rms_norms(
 
     Args:
         hidden: contiguous ``[T, width]``: the residual.
-        part: contiguous, same shape and type: the output of attention or of the MLP; or with scales to be applied.
+        part: contiguous, same shape and type: the output of attention or of the MLP; may have pending scales.
         part_weight: ``[width]``: weight of the norm behind that part.
         next_weight: ``[width]``: weight of the norm in front of the next part.
         eps: of both norms.
-        rows: quantise the second result to this type; None: return it dense.
+        input_dtype: quantise the second result to this type; None: return it dense.
     """
-    return _rms_norms(hidden, part, part_weight, next_weight, eps, rows)
+    return _rms_norms(hidden, part, part_weight, next_weight, eps, input_dtype)
 
 
-def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, rows: torch.dtype | None = None) -> Rows:
+def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype: torch.dtype | None = None) -> Rows:
     """Return ``gelu(gate) * up`` with the tanh approximation of GELU, ``[T, M]``.
 
     Args:
-        gate_up: contiguous ``[T, 2 * M]``: the gate in the first M columns; or with scales to be applied.
-        dtype: of the model; None: that of ``gate_up``.
-        rows: quantise the rounded result to this type; None: return it dense.
+        gate_up: contiguous ``[T, 2 * M]``: the gate in the first M columns; may have pending scales.
+        dtype: type of the model; None: type of ``gate_up``.
+        input_dtype: quantise the rounded result to this type; None: return it dense.
     """
-    values, row_scale, column_scale, scaled = _unscaled(gate_up)
+    values, row_scale, column_scale, scaled = _split_scales(gate_up)
     count, both = values.shape
     width, dtype = both // 2, dtype or values.dtype
     chunks = triton.cdiv(width, _GELU_COLUMNS)
@@ -92,9 +92,9 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, rows: torch
     with torch.cuda.device(values.get_device()):
         _gelu_product[(count, chunks)](
             values, row_scale, column_scale, product, largest, width=width, columns=_GELU_COLUMNS, scaled=scaled,
-            measures=rows is not None,
+            measures=input_dtype is not None,
         )  # fmt: skip
-    return product if rows is None else quantize_chunks(product, largest, rows)
+    return product if input_dtype is None else quantize_chunks(product, largest, input_dtype)
 
 
 def rotate_and_store(
@@ -107,7 +107,7 @@ def rotate_and_store(
 
     Args:
         qkv: ``[T, (heads + 2 * kv_heads) * D]``, queries, keys, values; rows may have a stride. D is a power of two.
-            Or with scales to be applied.
+            May have pending scales.
         q_weight: ``[D]``: weight of the queries' RMS norm (:func:`rms_norm`).
         k_weight: ``[D]``: weight of the keys' RMS norm.
         eps: of both norms.
@@ -115,11 +115,11 @@ def rotate_and_store(
         sin: contiguous ``[T, D]``.
         slots: contiguous int64 ``[T]``, in ``[0, N)``: cache slot of each row.
         k_cache: contiguous ``[N, kv_heads, D]``, of the type of ``qkv`` or float8_e4m3fn; modified in place. Values
-            beyond what float8 holds become its largest.
+            saturate to the range of float8.
         v_cache: same shape and type; modified in place.
         heads: number of query heads.
     """
-    values, row_scale, column_scale, scaled = _unscaled(qkv)
+    values, row_scale, column_scale, scaled = _split_scales(qkv)
     rows = len(values)
     _, kv_heads, size = k_cache.shape
     every = heads + 2 * kv_heads
@@ -136,33 +136,33 @@ def rotate_and_store(
 
 def _rms_norms(
     hidden: torch.Tensor, part: Product | None, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float,
-    rows: torch.dtype | None,
+    input_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, Rows]:  # fmt: skip
     width = hidden.shape[-1]
     padded = triton.next_power_of_2(width)
-    values, row_scale, column_scale, scaled = _unscaled(hidden if part is None else part)
+    values, row_scale, column_scale, scaled = _split_scales(hidden if part is None else part)
     total = hidden if part is None else torch.empty_like(hidden)
-    normed = torch.empty_like(hidden, dtype=rows or hidden.dtype)
+    normed = torch.empty_like(hidden, dtype=input_dtype or hidden.dtype)
     scale = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
     with torch.cuda.device(hidden.get_device()):
         _add_rms_norms[(len(hidden),)](
             hidden, values, row_scale, column_scale, part_weight, next_weight, total, normed, scale, eps,
-            most=_most(rows), width=width, padded=padded, adds=part is not None, scaled=scaled,
+            most=_max_value(input_dtype), width=width, padded=padded, adds=part is not None, scaled=scaled,
             num_warps=_warps(padded),
         )  # fmt: skip
-    return total, normed if rows is None else QuantizedRows(normed, scale)
+    return total, normed if input_dtype is None else QuantizedRows(normed, scale)
 
 
-def _unscaled(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Return values, scales of rows and columns, and whether there are scales; without them, placeholders."""
-    if isinstance(product, ScaledSums):
+def _split_scales(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Return values, row scales, column scales and whether there are scales; without scales, placeholders."""
+    if isinstance(product, UnscaledProduct):
         return *product, True
     return product, product, product, False
 
 
-def _most(rows: torch.dtype | None) -> float:
+def _max_value(input_dtype: torch.dtype | None) -> float:
     """Return the largest quantised value; 0 for dense rows."""
-    return 0.0 if rows is None else LARGEST[rows]
+    return 0.0 if input_dtype is None else LARGEST[input_dtype]
 
 
 def _warps(padded: int) -> int:
@@ -202,7 +202,7 @@ def _scaled(values, row_scale, column_scale, row, column, valid, scaled: tl.cons
 
 @kernel()
 def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
-    """Store one row; quantised by its largest absolute value if ``most`` is not 0. Values are rounded already."""
+    """Store one row of already rounded values, quantised by its largest absolute value if ``most`` is not 0."""
     if most == 0.0:
         tl.store(to, values.to(to.dtype.element_ty), mask=valid)
     else:

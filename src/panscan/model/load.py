@@ -37,7 +37,7 @@ def load_for(settings: Settings) -> Loaded:
     With a tensor parallel size, the whole model: on the first GPU, or on the host if that GPU has no room for it.
 
     Raises:
-        ModelError: the checkpoint cannot be had, or is quantised already and settings ask for a quantisation.
+        ModelError: the checkpoint is not available, or is already quantised and settings request a quantisation.
         UnsupportedError: the group size does not divide the model.
     """
     _check_unquantized(settings)
@@ -111,7 +111,7 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
 
 
 def _check_unquantized(settings: Settings) -> None:
-    """Refuse ``--quantization`` for a checkpoint whose weights are quantised already."""
+    """Raise if ``--quantization`` is given for a checkpoint that is already quantised."""
     if settings.quantization is None or settings.random_weights:
         return
     if (method := stored_format(settings.model, settings.revision)) is not None:
@@ -122,14 +122,14 @@ def _check_unquantized(settings: Settings) -> None:
 
 
 def weight_format(settings: Settings) -> WeightFormat | None:
-    """Return the format of weights that ``--quantization`` quantises on load; None for others.
+    """Return the weight format that ``--quantization`` requests; None for bitsandbytes and without quantisation.
 
-    Without ``--quantization-group-size``, groups have 128 input channels, or fewer where 128 does not divide a matrix,
-    or a rank's part of one.
+    Without ``--quantization-group-size``, groups have 128 input channels, or fewer if 128 does not divide a matrix or a
+    rank's part of one.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
-        UnsupportedError: the group size does not divide the model, found out before any weight is loaded.
+        ModelError: the checkpoint is not available.
+        UnsupportedError: the group size does not divide the model; raised before any weight is loaded.
     """
     if settings.quantization not in KINDS:
         return None
@@ -149,8 +149,8 @@ def weight_format(settings: Settings) -> WeightFormat | None:
 def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
     """Return the Transformers configuration of a bitsandbytes quantisation; None for others.
 
-    The vision tower and its projector stay as they are: their inputs are wide-ranged and they are a small part of the
-    weights.
+    The vision tower and its projector stay unquantised, because their inputs have a wide range and they are a small
+    part of the weights.
     """
     if name not in ("bnb-8bit", "bnb-4bit"):
         return None

@@ -1,6 +1,6 @@
-"""Transformers models whose decoder matrices are quantised, before any weight is loaded.
+"""Transformers models with quantised decoder matrices, built before any weight is loaded.
 
-The dense matrices are never allocated: a model whose dense weights exceed the device's memory can still be filled
+Dense decoder matrices are never allocated, so a model whose dense weights exceed the device's memory can be filled
 matrix by matrix (:func:`panscan.model.sharding.fill_shard`).
 """
 
@@ -31,13 +31,13 @@ __all__ = [
 def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the model of a configuration with :class:`QuantizedLinear` in its decoder layers.
 
-    Buffers have their values; parameters and quantised weights are allocated but arbitrary.
+    Computed buffers are set; parameters and quantised weights are uninitialised.
 
     Args:
-        config: of a Gemma 3, or of one rank's shard of it.
+        config: configuration of a Gemma 3, or of one rank's shard.
         how: format of the decoder's matrices.
-        dtype: of all other parameters.
-        device: of the model.
+        dtype: type of all other parameters.
+        device: device of the model.
 
     Raises:
         UnsupportedError: the group size does not divide a matrix.
@@ -67,14 +67,14 @@ def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
 
 
 def fitting_group_size(asked: int | None, *widths: int) -> int:
-    """Return the group size of int4 weights: the one that was asked for, or the largest usual one that fits.
+    """Return the requested int4 group size or, without one, the largest supported size that divides every matrix.
 
     Args:
-        asked: from the settings; None: choose.
+        asked: requested size; None: choose one.
         widths: input channels of the decoder's matrices.
 
     Raises:
-        UnsupportedError: it does not divide a matrix; the message names sizes that do.
+        UnsupportedError: the size does not divide a matrix; the message names sizes that do.
     """
     size = asked or next((each for each in GROUP_SIZES if all(width % each == 0 for width in widths)), GROUP_SIZES[0])
     if wide := [width for width in widths if width % size]:
@@ -111,7 +111,7 @@ def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace parameters on the meta device; one that several modules share stays shared."""
+    """Allocate parameters that are on the meta device; shared parameters stay shared."""
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -124,7 +124,7 @@ def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
 
 
 def set_computed_buffers(model: nn.Module, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Set the buffers of a model on the meta device that a constructor computes and no checkpoint holds."""
+    """Set the buffers that constructors compute and checkpoints do not store, on a model on the meta device."""
     for name, value in _computed_buffers(config, dtype, device).items():
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
@@ -133,7 +133,7 @@ def set_computed_buffers(model: nn.Module, config: Any, dtype: torch.dtype, devi
 def _computed_buffers(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the buffers that a constructor computes and no checkpoint holds, such as rotary frequencies.
 
-    A model with one layer of each kind and eight words has the same.
+    They are taken from a model with one layer of each kind and a vocabulary of 8, which has the same buffers.
     """
     small = deepcopy(config)
     text = small.get_text_config()

@@ -12,10 +12,10 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from panscan.core import ModelError
+from panscan.core import ModelError, UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import BUNDLED
-from panscan.model.checkpoint import stored_format
+from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.settings import Settings
 
 __all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_name"]
@@ -50,7 +50,7 @@ def weights_name(model: Any) -> str | None:
     if names:
         return " and ".join(dict.fromkeys(names))
     stored = getattr(model.config, "quantization_config", None)
-    return None if stored is None else str(getattr(stored.quant_method, "value", stored.quant_method))
+    return None if stored is None else quantization_method(stored)
 
 
 def weight_bytes(model: Any) -> int:
@@ -81,7 +81,11 @@ def base_model_of(model: str, revision: str | None = None) -> str:
     found = _on_this_machine(named, Path(model).expanduser())
     if found is None:
         raise ModelError(f"--model {model}: its base_model {named} is not on this machine; download it, or {_FIX}")
-    if stored_format(found) is not None:
+    try:
+        quantized = stored_format(found) is not None
+    except UnsupportedError:  # in a format that panscan does not read
+        quantized = True
+    if quantized:
         raise ModelError(f"--model {model}: its base_model {named} is also quantised; {_FIX}")
     return found
 
@@ -116,9 +120,10 @@ def _on_this_machine(named: str, checkpoint: Path) -> str | None:
     """
     if named in BUNDLED:
         return named
-    for directory in (Path(named).expanduser(), checkpoint / named):
-        if (directory / "config.json").is_file():
-            return str(directory)
+    if (Path(named).expanduser() / "config.json").is_file():
+        return named  # not str(Path(named)): "./mini" would become "mini", which is bundled
+    if (inside := checkpoint / named).joinpath("config.json").is_file():
+        return str(inside)
     try:
         cached = [try_to_load_from_cache(named, file) for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     except HFValidationError:  # no hub id either

@@ -44,7 +44,7 @@ def random_model(
         device: of the model.
         seed: of the weights.
         drawn_on: another device to draw the weights on, one parameter at a time.
-        how: quantise the decoder's matrices like this as they are drawn.
+        how: format that the decoder's matrices are quantised to as they are drawn; None: dense.
 
     Raises:
         SettingError: for an unknown name.

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from math import ceil
 from typing import Any
 
-from panscan.core import RecordsError
+from panscan.core import BUNDLED, RecordsError
 
 __all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape", "quantized_bytes"]
 
@@ -22,13 +22,13 @@ _BNB_BLOCK = 64
 
 
 def quantized_bytes(quantization: str | None, group_size: int | None = None) -> float | None:
-    """Return the bytes of one weight of a quantised matrix, with the scales of its group; None for no quantisation.
+    """Return the bytes per weight of a quantised matrix, including group scales; None without quantisation.
 
-    Scales of whole channels are left out: four bytes for thousands of weights.
+    Per-channel scales are ignored: they add four bytes to thousands of weights.
 
     Args:
-        quantization: a value of the setting.
-        group_size: of int4; None: 128.
+        quantization: value of ``--quantization``.
+        group_size: int4 group size; None: 128.
     """
     stored = {"fp8": 1.0, "int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / _BNB_BLOCK}
     return 0.5 + 2 / (group_size or 128) if quantization == "int4" else stored.get(quantization or "")
@@ -272,6 +272,3 @@ SHAPES: dict[str, Shape] = {
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
 """The published shapes, and those of :data:`BUNDLED`."""
-
-BUNDLED = ("mini", "tiny")
-"""The models that panscan brings itself: ``mini``, which was trained to read, and ``tiny``, of random weights."""

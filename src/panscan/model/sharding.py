@@ -172,7 +172,7 @@ def shard_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tenso
 
 @torch.no_grad()
 def fill_shard(shard: Any, full: Iterable[tuple[str, torch.Tensor]], rank: int, size: int) -> None:
-    """Copy a rank's part of every parameter into a model of :func:`shard_config`; quantise it where the model does.
+    """Copy or quantise a rank's part of every parameter into a model of :func:`shard_config`.
 
     Args:
         shard: the model to fill, on any device. Its :class:`QuantizedLinear` modules take dense values.

@@ -1,9 +1,9 @@
-"""Published quantised checkpoints become Transformers models with :class:`QuantizedLinear` in their decoder layers.
+"""Load published quantised checkpoints as Transformers models with :class:`QuantizedLinear` in their decoder layers.
 
-The model is built without memory, and its modules are filled one by one from the safetensors files. Each matrix is
-converted on the target device, and only a rank's part of it is kept, so neither a dense copy of the model nor the
-whole model of a tensor parallel group ever exists. ``from_pretrained`` is not used: its quantisers need a package per
-format, some of them a GPU, and change with Transformers. This module depends on the names of submodules only.
+The model is built on the meta device, and its modules are filled one by one from the safetensors files. The target
+device converts each matrix and keeps only the rank's part, so neither a dense copy of the model nor the whole model of
+a tensor parallel group is ever in memory. ``from_pretrained`` is not used, because its quantisers need a package per
+format, some also a GPU, and they change between Transformers versions. This module depends only on submodule names.
 
 Quantised matrices outside the decoder layers (vision tower, projector) become dense ones.
 """
@@ -20,9 +20,10 @@ from torch import nn
 from panscan.core import ModelError, UnsupportedError
 from panscan.linear.compressed import CompressedTensorsScheme
 from panscan.linear.gptq import AwqScheme, GptqScheme
+from panscan.linear.multiply import device_reason
 from panscan.linear.parts import part_of
 from panscan.linear.quantized import WeightFormat
-from panscan.linear.schemes import StoredScheme, unreadable
+from panscan.linear.schemes import StoredScheme, unsupported_format
 from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.linear.torchao_tensors import TorchAoScheme
 from panscan.model.outline import build_model, decoder_linears, set_computed_buffers, set_module
@@ -46,17 +47,17 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | None:
-    """Return how a checkpoint's matrices are quantised.
+    """Return the quantisation format of a checkpoint.
 
-    None if they are not, or in a format that Transformers loads (bitsandbytes).
+    None if it is unquantised, or if Transformers loads the format (bitsandbytes).
 
     Args:
-        config: the checkpoint's configuration, as a mapping or Transformers' object.
-        name: of the checkpoint, for messages.
+        config: configuration of the checkpoint, as a mapping or a Transformers object.
+        name: name of the checkpoint, for messages.
 
     Raises:
-        UnsupportedError: the format cannot be read; the message says what can.
-        ModelError: the configuration of the quantisation is damaged.
+        UnsupportedError: the format is not supported; the message names those that are.
+        ModelError: the quantisation configuration is damaged.
     """
     described = _quantization_of(config if isinstance(config, Mapping) else config.to_dict())
     if described is None:
@@ -68,7 +69,7 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
         return None
     try:
         if (scheme := _SCHEMES.get(method)) is None:
-            raise unreadable(_described(method, described))
+            raise unsupported_format(_described(method, described))
         return scheme(described)
     except UnsupportedError as error:
         raise UnsupportedError(f"--model {name}: {error}") from error
@@ -126,7 +127,7 @@ class _Loading:
         """Return the filled model.
 
         Raises:
-            ValueError: configuration and tensors do not agree, or tensors are damaged or missing.
+            ValueError: configuration and tensors disagree, or tensors are damaged or missing.
             UnsupportedError: see :func:`load_stored`.
         """
         config = shard_config(self._config, self._size) if self._size > 1 else self._config
@@ -156,20 +157,20 @@ class _Loading:
         ]
 
     def _tied_names(self) -> set[str]:
-        """Return the names of parameters that are others' aliases."""
+        """Return the names of tied parameters."""
         if not getattr(self._config, "tie_word_embeddings", True):
             return set()
         head = self._whole.get_output_embeddings()
         return {f"{name}.weight" for name, module in self._whole.named_modules() if module is head}
 
     def _is_meta(self, model: Any, name: str) -> bool:
-        """Whether a parameter is still to be filled; a quantised matrix has none of the name."""
+        """Return whether a parameter is not set yet; False for quantised matrices, which have no such parameter."""
         owner, _, leaf = name.rpartition(".")
         parameter = model.get_submodule(owner)._parameters.get(leaf)
         return parameter is not None and parameter.is_meta
 
     def _fill_linear(self, model: Any, name: str, linear: nn.Linear, *, inside: bool) -> None:
-        """Set a matrix that is quantised in the checkpoint; leave others to be filled as parameters."""
+        """Set a matrix that the checkpoint quantises; skip others, which are set later as parameters."""
         key = key_of(name)
         stored = self._tensors.of_module(key, self._device)
         names = names_of(key, stored)
@@ -192,7 +193,7 @@ class _Loading:
             self._left.pop(f"{key}.{leaf}", None)
 
     def _is_quantized(self, stored: MatrixTensors, names: Sequence[str], *, inside: bool) -> bool:
-        """Return whether a matrix is quantised, on which configuration and tensors must agree."""
+        """Return whether a matrix is quantised; raise if configuration and tensors disagree."""
         marked = any(leaf in stored for leaf in self._scheme.markers)
         configured = marked
         if marked or inside or self._scheme.covers_all:
@@ -212,7 +213,7 @@ class _Loading:
         return self._tensors.read_dense(key, shape, self._device).to(self._dtype)
 
     def _check_leftovers(self, tied: set[str]) -> None:
-        """Refuse tensors that no module took, except those that the model does not use."""
+        """Raise for tensors that no module used, except those that models never use."""
         allowed = {key_of(name) for name in tied}
         for key, name in self._left.items():
             if key in allowed or key.rpartition(".")[2] in _UNUSED:
@@ -221,25 +222,20 @@ class _Loading:
 
 
 def _check_device(how: WeightFormat, device: torch.device) -> None:
-    """Refuse products in fp8 on GPUs without them, at the first matrix rather than after the last."""
-    if device.type != "cuda" or how.rows != torch.float8_e4m3fn:
-        return
-    if (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise UnsupportedError(
-            f"fp8 products need compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}: use an int8"
-            " (W8A8) or int4 checkpoint, or --quantization int8 on the unquantised model"
-        )
+    """Raise for devices without such products, at the first matrix rather than after loading all of them."""
+    if (reason := device_reason(how.kind, device)) is not None:
+        raise UnsupportedError(f"the checkpoint's {reason}")
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
-    # A part of a larger tensor would keep all of it in memory.
+    # A view would keep the whole tensor in memory.
     values = values.clone() if values.untyped_storage().nbytes() > values.numel() * values.element_size() else values
     setattr(model.get_submodule(owner), leaf, nn.Parameter(values.contiguous(), requires_grad=False))
 
 
 def _quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return the configuration of the quantisation, which old versions of compressed-tensors name otherwise."""
+    """Return the quantisation configuration, which old versions of compressed-tensors store under another name."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for field in ("quantization_config", "compression_config"):

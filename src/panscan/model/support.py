@@ -12,11 +12,12 @@ from importlib.util import find_spec
 import torch
 
 from panscan.core import UnsupportedError
+from panscan.linear.multiply import device_reason
 from panscan.linear.quantized import KINDS
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
 
-__all__ = ["attention_reason", "quantization_reason", "require_supported", "unsupported_reason"]
+__all__ = ["attention_reason", "fp8_cache_reason", "quantization_reason", "require_supported", "unsupported_reason"]
 
 _FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", (8, 0)),
@@ -69,12 +70,12 @@ def _machine_reason(settings: Settings) -> str | None:
     dtype = resolve_dtype(settings.dtype, device)
     if (reason := _tensor_parallel_reason(settings.tensor_parallel_size, device)) is not None:
         return reason
-    if settings.kv_cache_dtype == "fp8" and (reason := _fp8_cache_reason(device)) is not None:
+    if settings.kv_cache_dtype == "fp8" and (reason := fp8_cache_reason(device)) is not None:
         return reason
     return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
 
 
-def _fp8_cache_reason(device: torch.device) -> str | None:
+def fp8_cache_reason(device: torch.device) -> str | None:
     """Return why keys and values cannot be float8 on a device; None if they can."""
     if device.type == "mps":
         return "--kv-cache-dtype fp8 needs an NVIDIA GPU or a CPU; use auto"
@@ -114,7 +115,7 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
 
 
 def quantization_reason(name: str | None, device: torch.device) -> str | None:
-    """Return why a quantisation cannot run here, with one that can; None if it can."""
+    """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
     if name is None:
         return None
     if name in KINDS:
@@ -123,21 +124,11 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
 
 
 def _kind_reason(name: str, device: torch.device) -> str | None:
-    """Return why our own products with quantised weights cannot run on a device; None if they can."""
-    option = f"--quantization {name}"
-    if device.type == "cpu":
-        fp8 = f"{option} needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"
-        return fp8 if name == "fp8" else None
-    if device.type != "cuda":
-        return f"{option} needs an NVIDIA GPU or a CPU; use --device cpu with int8 or int4, or no --quantization"
-    found = torch.cuda.get_device_capability(device)
-    if found < (8, 0):
-        lacks = f"{option} needs compute capability 8.0 or later; this GPU has {found[0]}.{found[1]}"
-        return f"{lacks}: use bnb-8bit or bnb-4bit"
-    if name == "fp8" and found < (8, 9):
-        lacks = f"{option} needs compute capability 8.9 or later; this GPU has {found[0]}.{found[1]}"
-        return f"{lacks}: use int8 or int4"
-    return None
+    """Return why weights cannot be quantised like this on load for a device; None if they can."""
+    if name == "fp8" and device.type == "cpu":
+        return "--quantization fp8 needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"
+    reason = device_reason(name, device)
+    return None if reason is None else f"--quantization {name}: {reason}"
 
 
 def _vllm_reason(settings: Settings) -> str | None:

@@ -19,7 +19,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 from panscan.core import UnsupportedError
 from panscan.linear.multiply import apply_scales
 from panscan.linear.products import Linear, Product, Rows, SummedLinear, is_plain, linear_of
-from panscan.linear.rows import ScaledSums
+from panscan.linear.rows import UnscaledProduct
 from panscan.model.sharding import ALONE, Ranks
 
 __all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
@@ -53,14 +53,14 @@ class AttentionPlan(Protocol):
 class LayerFacts:
     """Keys and values of one layer on this rank: its kind (``local``: sliding window), heads, types and device.
 
-    ``dtype``: of queries and fresh keys. ``cached``: of keys and values in the cache.
+    ``dtype``: type of queries and new keys. ``kv_dtype``: type of keys and values in the cache.
     """
 
     local: bool
     kv_heads: int
     head_size: int
     dtype: torch.dtype
-    cached: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
 
 
@@ -94,7 +94,7 @@ class TextLayers:
         loaded_model: in evaluation mode, on one device. With several ranks, its parameters are this rank's shards.
         ranks: the processes that share the model.
         vocab_size: rows of the whole output matrix; None: as the configuration says.
-        kv_dtype: of keys and values in the cache; None: that of the model.
+        kv_dtype: type of keys and values in the cache; None: type of the model.
 
     Raises:
         UnsupportedError: the layers are on several devices, or text attention is bidirectional.
@@ -170,19 +170,19 @@ class TextLayers:
         ops, layers, dtype = self._ops, self._layers, hidden.dtype
         rotary = {kind == "sliding_attention": self._rotary(positions, kind) for kind in set(self._kinds)}
         following = [*(layer.norms[0] for layer in layers[1:]), self._text.norm]
-        following_rows = [*(layer.qkv.rows for layer in layers[1:]), None]
-        normed = ops.norm(hidden, layers[0].norms[0], layers[0].qkv.rows)
-        steps = zip(layers, k_caches, v_caches, following, following_rows, strict=True)
-        for layer, k_cache, v_cache, next_norm, next_rows in steps:
+        following_dtypes = [*(layer.qkv.input_dtype for layer in layers[1:]), None]
+        normed = ops.norm(hidden, layers[0].norms[0], layers[0].qkv.input_dtype)
+        steps = zip(layers, k_caches, v_caches, following, following_dtypes, strict=True)
+        for layer, k_cache, v_cache, next_norm, next_dtype in steps:
             plan = plans[layer.local]
             qkv = layer.qkv.product(normed, dtype)
             query = ops.rotate_and_store(layer, qkv, rotary[layer.local], plan.slots, k_cache, v_cache)
             attended = plan.attend(query, k_cache, v_cache, layer.scaling)
             part = layer.out.product(attended.flatten(1), dtype)
-            hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2], layer.gate_up.rows)
+            hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2], layer.gate_up.input_dtype)
             part = layer.down.product(ops.activate(layer, layer.gate_up.product(normed, dtype)), dtype)
-            hidden, normed = ops.add_norms(hidden, part, layer.norms[3], next_norm, next_rows)
-        assert isinstance(normed, torch.Tensor)  # nothing multiplies the last one here
+            hidden, normed = ops.add_norms(hidden, part, layer.norms[3], next_norm, next_dtype)
+        assert isinstance(normed, torch.Tensor)  # the last norm is not quantised, because no product follows here
         return normed
 
     @torch.no_grad()
@@ -265,10 +265,10 @@ class _Ops(Protocol):
     If ``rows`` is not None, the result is the input of the next product and may be quantised to that type.
     """
 
-    def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows: ...
+    def norm(self, hidden: torch.Tensor, norm: Any, input_dtype: torch.dtype | None) -> Rows: ...
 
     def add_norms(
-        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, rows: torch.dtype | None
+        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, input_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Rows]:
         """Return ``hidden`` + the norm of ``part``, and the next norm of that sum."""
         ...
@@ -294,12 +294,12 @@ class _TorchOps:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows:
+    def norm(self, hidden: torch.Tensor, norm: Any, input_dtype: torch.dtype | None) -> Rows:
         normed: torch.Tensor = norm(hidden)
         return normed
 
     def add_norms(
-        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, rows: torch.dtype | None
+        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, input_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Rows]:
         total = hidden + part_norm(self._dense(part))
         return total, next_norm(total)
@@ -321,7 +321,7 @@ class _TorchOps:
         return rotated
 
     def _dense(self, product: Product) -> torch.Tensor:
-        return apply_scales(product, self._dtype) if isinstance(product, ScaledSums) else product
+        return apply_scales(product, self._dtype) if isinstance(product, UnscaledProduct) else product
 
 
 def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
@@ -329,7 +329,7 @@ def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> No
     if cache.dtype == torch.float8_e4m3fn:
         most = torch.finfo(cache.dtype).max
         stored = values.clamp(-most, most).to(cache.dtype)
-        cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # not every device copies float8
+        cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # not every device supports float8
     else:
         cache.index_copy_(0, slots, values)
 
@@ -342,16 +342,16 @@ class _KernelOps:
 
         self._kernels, self._dtype = layer_kernels, dtype
 
-    def norm(self, hidden: torch.Tensor, norm: Any, rows: torch.dtype | None) -> Rows:
-        return self._kernels.rms_norm(hidden, norm.weight, norm.eps, rows)
+    def norm(self, hidden: torch.Tensor, norm: Any, input_dtype: torch.dtype | None) -> Rows:
+        return self._kernels.rms_norm(hidden, norm.weight, norm.eps, input_dtype)
 
     def add_norms(
-        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, rows: torch.dtype | None
+        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, input_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Rows]:
-        return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps, rows)
+        return self._kernels.add_rms_norms(hidden, part, part_norm.weight, next_norm.weight, part_norm.eps, input_dtype)
 
     def activate(self, layer: _Layer, gate_up: Product) -> Rows:
-        return self._kernels.gelu_product(gate_up, self._dtype, layer.down.rows)
+        return self._kernels.gelu_product(gate_up, self._dtype, layer.down.input_dtype)
 
     def rotate_and_store(
         self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,

@@ -17,8 +17,8 @@ against the truth's), truths ``inputs`` (the comparison with Transformers' own p
 in a first line, which another one replaces), ``beyond`` (a ``TokenCheck``) and ``invariance`` (a list of
 :class:`panscan.records.verdict.AxisCheck`). A run's ``environment`` may have ``bundled`` (by name of a bundled model,
 the start of the SHA-256 of its weights). Records without them are read; a ``mini`` without a fingerprint had random
-weights. Loads may have ``weights`` (what the weights are quantised in, such as ``int4, groups of 128``; null for none)
-and ``base_model`` (the unquantised model of a quantised checkpoint).
+weights. Loads may have ``weights`` (weight format, such as ``int4, groups of 128``; null if unquantised) and
+``base_model`` (the unquantised base of a quantised checkpoint).
 
 Schema 3 added load runs, which measure an endpoint. Their ``settings`` have ``load`` (:data:`LOAD_SETTINGS`), their
 cells are load levels (``request_rate`` in requests per second, null for unlimited; ``max_concurrency``;

@@ -117,7 +117,7 @@ class ReportData:
         memory: whose peak memory, GPU or RSS.
         footnotes: why cells are unverified.
         aliases: cells that were measured for settings that lead to the same work, too.
-        prices: the price of quantised weights, with the numbers of its cells; None without quantised cells.
+        prices: table of quantisation trade-offs, with cell numbers; None without quantised cells.
         costs: what a reader of the accuracy vs exact must know; empty where no cell has one.
         tokens: what comparing measured tokens found, line by line.
         speedups: how many times faster the engine is than other runners.

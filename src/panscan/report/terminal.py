@@ -123,7 +123,7 @@ def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], conso
 
 
 def _prices(run: Run, rows: Sequence[MeasuredCell], console: Console) -> None:
-    """The price of quantised weights. Columns that the table of cells has already are left out."""
+    """Print the quantisation trade-offs, without columns that the table of cells already shows."""
     from rich import box
     from rich.table import Table
 

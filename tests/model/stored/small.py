@@ -31,13 +31,13 @@ TEXT_ONLY = replace(SMALL, vision=None, image_tokens=0)
 
 @dataclass
 class Checkpoint:
-    """The parts of a checkpoint before it is written: tests change them.
+    """Contents of a checkpoint before it is written, which tests may modify.
 
     Args:
         config: ``quantization_config``.
-        tensors: the quantised ones by stored name.
+        tensors: quantised tensors by stored name.
         expected: dense values of the quantised matrices, by parameter name of the model, from the format's library.
-        metadata: of the safetensors file.
+        metadata: metadata of the safetensors file.
     """
 
     config: dict[str, Any]
