@@ -108,6 +108,8 @@ def _quantize(options: dict[str, Any]) -> int:
         raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
     if options["reference"] is not None:
         raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
+    if not options["verify"]:
+        _refuse(("dataset",), "requires --verify: without it, nothing is measured")
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
     if not options["calibration"]:
@@ -143,9 +145,12 @@ def _quantize(options: dict[str, Any]) -> int:
 def _audit(options: dict[str, Any]) -> int:
     from panscan.quantize.audit import AuditOptions, audit
 
-    for name in ("base", "output", "quantization", "quantization_group_size"):
+    for name, shown in (("base", "MODEL"), ("output", "OUT")):
         if options[name] is not None:
-            raise SettingError(f"--audit writes nothing: leave out {name.upper()}")
+            raise SettingError(f"--audit writes nothing: leave out {shown}")
+    _refuse(("quantization", "quantization_group_size"), "is not supported with --audit, which writes nothing")
+    if not options["verify"]:
+        _refuse(("reference", "dataset"), "requires --verify: without it, the checkpoint is not run")
     for name in ("calibration", "prompts"):
         if options[name]:
             raise SettingError(f"--{name.removesuffix('s')} is not supported with --audit: use --dataset")
@@ -175,9 +180,10 @@ def _audit(options: dict[str, Any]) -> int:
 def _refuse(names: Sequence[str], reason: str) -> None:
     """Raise if the user gave one of some options."""
     context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise SettingError(f"--{name.replace('_', '-')} {reason}")
+    for option in context.command.params:
+        typed = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
+        if typed and option.name in names:
+            raise SettingError(f"{option.opts[0]} {reason}")
 
 
 def _axes_of(options: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,8 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from panscan.core import InputError, ModelError
+from panscan.core import BUNDLED, InputError, ModelError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
 from panscan.model.inventory import Inventory, inventory
 from panscan.model.machine import resolve_device, resolve_dtype
