@@ -104,18 +104,7 @@ def _quantize(options: dict[str, Any]) -> int:
     from panscan.quantize.documents import CalibrationSource
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 
-    if options["base"] is None or options["output"] is None:
-        raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
-    if options["reference"] is not None:
-        raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
-    if not options["verify"]:
-        _refuse(("dataset",), "requires --verify: without it, nothing is measured")
-    if options["quantization"] is None:
-        raise SettingError("--quantization is missing: int4, int8 or fp8")
-    if not options["calibration"]:
-        _refuse(("max_pages",), "requires --calibration")
-        if options["dataset"] is None:
-            _refuse(("num_samples", "seed"), "requires --calibration or --dataset")
+    _check(options)
     settings = Settings(model=options["base"], **_axes_of(options))
     calibration = CalibrationSource(
         options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
@@ -140,6 +129,22 @@ def _quantize(options: dict[str, Any]) -> int:
         f"{found.path}: {found.described}, {found.bytes / 1e9:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)"
     )
     return 0
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raise unless the options are those of a new checkpoint."""
+    if options["base"] is None or options["output"] is None:
+        raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
+    if options["reference"] is not None:
+        raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
+    if not options["verify"]:
+        _refuse(("dataset",), "requires --verify: without it, nothing is measured")
+    if options["quantization"] is None:
+        raise SettingError("--quantization is missing: int4, int8 or fp8")
+    if not options["calibration"]:
+        _refuse(("max_pages",), "requires --calibration")
+        if options["dataset"] is None:
+            _refuse(("num_samples", "seed"), "requires --calibration or --dataset")
 
 
 def _audit(options: dict[str, Any]) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import panscan
 from panscan.bench.workload import Item, Source, Workload, plans_of, request_of
 from panscan.core import InputError, SettingError
@@ -123,14 +125,7 @@ def quantize_checkpoint(
     with PartialCheckpoint(out, job, overwrite=options.overwrite) as target:
         writer = CheckpointWriter(source, how, target, on_step)
         target.check_space(writer.bytes)
-        writer.write_dense()
-        if calibrated:
-            asked = [request_of(item, options.settings, documents.calibration_source) for item in documents.calibration]
-            writer.calibrate_layers(asked, device, options.settings.revision)
-            release_memory()
-        else:
-            writer.round_layers(device)
-        writer.finish(calibrated=calibrated)
+        _write(writer, options, documents, device, calibrated=calibrated)
         found = None
         if options.verify:
             found = _measured(options, how, target.path, documents, on_step, calibrated=calibrated)
@@ -142,6 +137,21 @@ def quantize_checkpoint(
         target.publish()
     garbage = None if found is None else garbage_reason(found.rows[1], found.rows[0])
     return Quantized(options.out, how, source.dense_bytes, size, found, resumed, garbage)
+
+
+def _write(
+    writer: CheckpointWriter, options: QuantizeOptions, documents: _Documents, device: torch.device,
+    *, calibrated: bool,
+) -> None:  # fmt: skip
+    """Write all files that loading needs."""
+    writer.write_dense()
+    if calibrated:
+        asked = [request_of(item, options.settings, documents.calibration_source) for item in documents.calibration]
+        writer.calibrate_layers(asked, device, options.settings.revision)
+        release_memory()
+    else:
+        writer.round_layers(device)
+    writer.finish(calibrated=calibrated)
 
 
 def _documents(
