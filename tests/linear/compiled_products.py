@@ -97,6 +97,9 @@ def layers(capability: int) -> Iterator[tuple[str, int]]:
         yield f"rows {rows}", compiled(kernels._quantize, capability, {"quantized": rows}, row, num_warps=16)
     rotate = {"heads": 32, "kv_heads": 16, "size": 128, "group": 16, "scaled": True}
     yield "rotate", compiled(layer_kernels._rotate_and_store, capability, {}, rotate, num_warps=4)
+    if capability >= 89:
+        types = dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
+        yield "rotate into float8", compiled(layer_kernels._rotate_and_store, capability, types, rotate, num_warps=4)
     gelu = {"width": 21504, "columns": 1024, "scaled": True, "measures": True}
     yield "gelu", compiled(layer_kernels._gelu_product, capability, {}, gelu, num_warps=4)
     fixed = {"padded": 64, "group": 128}
