@@ -39,6 +39,7 @@ from panscan.core.process import (
     from_perf_counter,
     held,
     now,
+    sync_directory,
     wait_noted,
     waits_noted,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "held",
     "now",
     "same_model",
+    "sync_directory",
     "wait_noted",
     "waits_noted",
 ]

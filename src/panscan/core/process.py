@@ -115,3 +115,14 @@ def create_file(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o664), "wb")
+
+
+def sync_directory(directory: Path) -> None:
+    """Sync the entries of a directory to disk. Only POSIX systems support and need this."""
+    if os.name != "posix":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from panscan.core import SettingError
-from panscan.core.process import create_file
+from panscan.core.process import create_file, sync_directory
 from panscan.model.checkpoint import COMPANIONS
 
 __all__ = ["CARD_FILE", "INDEX_FILE", "JOB_FILE", "PartialCheckpoint", "resolved_output"]
@@ -147,7 +147,7 @@ class PartialCheckpoint:
                     _remove(replaced)
                 self.out.rename(replaced)
             self.path.rename(self.out)
-            _sync(self.out.parent)
+            sync_directory(self.out.parent)
             if self._overwrite and replaced.exists():
                 _remove(replaced)
         except OSError as error:
@@ -190,7 +190,7 @@ class PartialCheckpoint:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(self.path / name)
-        _sync(self.path)
+        sync_directory(self.path)
 
 
 def resolved_output(out: Path, *, overwrite: bool) -> Path:
@@ -245,14 +245,3 @@ def _remove(directory: Path) -> None:
 
 def _beside(out: Path, suffix: str) -> Path:
     return out.with_name(f"{out.name}.{suffix}")
-
-
-def _sync(directory: Path) -> None:
-    """Sync the entries of a directory to disk. Only POSIX systems support and need this."""
-    if os.name != "posix":
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

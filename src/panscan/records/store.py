@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from panscan.core import RecordsError, create_file
+from panscan.core import RecordsError, create_file, sync_directory
 from panscan.core.ranges import shorten
 from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
 
@@ -175,7 +175,7 @@ class RecordWriter:
                 self.torn = self.path.with_name(f"{FILE_NAME}.torn")
                 with self.torn.open("ab") as torn:
                     _write_all(torn.fileno(), data[whole:].rstrip(b"\n") + b"\n")
-                _sync_names(self.path.parent)
+                sync_directory(self.path.parent)
                 os.ftruncate(self._file, whole)
                 os.fsync(self._file)
         except OSError as error:
@@ -241,23 +241,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         with create_file(temporary) as file:
             _write_all(file.fileno(), data)
         temporary.replace(path)
-        _sync_names(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-def _sync_names(directory: Path) -> None:
-    """Put new names in a directory on the disk. Only POSIX has this, and only there it is needed."""
-    if os.name != "posix":
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_all(file: int, data: bytes) -> None:
