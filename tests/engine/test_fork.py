@@ -86,7 +86,7 @@ def test_an_iterator_and_a_stream_that_a_child_takes_along_are_refused() -> None
     code = """
 endless = Sampling(max_new_tokens=4000, ignore_eos=True)
 results = engine.stream_results([engine.request("Hi"), engine.request("Hi", sampling=endless)])
-print(next(results)[0])
+print(next(results)[0], flush=True)  # or the child would print it once more
 child(lambda: refused(lambda: next(results)))
 results.close()
 streams = []
