@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.linear.quantized import KINDS, WeightFormat
+from panscan.linear.quantized import WeightFormat
 from panscan.quantize.compressed import compressed_parts, linear_of_parts, rounded
 from panscan.quantize.gptq import Hessian, gptq, output_error
+from panscan.settings import WEIGHT_KINDS
 
 
 @settings(max_examples=15, deadline=None)
@@ -46,7 +47,7 @@ def test_gptq_survives_fewer_inputs_than_channels() -> None:
         gptq(weight, hessian.values * torch.inf, WeightFormat("int4", 64))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
 def test_a_stored_matrix_has_the_same_values(kind: str) -> None:
     draw = torch.Generator().manual_seed(0)
     dense = torch.randn(24, 192, generator=draw).bfloat16()

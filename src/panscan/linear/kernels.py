@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from panscan.linear.jit import INTERPRETED, kernel
-from panscan.linear.rows import LARGEST, QuantizedRows
+from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows
 
 __all__ = [
     "FixedPoint",
@@ -31,7 +31,7 @@ __all__ = [
     "vector_int4",
 ]
 
-_LEAST_SCALE = tl.constexpr(1e-12)  # lower bound, for all-zero rows
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _COLUMNS = 1024  # per program, where several programs share a row
 
 

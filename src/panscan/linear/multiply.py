@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
+from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "apply_scales",
@@ -27,7 +27,6 @@ __all__ = [
     "quantize_rows",
 ]
 
-_LEAST_SCALE = 1e-12  # lower bound, for all-zero rows
 _VECTOR_ROWS = 2  # int4: up to this many rows, products do not use tensor cores
 _FEW_ROWS = 64  # int4: more rows use dequantised weights, whose cost does not depend on the number of rows
 _DENSE_BYTES = 192 << 20  # maximum size of weights that are dequantised at once
@@ -48,7 +47,7 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
         quantized, scales = kernels.quantize(flat, dtype)
         return QuantizedRows(quantized.view(values.shape), scales.view(*values.shape[:-1], 1))
     values = values.float()
-    scale = values.abs().amax(-1, keepdim=True).clamp_min(_LEAST_SCALE) / LARGEST[dtype]
+    scale = values.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALE) / LARGEST[dtype]
     quotient = values / scale
     return QuantizedRows((torch.round(quotient) if dtype == torch.int8 else quotient).to(dtype), scale)
 

@@ -6,6 +6,7 @@ Weights stay where Transformers' modules find them: a module's parameter becomes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -54,14 +55,14 @@ class Linear(Protocol):
         ...
 
 
-class DenseLinear:
+class DenseLinear(ABC):
     """Base of products that take and return dense values."""
 
     input_dtype: torch.dtype | None = None
 
+    @abstractmethod
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
-        raise NotImplementedError
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
         """See :class:`Linear`."""

@@ -26,12 +26,11 @@ from panscan.linear.multiply import (
     multiply_weight_only,
     quantize_rows,
 )
-from panscan.linear.rows import QuantizedRows, UnscaledProduct, row_type
-from panscan.settings import GROUP_SIZES, WEIGHT_KINDS
+from panscan.linear.rows import LEAST_SCALE, QuantizedRows, UnscaledProduct, row_type
+from panscan.settings import GROUP_SIZES
 
 __all__ = [
     "BLOCK",
-    "KINDS",
     "QuantizedLinear",
     "WeightFormat",
     "fused",
@@ -40,12 +39,10 @@ __all__ = [
     "unpack_int4",
 ]
 
-KINDS = WEIGHT_KINDS
 BLOCK = 256
 """Input channels of one block of packed 4-bit weights."""
 _INT4_ZERO = 8  # stored for a weight of 0, without zero points
 _INT4_HALF_RANGE = 7.5  # half the range of 16 levels, as in compressed-tensors and vLLM
-_LEAST_SCALE = 1e-12  # lower bound, for all-zero groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class WeightFormat:
     """Quantisation format of a matrix.
 
     Args:
-        kind: one of :data:`KINDS`.
+        kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
         group_size: input channels that share a scale: 128, 64 or 32; ``int4`` only.
         zero_points: whether each group has a zero point; ``int4`` only.
         ordered: whether input channels are reordered (GPTQ's ``desc_act``); ``int4`` only.
@@ -140,7 +137,7 @@ class QuantizedLinear(nn.Module):
             self.scale.copy_(rows.scale[:, 0])
             return
         groups = values.float().view(len(values), -1, self.how.group_size)
-        scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(_LEAST_SCALE).to(self.scale.dtype)
+        scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(LEAST_SCALE).to(self.scale.dtype)
         levels = torch.round(groups / scale.float()[:, :, None]).clamp_(-8, 7).flatten(1) + _INT4_ZERO
         self.weight.copy_(pack_int4(levels.to(torch.uint8)))
         self.scale.copy_(scale.T)

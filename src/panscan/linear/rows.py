@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LARGEST", "QuantizedRows", "UnscaledProduct", "row_type"]
+__all__ = ["LARGEST", "LEAST_SCALE", "QuantizedRows", "UnscaledProduct", "row_type"]
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Largest quantised value of each type."""
+LEAST_SCALE = 1e-12
+"""Lower bound of scales, for rows and groups of zeros."""
 
 
 class QuantizedRows(NamedTuple):

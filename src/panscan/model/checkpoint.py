@@ -40,6 +40,7 @@ __all__ = [
     "Loaded",
     "Placement",
     "Reader",
+    "already_quantized",
     "checkpoint_files",
     "drop_weights",
     "load_config",
@@ -274,7 +275,7 @@ def load_shard_of(
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if how is not None:
-            raise _already_quantized(name, scheme, how.kind)
+            raise already_quantized(name, scheme.name, how.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
     whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
     config = whole.model.config
@@ -396,10 +397,11 @@ def quantization_method(stored: Any) -> str:
     return str(getattr(method, "value", method))
 
 
-def _already_quantized(name: str, scheme: StoredScheme, asked: str) -> ModelError:
+def already_quantized(name: str, method: str, asked: str) -> ModelError:
+    """Return the error for ``--quantization asked`` with a checkpoint whose weights are quantised by ``method``."""
     return ModelError(
-        f"--quantization {asked}: --model {name} is quantised already ({scheme.name}); leave out --quantization,"
-        " or use the unquantised checkpoint"
+        f"--quantization {asked}: --model {name} is quantised already: {method}; leave out --quantization, or use the"
+        " unquantised checkpoint"
     )
 
 
@@ -410,7 +412,7 @@ def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> N
         UnsupportedError: an option is not supported for quantised checkpoints.
     """
     if placement.quantization is not None:
-        raise _already_quantized(name, scheme, placement.quantization.quant_method.value)
+        raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
     for option in ("device_map", "max_memory", "tp_plan"):
         if getattr(placement, option) is not None:
             raise UnsupportedError(

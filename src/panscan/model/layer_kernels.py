@@ -14,11 +14,12 @@ from torch import nn
 from panscan.linear.jit import kernel
 from panscan.linear.kernels import quantize_chunks, rounded
 from panscan.linear.products import Product, Rows
-from panscan.linear.rows import LARGEST, QuantizedRows, UnscaledProduct
+from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 __all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
 
 _GELU_COLUMNS = 1024  # per program
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _MOST_HEADS = 16  # per program of the rotary embedding
 
 
@@ -206,7 +207,7 @@ def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
     if most == 0.0:
         tl.store(to, values.to(to.dtype.element_ty), mask=valid)
     else:
-        factor = tl.maximum(tl.max(tl.abs(tl.where(valid, values, 0.0)), 0), 1e-12) / most
+        factor = tl.maximum(tl.max(tl.abs(tl.where(valid, values, 0.0)), 0), _LEAST_SCALE) / most
         tl.store(scale + row, factor)
         tl.store(to, rounded(values / factor, most == 127.0).to(to.dtype.element_ty), mask=valid)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from panscan.core import ModelError, PanscanWarning
-from panscan.linear.quantized import KINDS, WeightFormat
+from panscan.core import PanscanWarning
+from panscan.linear.quantized import WeightFormat
 from panscan.model.checkpoint import (
     Loaded,
     Placement,
+    already_quantized,
     load_config,
     load_model,
     load_outline,
@@ -26,7 +27,7 @@ from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.outline import fitting_group_size
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
-from panscan.settings import Settings
+from panscan.settings import WEIGHT_KINDS, Settings
 
 __all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config", "weight_format"]
 
@@ -115,10 +116,7 @@ def _check_unquantized(settings: Settings) -> None:
     if settings.quantization is None or settings.random_weights:
         return
     if (method := stored_format(settings.model, settings.revision)) is not None:
-        raise ModelError(
-            f"--quantization {settings.quantization}: --model {settings.model} is quantised already: {method};"
-            " leave out --quantization, or use the unquantised checkpoint"
-        )
+        raise already_quantized(settings.model, method, settings.quantization)
 
 
 def weight_format(settings: Settings) -> WeightFormat | None:
@@ -131,7 +129,7 @@ def weight_format(settings: Settings) -> WeightFormat | None:
         ModelError: the checkpoint is not available.
         UnsupportedError: the group size does not divide the model; raised before any weight is loaded.
     """
-    if settings.quantization not in KINDS:
+    if settings.quantization not in WEIGHT_KINDS:
         return None
     if settings.quantization != "int4":
         return WeightFormat(settings.quantization)

@@ -13,9 +13,8 @@ import torch
 
 from panscan.core import UnsupportedError
 from panscan.linear.multiply import device_reason
-from panscan.linear.quantized import KINDS
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
-from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, Settings, axes
+from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes
 
 __all__ = ["attention_reason", "fp8_cache_reason", "quantization_reason", "require_supported", "unsupported_reason"]
 
@@ -118,7 +117,7 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
     """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
     if name is None:
         return None
-    if name in KINDS:
+    if name in WEIGHT_KINDS:
         return _kind_reason(name, device)
     return None if find_spec("bitsandbytes") else f"--quantization {name} needs bitsandbytes: pip install bitsandbytes"
 

@@ -74,7 +74,7 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
 def rounded(values: torch.Tensor, how: WeightFormat) -> QuantizedLinear:
     """Quantise a dense matrix ``[outputs, inputs]`` by rounding to nearest, with scales of its type.
 
-    Weights are rounded with the scale as it is stored, because loaders do not see a more precise one.
+    Weights are rounded with the stored scale, because loaders do not see a more precise one.
     """
     linear = QuantizedLinear(values.shape[1], values.shape[0], how, scale_type=values.dtype, device=values.device)
     linear.quantize(values)

@@ -65,7 +65,7 @@ class PartialCheckpoint:
             raise SettingError(f"{self.path}: cannot be written: {error.strerror}") from error
         try:
             self._continue_or_begin()
-        except BaseException:
+        except BaseException:  # interruptions included
             self._lock.release()
             raise
         return self

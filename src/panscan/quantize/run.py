@@ -13,7 +13,7 @@ import torch
 import panscan
 from panscan.bench.workload import Item, Source, Workload, plans_of, request_of
 from panscan.core import InputError, SettingError
-from panscan.linear.quantized import KINDS, WeightFormat
+from panscan.linear.quantized import WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
@@ -24,7 +24,7 @@ from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measu
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, weight_format
 from panscan.quantize.write import CheckpointWriter
-from panscan.settings import Settings, nearest
+from panscan.settings import WEIGHT_KINDS, Settings, nearest
 
 __all__ = ["QuantizeOptions", "Quantized", "quantize_checkpoint"]
 
@@ -39,7 +39,7 @@ class QuantizeOptions:
     Args:
         settings: checkpoint, device, pan and scan, and generation settings.
         out: directory of the new checkpoint.
-        kind: one of :data:`panscan.linear.quantized.KINDS`.
+        kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
         group_size: ``int4`` group size; None: the largest supported size that divides every matrix.
         calibration: documents to calibrate ``int4`` on; without places, weights are rounded to nearest.
         dataset: labelled questions to measure accuracy on; the size of ``calibration``'s sample limits them too.
@@ -57,8 +57,10 @@ class QuantizeOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise SettingError(f"--quantization takes {', '.join(KINDS)}; got {self.kind!r}{nearest(self.kind, KINDS)}")
+        if self.kind not in WEIGHT_KINDS:
+            raise SettingError(
+                f"--quantization takes {', '.join(WEIGHT_KINDS)}; got {self.kind!r}{nearest(self.kind, WEIGHT_KINDS)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

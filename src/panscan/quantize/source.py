@@ -166,7 +166,7 @@ def weight_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None
 
     Args:
         checkpoint: to quantise.
-        kind: one of :data:`panscan.linear.quantized.KINDS`.
+        kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
         group_size: of ``int4``; None: the largest usual one that divides every matrix.
 
     Raises:

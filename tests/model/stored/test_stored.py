@@ -197,7 +197,7 @@ def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
     with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
         load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
-    with pytest.raises(ModelError, match=r"is quantised already \(AWQ \(gemm, 4 bits\)\)"):
+    with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
         load_shard_of(directory, 0, 1, torch.bfloat16, CPU, how=WeightFormat("int8"))
     with pytest.raises(UnsupportedError, match="--device-map: not supported"):
         load_for(Settings(model=directory, dtype="bf16", device_map="auto"))
