@@ -194,7 +194,7 @@ def test_rotation_takes_products_with_scales(rows: int, heads: int, kv_heads: in
 def test_a_float8_cache_holds_the_nearest_values() -> None:
     """Triton's interpreter truncates float8. Values that float8 does not hold become its largest."""
     rows, heads, kv_heads, size = 7, 4, 2, 64
-    qkv = (100 * drawn(0, rows, (heads + 2 * kv_heads) * size)).bfloat16()
+    qkv = (1000 * drawn(0, rows, (heads + 2 * kv_heads) * size)).bfloat16()
     weight, cos, sin = drawn(1, size).bfloat16(), drawn(2, rows, size).bfloat16(), drawn(3, rows, size).bfloat16()
     slots = torch.arange(rows, device=DEVICE)
     wide = torch.zeros(2, rows, kv_heads, size, device=DEVICE, dtype=torch.bfloat16)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.conftest import noise
 from torch import nn
 from torch.nn.functional import linear
-from torchao.quantization import Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
 from panscan.engine.engine import Engine
@@ -233,7 +232,8 @@ def test_hooked_modules_run_their_hooks() -> None:
 
 def quantized_by_torchao() -> GenerateRunner:
     """Return the tiny model with torchao's int8 weights, loaded by Transformers."""
-    kind = TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["model.vision_tower", "lm_head"])
+    kinds = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    kind = TorchAoConfig(kinds.Int8WeightOnlyConfig(), modules_to_not_convert=["model.vision_tower", "lm_head"])
     loaded = load_model("tiny", Placement(torch.device("cpu"), torch.float32, quantization=kind))
     return GenerateRunner(loaded, settings_from(SMALL))
 

@@ -1,0 +1,1 @@
+"""Pictures of which positions attend to which."""

@@ -1,0 +1,1 @@
+"""Predicted memory and speed of layouts, without the hardware."""

@@ -1,0 +1,1 @@
+"""Profiles of one warm request or a steady batch, with named phases."""

@@ -1,0 +1,1 @@
+"""Summaries of Chrome and Kineto traces, streamed."""
