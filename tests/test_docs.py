@@ -57,7 +57,7 @@ def test_the_flags_of_the_load_guide_exist() -> None:
 def test_the_engine_guide_has_the_engines_defaults() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| (\S*) ?\|", (ROOT / "docs" / "engine.md").read_text("utf-8"), flags=re.M)
     assert len(rows) >= 10
-    spelt = {None: "", True: "on", False: "off"}
+    words = {"None": "", "True": "on", "False": "off"}
     for name, shown in rows:
         default = getattr(EngineOptions(), name.replace("-", "_"))
         assert shown == (
