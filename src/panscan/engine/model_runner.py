@@ -17,18 +17,12 @@ from panscan.core import Sampling, SettingError, UnsupportedError, View, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
 from panscan.engine.graphs import MOST_CHUNK_ROWS, Graphs, padded
-from panscan.engine.kv_memory import (
-    KVCache,
-    KVShape,
-    MemoryBudget,
-    MemoryFacts,
-    choose_blocks,
-    limit_process_memory,
-)
+from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark
 from panscan.engine.sampling import Chosen, Draws, Sampler
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
+from panscan.engine.scheduling.kv_sizes import KVShape, MemoryBudget, MemoryFacts, choose_blocks
 from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
@@ -286,11 +280,11 @@ class ModelRunner:
         working = self._working_bytes()
         release_memory()  # the cache is sized by what is free
         facts = MemoryFacts(
-            shape=KVShape.of(text.layers), device=self._device, working_bytes=working,
+            shape=KVShape.of(text.layers), device=str(self._device), working_bytes=working,
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
             max_positions=text.max_positions, processes=1 if self._device.type == "cuda" else self._ranks.size,
         )  # fmt: skip
-        first, second = self._ranks.least(choose_blocks(facts, options))
+        first, second = self._ranks.least(choose_blocks(facts, options, measure_memory(self._device)))
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
         tokens = [count * options.block_size for count in self._blocks]

@@ -109,6 +109,10 @@ class VisionShape:
         """Weights of one layer's products, without biases: 4 x hidden^2 + 2 x hidden x intermediate."""
         return 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
 
+    def attention_flops(self) -> int:
+        """Scores and values of one view: layers x 4 x patches^2 x hidden."""
+        return self.layers * 4 * self.patches**2 * self.hidden
+
     def patch_matrix(self) -> int:
         """Weights of the patch embedding: 3 x patch size^2 x hidden."""
         return 3 * self.patch_size**2 * self.hidden
@@ -150,6 +154,10 @@ class Shape:
         projector = self.vision.hidden * self.text.hidden + self.vision.hidden
         return self.text.parameters() + self.vision.parameters() + projector
 
+    def block_pairs(self) -> int:
+        """Pairs (query, key) that an image block of i tokens adds to a causal layer: i(i - 1) / 2."""
+        return self.image_tokens * (self.image_tokens - 1) // 2
+
     def vision_flops(self, views: int) -> float:
         """Tower and projector over ``views`` views; 0 for a text-only model.
 
@@ -160,8 +168,7 @@ class Shape:
             return 0.0
         patches, hidden = self.vision.patches, self.vision.hidden
         linear = 2 * patches * (self.vision.patch_matrix() + self.vision.layers * self.vision.layer_matrices())
-        attention = self.vision.layers * 4 * patches**2 * hidden
-        return float(views * (linear + attention + 2 * self.image_tokens * hidden * self.text.hidden))
+        return float(views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden))
 
     def prefill_flops(self, tokens: int) -> float:
         """The decoder over one prompt of ``tokens``, with the logits of its last position only.
