@@ -103,14 +103,16 @@ class Efficiency:
         gpu: name of the GPU that the records are from.
         ceilings: its measured FLOP/s and bytes/s.
         spread: relative error that nine of ten measurements stay within, held-out ones included.
-        records: names of the records.
+        fitted: names of the records that the factors are fitted to, in part.
+        held_out: names of the records with measurements that they are tested on.
         factors: the factors.
     """
 
     gpu: str
     ceilings: tuple[float, float]
     spread: float
-    records: tuple[str, ...]
+    fitted: tuple[str, ...]
+    held_out: tuple[str, ...]
     factors: Factors
 
     @classmethod
@@ -121,9 +123,8 @@ class Efficiency:
             TypeError: a factor is missing or unknown.
         """
         flops, copied = values["ceilings"]
-        return cls(
-            values["gpu"], (flops, copied), values["spread"], tuple(values["records"]), Factors(**values["factors"])
-        )
+        lists = {name: tuple(values[name]) for name in ("fitted", "held_out")}
+        return cls(**{**values, **lists, "ceilings": (flops, copied), "factors": Factors(**values["factors"])})
 
     def reached(self) -> tuple[float, float]:
         """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
