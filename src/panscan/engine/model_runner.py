@@ -131,7 +131,7 @@ class _Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedHere:
+class _LaunchedLocally:
     """A pass on this process's device."""
 
     draws: Draws
@@ -212,7 +212,7 @@ class ModelRunner:
         watched = self._watch(batch, final, logits)
         draws = self._sampler.launch(logits, batch.sampling)
         self._previous = draws.tokens
-        return _LaunchedHere(draws, vision, watched)
+        return _LaunchedLocally(draws, vision, watched)
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
