@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from panscan.core.ranges import Range
-from panscan.plan.efficiency import Clock
 from panscan.plan.layouts import ClockTimes, Layout, Level, Question
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
@@ -178,7 +177,7 @@ def _engine_maker(question: Question, layout: Layout, level: Level) -> Callable[
         sizes, block_size=sizes.block_size * factor, global_blocks=sizes.global_blocks // factor,
         local_blocks=sizes.local_blocks // factor,
     )  # fmt: skip
-    times = ClockTimes(Clock.of(question.gpu, layout.variant), level)
+    times = ClockTimes(question.clock(layout.variant), level)
     return lambda on_done: SimulatedEngine(sizes, times, on_done)
 
 

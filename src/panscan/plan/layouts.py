@@ -10,7 +10,7 @@ from typing import Literal
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
 from panscan.model.shapes import Shape
-from panscan.plan.cost import Variant, Work, pass_work, vision_work
+from panscan.plan.cost import Variant
 from panscan.plan.efficiency import Clock, Interval
 from panscan.plan.gpus import Gpu
 from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
@@ -35,8 +35,7 @@ Level = Literal["low", "value", "high"]
 GPUS_PER_HOST = 8
 """GPUs of one machine, which is the most that a tensor-parallel group uses."""
 _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0), "int4": (8, 0)}
-_VIEW_PREPARE_SECONDS = 0.0019
-"""Decoding and resizing, per view, with --preprocess device: stage "preprocess" of one request in w1-27b.json."""
+_PREPARE_THREADS = 4  # see panscan.engine.loop
 _GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
 
 
@@ -52,6 +51,7 @@ class Question:
         options: sizes of passes and caches.
         kinds: weights to consider; None stands for unquantised ones.
         goal: what the recommended layout is best at: requests/s, or the time of one request alone.
+        ceilings: measured FLOP/s of a large bf16 product and bytes/s of a large copy; None: expected from the data sheet.
     """
 
     shape: Shape
@@ -61,6 +61,11 @@ class Question:
     options: EngineOptions
     kinds: tuple[str | None, ...] = (None, *WEIGHT_KINDS)
     goal: Goal = "throughput"
+    ceilings: tuple[float, float] | None = None
+
+    def clock(self, variant: Variant) -> Clock:
+        """Return the predicted times of a variant."""
+        return Clock.of(self.gpu, variant, ceilings=self.ceilings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,23 +158,18 @@ class ClockTimes:
 
     def __init__(self, clock: Clock, level: Level = "value") -> None:
         self._clock, self._level = clock, level
-        self._views: dict[int, float] = {0: 0.0}
 
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
     ) -> float:
         """See :class:`panscan.plan.simulate.PassTimes`."""
-        if views not in self._views:
-            self._views[views] = self._of(self._clock.vision_seconds(views))
-        return self._views[views] + self._of(self._clock.pass_seconds(decode_contexts, prefill, graph=graph))
+        interval = self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
+        seconds: float = getattr(interval, self._level)
+        return seconds
 
     def prepare_seconds(self, views: int) -> float:
         """See :class:`panscan.plan.simulate.PassTimes`."""
-        return views * _VIEW_PREPARE_SECONDS
-
-    def _of(self, interval: Interval) -> float:
-        seconds: float = getattr(interval, self._level)
-        return seconds
+        return self._clock.prepare_seconds(views)
 
 
 def find_layouts(question: Question) -> list[Layout]:
@@ -245,22 +245,21 @@ def _rank(layout: Layout, goal: Goal) -> tuple[float, int]:
 
 def _speed(question: Question, variant: Variant, replicas: int, running: int) -> LayoutSpeed:
     """Return the predicted times of a layout that fits."""
-    clock, mix, options = Clock.of(question.gpu, variant), question.mix, question.options
+    clock, mix, options = question.clock(variant), question.mix, question.options
     steady = {level: _Steady.of(ClockTimes(clock, level), mix, options, running) for level in _LEVELS}
     views, tokens, outputs = round(mix.mean_views), ceil(mix.mean_prompt_tokens), mix.mean_output_tokens
     alone = {level: _alone(ClockTimes(clock, level), views, tokens, outputs, options) for level in _LEVELS}
-    prefill = vision_work(variant, views) + pass_work(variant, prefill=[(0, tokens)])
     contexts = [ceil(tokens + outputs / 2)] * running
     middle = steady["value"]
-    host = middle.requests_per_s > 4 / max(1e-9, views * _VIEW_PREPARE_SECONDS)
+    preparing = middle.requests_per_s * clock.prepare_seconds(views) > _PREPARE_THREADS
     return LayoutSpeed(
         ttft=_interval(alone[level][0] for level in _LEVELS),
         tpot_alone=_interval(alone[level][1] for level in _LEVELS),
         e2e=_interval(alone[level][0] + (outputs - 1) * alone[level][1] for level in _LEVELS),
         tpot_full=_interval(steady[level].tpot for level in _LEVELS),
         requests_per_s=_interval(replicas * steady[level].requests_per_s for level in reversed(_LEVELS)),
-        prefill_bound="host" if host else _bound(clock, prefill, tokens),
-        decode_bound=_bound(clock, pass_work(variant, decode_contexts=contexts), running),
+        prefill_bound="host" if preparing else clock.bound([], [(0, tokens)], views),
+        decode_bound=clock.bound(contexts),
         prefill_share=middle.prefill_share,
         basis=clock.basis,
         measured=clock.measured,
@@ -275,20 +274,17 @@ def _interval(values: Iterable[float]) -> Interval:
     return Interval(low, value, high)
 
 
-def _bound(clock: Clock, work: Work, rows: int) -> str:
-    return str(clock.bound(work, rows))
-
-
 def _alone(
     times: ClockTimes, views: int, tokens: int, outputs: float, options: EngineOptions
 ) -> tuple[float, float]:
     """Return the seconds to the first token of a request that runs alone, and those of each further one."""
     chunk = options.prefill_chunk_size
-    starts = range(0, tokens, chunk)
-    ttft = times.prepare_seconds(views) + times.pass_seconds([], [], views, graph=False)
-    for start in starts:
+    ttft, left = times.prepare_seconds(views), views
+    for start in range(0, tokens, chunk):
         end = min(tokens, start + chunk)
-        ttft += times.pass_seconds([], [(start, end)], 0, graph=end - start <= _GRAPH_ROWS)
+        seen = min(left, ceil(views * (end - start) / tokens))
+        ttft += times.pass_seconds([], [(start, end)], seen, graph=end - start <= _GRAPH_ROWS)
+        left -= seen
     return ttft, times.pass_seconds([ceil(tokens + outputs / 2)], [], 0, graph=True)
 
 
@@ -318,9 +314,9 @@ class _Steady:
         share = min(1.0, running * prompt / (chunk * outputs))  # passes that have a prefill chunk
         decoding = min(running, max(1, round(outputs * chunk / prompt)))
         contexts = [ceil(prompt + outputs / 2)]
-        mixed = times.pass_seconds(
-            contexts * decoding, _chunks(chunk, prompt), 0, graph=chunk <= _GRAPH_ROWS
-        ) + _vision_seconds(times, mix.mean_views * chunk / prompt)
+        graph = chunk <= _GRAPH_ROWS
+        mixed = times.pass_seconds(contexts * decoding, _chunks(chunk, prompt), 0, graph=graph)
+        mixed += _vision_seconds(times, mix.mean_views * chunk / prompt)
         plain = times.pass_seconds(contexts * decoding, [], 0, graph=True)
         seconds = share * mixed + (1 - share) * plain
         rate = decoding / (outputs * seconds) if share < 1 else chunk / prompt / mixed
