@@ -7,16 +7,25 @@ from dataclasses import dataclass, fields, replace
 
 from panscan.engine.options import EngineOptions
 from panscan.plan.gpus import Gpu, all_gpus
-from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, Question, find_layouts, kind_reason, layout_of
+from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, PlanInputs, find_layouts, kind_reason, layout_of
 from panscan.settings import WEIGHT_KINDS
 
-__all__ = ["Advice", "Rejection", "Caution", "advise", "command_words", "rejections", "warnings_for", "what_would_fit"]
+__all__ = [
+    "Caution",
+    "LayoutAdvice",
+    "Rejection",
+    "advise",
+    "command_words",
+    "rejections",
+    "warnings_for",
+    "what_would_fit",
+]
 
 _GAIN = 1.1  # from which a quantised layout is worth mentioning beside an exact one
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class LayoutAdvice:
     """The recommended layout.
 
     Args:
@@ -49,7 +58,7 @@ class Caution:
     text: str
 
 
-def advise(layouts: Iterable[Layout], goal: Goal) -> Advice | None:
+def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     """Return the recommendation; None if nothing fits.
 
     An exact layout is recommended wherever one fits. A quantised one is recommended only if no exact layout is among
@@ -67,10 +76,10 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> Advice | None:
     if exact is None:
         excluded = not any(each.exact for each in asked)
         why = "--quantization excludes unquantised weights" if excluded else "unquantised weights do not fit"
-        return Advice(fitting[0], f"not exact: {why}")
+        return LayoutAdvice(fitting[0], f"not exact: {why}")
     gain = _figure(exact, goal) / _figure(fitting[0], goal)
     rule = "exact: unquantised weights, which give the reference's answers"
-    return Advice(exact, rule, fitting[0], gain) if gain >= _GAIN else Advice(exact, rule)
+    return LayoutAdvice(exact, rule, fitting[0], gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
 
 
 def command_words(
@@ -118,11 +127,11 @@ def rejections(layouts: Iterable[Layout]) -> list[Rejection]:
     return [Rejection(weights, tuple(sizes), reason) for (weights, reason), sizes in groups.items()]
 
 
-def warnings_for(question: Question, layouts: Sequence[Layout]) -> list[Caution]:
+def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]:
     """Return what is often believed about such a setup and is wrong; only what applies."""
-    gpu, found = question.gpu, []
+    gpu, found = inputs.gpu, []
     alone = [each for each in layouts if each.variant.tensor_parallel_size == 1]
-    if gpu.capability is not None and question.count > 1:
+    if gpu.capability is not None and inputs.count > 1:
         why = "" if any(each.speed for each in alone) else ", which a model larger than one GPU invites,"
         found.append(
             Caution(
@@ -139,7 +148,7 @@ def warnings_for(question: Question, layouts: Sequence[Layout]) -> list[Caution]
                 " but not arithmetic. Use int8.",
             )
         )
-    if gpu.capability is not None and gpu.capability >= (8, 0) and question.shape.vision is not None:
+    if gpu.capability is not None and gpu.capability >= (8, 0) and inputs.shape.vision is not None:
         found.append(
             Caution(
                 "flash_attention",
@@ -161,11 +170,11 @@ def warnings_for(question: Question, layouts: Sequence[Layout]) -> list[Caution]
     return found
 
 
-def what_would_fit(question: Question) -> list[str]:
+def what_would_fit(inputs: PlanInputs) -> list[str]:
     """Return changes, each of which makes the model fit: other weights, more GPUs, or a larger GPU."""
     return [
         each
-        for each in (_other_weights(question), _more_gpus(question), _larger_gpu(question))
+        for each in (_other_weights(inputs), _more_gpus(inputs), _larger_gpu(inputs))
         if each is not None
     ]  # fmt: skip
 
@@ -176,33 +185,33 @@ def _figure(layout: Layout, goal: Goal) -> float:
     return layout.speed.e2e.value if goal == "latency" else 1 / layout.speed.requests_per_s.value
 
 
-def _fits(question: Question) -> list[Layout]:
-    return [each for each in find_layouts(question) if each.speed is not None]
+def _fits(inputs: PlanInputs) -> list[Layout]:
+    return [each for each in find_layouts(inputs) if each.speed is not None]
 
 
-def _other_weights(question: Question) -> str | None:
-    others = tuple(kind for kind in (None, *WEIGHT_KINDS) if kind not in question.kinds)
-    kinds = [each.variant.weights or "none" for each in _fits(replace(question, kinds=others))]
+def _other_weights(inputs: PlanInputs) -> str | None:
+    others = tuple(kind for kind in (None, *WEIGHT_KINDS) if kind not in inputs.kinds)
+    kinds = [each.variant.weights or "none" for each in _fits(replace(inputs, kinds=others))]
     return f"--quantization {kinds[0]}" if kinds else None
 
 
-def _more_gpus(question: Question) -> str | None:
+def _more_gpus(inputs: PlanInputs) -> str | None:
     for count in (2, 4, GPUS_PER_HOST):
-        if count > question.count:
-            for kind in question.kinds:
-                layout = layout_of(replace(question, count=count), kind, count)
+        if count > inputs.count:
+            for kind in inputs.kinds:
+                layout = layout_of(replace(inputs, count=count), kind, count)
                 if layout is not None and layout.speed is not None:
                     return f"--count {count} (--tensor-parallel-size {count}, {kind or layout.variant.dtype})"
     return None
 
 
-def _larger_gpu(question: Question) -> str | None:
+def _larger_gpu(inputs: PlanInputs) -> str | None:
     for gpu in sorted(all_gpus().values(), key=lambda each: each.memory_bytes):
-        if gpu.capability is None or gpu.memory_bytes <= question.gpu.memory_bytes:
+        if gpu.capability is None or gpu.memory_bytes <= inputs.gpu.memory_bytes:
             continue
-        for kind in question.kinds:
+        for kind in inputs.kinds:
             if kind_reason(kind, gpu) is None and any(
-                each.variant.weights == kind for each in _fits(replace(question, gpu=gpu))
+                each.variant.weights == kind for each in _fits(replace(inputs, gpu=gpu))
             ):
                 return f"--gpu {gpu.name} ({kind or 'bf16'})"
     return None

@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 
 from panscan.core.ranges import Range
-from panscan.plan.layouts import ClockTimes, Layout, Level, Question
+from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
 
-__all__ = ["ArrivalTimes", "Fleet", "FleetLevel", "Traffic", "level_of", "measure_level", "size_fleets", "with_replicas"]
+__all__ = [
+    "ArrivalTimes",
+    "Fleet",
+    "FleetLevel",
+    "Traffic",
+    "level_of",
+    "measure_level",
+    "size_fleets",
+    "with_replicas",
+]
 
 ArrivalTimes = Callable[[float, int], Sequence[float]]
 """Returns the arrival times in seconds of so many requests at a rate, ascending."""
@@ -104,14 +113,14 @@ class Fleet:
 
 
 def size_fleets(
-    question: Question, layouts: Sequence[Layout], traffic: Traffic, on_progress: Callable[[str], None]
+    inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic, on_progress: Callable[[str], None]
 ) -> list[Fleet]:
     """Return the fleets of layouts that fit, that with the fewest GPUs first.
 
     Stops before the next layout after 10 seconds, with at least one fleet.
 
     Args:
-        question: the mix and the sizes.
+        inputs: the mix and the sizes.
         layouts: layouts that fit, best first.
         traffic: requests and limits.
         on_progress: called with what is simulated next.
@@ -121,28 +130,28 @@ def size_fleets(
         if fleets and time.monotonic() - started > _SECONDS:
             break
         on_progress(f"simulating layout {number} of {len(layouts)}")
-        fleets.append(_one_layout(question, layout, traffic))
+        fleets.append(_one_layout(inputs, layout, traffic))
     best, *others = sorted(fleets, key=lambda fleet: (fleet.gpus or inf, -fleet.rate_of_one))
     on_progress("simulating the ends of the predicted times")
-    return [_ranged(question, best, traffic), *others]
+    return [_ranged(inputs, best, traffic), *others]
 
 
 def measure_level(
-    question: Question, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
+    inputs: PlanInputs, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
 ) -> FleetLevel:
     """Simulate replicas of a layout at a rate.
 
     Args:
-        question: the mix and the sizes.
+        inputs: the mix and the sizes.
         layout: what each replica runs.
         traffic: arrivals and limits; its rate does not count.
         rate: requests per second.
         replicas: number of engines.
         level: which end of the predicted times counts.
     """
-    engine, count = _engine_maker(question, layout, level), _requests(rate, traffic)
+    engine, count = _engine_maker(inputs, layout, level), _requests(rate, traffic)
     engines = [engine(None) for _ in range(replicas)]
-    sketches = question.mix.requests(count, traffic.seed)
+    sketches = inputs.mix.requests(count, traffic.seed)
     return level_of(route_arrivals(engines, sketches, traffic.arrivals(rate, count)), traffic, rate, engines)
 
 
@@ -169,47 +178,47 @@ def level_of(
 OnDone = Callable[[SimulatedRequest], bool] | None
 
 
-def _engine_maker(question: Question, layout: Layout, level: Level) -> Callable[[OnDone], SimulatedEngine]:
-    sizes = layout.sizes(question.options, prefix_caching=question.mix.image_reuse > 0, gpu=question.gpu)
+def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[[OnDone], SimulatedEngine]:
+    sizes = layout.sizes(inputs.options, prefix_caching=inputs.mix.image_reuse > 0, gpu=inputs.gpu)
     # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
     factor = _BLOCK // sizes.block_size if sizes.block_size < _BLOCK else 1
     sizes = replace(
         sizes, block_size=sizes.block_size * factor, global_blocks=sizes.global_blocks // factor,
         local_blocks=sizes.local_blocks // factor,
     )  # fmt: skip
-    times = ClockTimes(question.clock(layout.variant), level)
+    times = ClockTimes(inputs.clock(layout.variant), level)
     return lambda on_done: SimulatedEngine(sizes, times, on_done)
 
 
-def _one_layout(question: Question, layout: Layout, traffic: Traffic) -> Fleet:
+def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
     """Return the fleet of one layout, without the range of its replicas."""
     assert layout.speed is not None  # it fits
-    rate_of_one = _highest_rate(question, layout, traffic, layout.speed.requests_per_s.value / layout.replicas)
+    rate_of_one = _highest_rate(inputs, layout, traffic, layout.speed.requests_per_s.value / layout.replicas)
     needed = _replicas(traffic.rate, rate_of_one)
     if needed is None:
-        alone = measure_level(question, layout, traffic, _ALONE_RATE)
+        alone = measure_level(inputs, layout, traffic, _ALONE_RATE)
         return Fleet(layout, None, (None, None), rate_of_one, alone, 0.0)
-    level = measure_level(question, layout, traffic, traffic.rate, needed)
+    level = measure_level(inputs, layout, traffic, traffic.rate, needed)
     # Replicas behind one router balance their load: fewer of them may do.
     while needed > 1 and level.goodput.reaches(traffic.attainment):
-        fewer = measure_level(question, layout, traffic, traffic.rate, needed - 1)
+        fewer = measure_level(inputs, layout, traffic, traffic.rate, needed - 1)
         if not fewer.goodput.reaches(traffic.attainment):
             break
         needed, level = needed - 1, fewer
     while not level.goodput.reaches(traffic.attainment) and needed < REPLICAS.most:
         needed += 1
-        level = measure_level(question, layout, traffic, traffic.rate, needed)
+        level = measure_level(inputs, layout, traffic, traffic.rate, needed)
     breaks_at = max(traffic.rate, needed * rate_of_one)
     return Fleet(layout, needed, (needed, needed), rate_of_one, level, breaks_at)
 
 
-def _ranged(question: Question, fleet: Fleet, traffic: Traffic) -> Fleet:
+def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
     """Return the fleet with the replicas needed at both ends of the predicted times."""
     if fleet.replicas is None:
         return fleet
     found = {}
     for level in _ENDS:
-        rate = _highest_rate(question, fleet.layout, traffic, fleet.rate_of_one, level)
+        rate = _highest_rate(inputs, fleet.layout, traffic, fleet.rate_of_one, level)
         found[level] = _replicas(traffic.rate, rate)
     low, high = found["low"], found["high"]
     low = fleet.replicas if low is None else min(low, fleet.replicas)
@@ -224,20 +233,20 @@ def _replicas(rate: float, rate_of_one: float) -> int | None:
     return count if count <= REPLICAS.most else None
 
 
-def _highest_rate(question: Question, layout: Layout, traffic: Traffic, guess: float, level: Level = "value") -> float:
+def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: float, level: Level = "value") -> float:
     """Return the highest rate at which one replica meets the limits; 0 if none does.
 
     Args:
-        question: the mix and the sizes.
+        inputs: the mix and the sizes.
         layout: what the replica runs.
         traffic: arrivals and limits.
         guess: the first rate to simulate.
         level: which end of the predicted times counts.
     """
-    engine, rate = _engine_maker(question, layout, level), max(guess, 1e-3)
+    engine, rate = _engine_maker(inputs, layout, level), max(guess, 1e-3)
     passing, failing = 0.0, inf
     for _ in range(_MOST_LEVELS):
-        if _holds(engine, question, traffic, rate):
+        if _holds(engine, inputs, traffic, rate):
             passing = rate
         else:
             failing = rate
@@ -253,7 +262,7 @@ def _highest_rate(question: Question, layout: Layout, traffic: Traffic, guess: f
 
 
 def _holds(
-    maker: Callable[[OnDone], SimulatedEngine], question: Question, traffic: Traffic, rate: float
+    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float
 ) -> bool:  # fmt: skip
     """Return whether one replica meets the limits at a rate; ends as soon as too many requests miss them."""
     count = _requests(rate, traffic)
@@ -265,7 +274,7 @@ def _holds(
         return missed <= allowed
 
     engine = maker(on_done)
-    sketches = question.mix.requests(count, traffic.seed)
+    sketches = inputs.mix.requests(count, traffic.seed)
     answered = route_arrivals([engine], sketches, traffic.arrivals(rate, count))
     return not engine.stopped and level_of(answered, traffic, rate, [engine]).goodput.reaches(traffic.attainment)
 

@@ -14,7 +14,7 @@ from panscan.plan.cost import Variant
 from panscan.plan.efficiency import Clock, Interval
 from panscan.plan.gpus import Gpu
 from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
-from panscan.plan.mix import RequestMix
+from panscan.plan.mix import WorkloadMix
 from panscan.plan.simulate import EngineSizes
 from panscan.settings import WEIGHT_KINDS
 
@@ -24,7 +24,7 @@ __all__ = [
     "Goal",
     "Layout",
     "LayoutSpeed",
-    "Question",
+    "PlanInputs",
     "find_layouts",
     "kind_reason",
     "layout_of",
@@ -40,7 +40,7 @@ _GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanInputs:
     """What a plan is made for.
 
     Args:
@@ -51,13 +51,13 @@ class Question:
         options: sizes of passes and caches.
         kinds: weights to consider; None stands for unquantised ones.
         goal: what the recommended layout is best at: requests/s, or the time of one request alone.
-        ceilings: measured FLOP/s of a large bf16 product and bytes/s of a large copy; None: expected from the data sheet.
+        ceilings: measured FLOP/s of a large bf16 product and bytes/s of a large copy; None: the data sheet's.
     """
 
     shape: Shape
     gpu: Gpu
     count: int
-    mix: RequestMix
+    mix: WorkloadMix
     options: EngineOptions
     kinds: tuple[str | None, ...] = (None, *WEIGHT_KINDS)
     goal: Goal = "throughput"
@@ -172,37 +172,37 @@ class ClockTimes:
         return self._clock.prepare_seconds(views)
 
 
-def find_layouts(question: Question) -> list[Layout]:
-    """Return all layouts of a question: those that fit, best first, then those that do not, in order of their size.
+def find_layouts(inputs: PlanInputs) -> list[Layout]:
+    """Return all layouts of a inputs: those that fit, best first, then those that do not, in order of their size.
 
     A tensor-parallel group uses 1, 2, 4 or 8 GPUs, and replicas use as many of the GPUs as they can.
     """
-    sizes = [size for size in (1, 2, 4, 8) if size <= min(question.count, GPUS_PER_HOST)]
-    found = [layout_of(question, kind, size) for kind in question.kinds for size in sizes]
+    sizes = [size for size in (1, 2, 4, 8) if size <= min(inputs.count, GPUS_PER_HOST)]
+    found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
     fitting = [each for each in found if each is not None and each.speed is not None]
     others = [each for each in found if each is not None and each.speed is None]
-    return sorted(fitting, key=lambda layout: _rank(layout, question.goal)) + others
+    return sorted(fitting, key=lambda layout: _rank(layout, inputs.goal)) + others
 
 
-def layout_of(question: Question, kind: str | None, size: int) -> Layout | None:
+def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
     """Return the layout with these weights and GPUs per replica; None if the model cannot be split like this.
 
     Args:
-        question: what the plan is made for.
+        inputs: what the plan is made for.
         kind: quantisation of the weights; None: none.
         size: tensor-parallel size.
     """
-    gpu, mix, options = question.gpu, question.mix, question.options
+    gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
     try:
-        variant = Variant(question.shape, kind, None, options.kv_cache_dtype, size)
+        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size)
     except SettingError:
         return None
     memory = memory_plan(variant, gpu, options)
-    replicas = question.count // size
+    replicas = inputs.count // size
     tokens = ceil(mix.mean_prompt_tokens + mix.mean_output_tokens)
     running = min(options.max_num_seqs, concurrent_requests(memory, variant, tokens, options.block_size))
     reason = kind_reason(kind, gpu) or _memory_reason(memory, variant, gpu, mix, options)
-    speed = None if reason is not None else _speed(question, variant, replicas, max(1, running))
+    speed = None if reason is not None else _speed(inputs, variant, replicas, max(1, running))
     return Layout(replicas, variant, memory, running, speed, reason)
 
 
@@ -220,7 +220,7 @@ def kind_reason(kind: str | None, gpu: Gpu) -> str | None:
 
 
 def _memory_reason(
-    memory: MemoryPlan, variant: Variant, gpu: Gpu, mix: RequestMix, options: EngineOptions
+    memory: MemoryPlan, variant: Variant, gpu: Gpu, mix: WorkloadMix, options: EngineOptions
 ) -> str | None:
     """Return why the memory does not hold the model and one request; None if it does."""
     per_gpu = "" if variant.tensor_parallel_size == 1 else " per GPU"
@@ -243,9 +243,9 @@ def _rank(layout: Layout, goal: Goal) -> tuple[float, int]:
     return figure, layout.gpus
 
 
-def _speed(question: Question, variant: Variant, replicas: int, running: int) -> LayoutSpeed:
+def _speed(inputs: PlanInputs, variant: Variant, replicas: int, running: int) -> LayoutSpeed:
     """Return the predicted times of a layout that fits."""
-    clock, mix, options = question.clock(variant), question.mix, question.options
+    clock, mix, options = inputs.clock(variant), inputs.mix, inputs.options
     steady = {level: _Steady.of(ClockTimes(clock, level), mix, options, running) for level in _LEVELS}
     views, tokens, outputs = round(mix.mean_views), ceil(mix.mean_prompt_tokens), mix.mean_output_tokens
     alone = {level: _alone(ClockTimes(clock, level), views, tokens, outputs, options) for level in _LEVELS}
@@ -274,9 +274,7 @@ def _interval(values: Iterable[float]) -> Interval:
     return Interval(low, value, high)
 
 
-def _alone(
-    times: ClockTimes, views: int, tokens: int, outputs: float, options: EngineOptions
-) -> tuple[float, float]:
+def _alone(times: ClockTimes, views: int, tokens: int, outputs: float, options: EngineOptions) -> tuple[float, float]:
     """Return the seconds to the first token of a request that runs alone, and those of each further one."""
     chunk = options.prefill_chunk_size
     ttft, left = times.prepare_seconds(views), views
@@ -303,7 +301,7 @@ class _Steady:
     prefill_share: float
 
     @classmethod
-    def of(cls, times: ClockTimes, mix: RequestMix, options: EngineOptions, running: int) -> _Steady:
+    def of(cls, times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running: int) -> _Steady:
         """Return the steady state from two kinds of passes: decode rows alone, and decode rows with a prefill chunk.
 
         A request is in ``outputs`` passes, and ``running`` requests have ``running * prompt / chunk`` passes with
@@ -333,5 +331,3 @@ def _vision_seconds(times: ClockTimes, views: float) -> float:
     """Return the seconds of a fractional number of views, in batches of the next whole number."""
     whole = max(1, round(views))
     return times.pass_seconds([], [], whole, graph=False) * views / whole if views else 0.0
-
-

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from typing import Protocol
 
@@ -327,7 +327,7 @@ def route_arrivals(
     Raises:
         SettingError: the arrivals are not ascending.
     """
-    if any(later < earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)):
+    if any(later < earlier for earlier, later in pairwise(arrivals)):
         raise SettingError("the arrival times are not ascending: sort them")
     requests = [SimulatedRequest(sketch, at) for sketch, at in zip(sketches, arrivals, strict=True)]
     for request in requests:
