@@ -35,7 +35,8 @@ from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
 from panscan.images.transfer import upload
-from panscan.linear.multiply import describe
+from panscan.linear.quantized import QuantizedLinear
+from panscan.linear.tuning import choose_methods
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 from panscan.model.quantization import weights_name
@@ -230,8 +231,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             self._limit_memory()
-        if (weights := weights_name(model)) is not None:
-            self._say(f"weights: {weights} ({describe(weights.split(',')[0], self._device)})")
+        self._choose_products()
         self._say(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()
@@ -244,6 +244,15 @@ class ModelRunner:
         if slow is None:
             self._record_graphs()
         self.facts = self._facts(overlaps=slow is None)
+
+    def _choose_products(self) -> None:
+        """Choose kernels or libraries for products with quantised weights, before graphs are recorded."""
+        name = weights_name(self._loaded.model)
+        if name is None:
+            return
+        modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
+        methods = choose_methods(modules, self._text.dtype, self._ranks.least)
+        self._say(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
 
     def _limit_memory(self) -> None:
         """Limit what PyTorch reserves on the GPU, and a share of that for pixels that wait."""
