@@ -192,8 +192,8 @@ def test_nothing_to_compute_is_no_work() -> None:
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype takes auto, fp8; got 'int8'"),
         ({"weights": "int4", "group_size": 48}, "--quantization-group-size takes 128, 64, 32; got 48"),
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 32 attention heads, "),
-        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 does not divide"),
-        ({"tensor_parallel_size": 32}, "--tensor-parallel-size 32 .* use 1, 2, 4, 8, 16"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size is out of range"),
+        ({"tensor_parallel_size": 32}, "--tensor-parallel-size 32 .* use 1, 2, 4, 8 or 16"),
     ],
 )
 def test_variants_that_do_not_exist_are_refused(settings: dict[str, Any], reason: str) -> None:

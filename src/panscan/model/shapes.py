@@ -23,6 +23,7 @@ __all__ = [
     "VisionShape",
     "decoder_working_bytes",
     "shape_named",
+    "split_reason",
     "vision_working_bytes",
 ]
 
@@ -64,6 +65,25 @@ def vision_working_bytes(*, patches: int, hidden: int, intermediate: int, views:
         width: bytes of an activation.
     """
     return views * patches * (4 * hidden + 3 * intermediate) * width * 3 // 2
+
+
+def split_reason(*, heads: int, kv_heads: int, intermediate: int, size: int) -> str | None:
+    """Return why a decoder cannot be split over ``size`` ranks, and the sizes that divide it; None if it can.
+
+    Args:
+        heads: attention heads.
+        kv_heads: heads of keys and values.
+        intermediate: width of the MLP.
+        size: number of ranks, at least 1.
+    """
+    counts = {"attention heads": heads, "KV heads": kv_heads, "MLP columns": intermediate}
+    if all(count % size == 0 for count in counts.values()):
+        return None
+    fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
+    has = ", ".join(f"{count} {name}" for name, count in counts.items())
+    *others, last = map(str, fitting)
+    use = f"{', '.join(others)} or {last}" if others else last
+    return f"--tensor-parallel-size {size} does not divide the model's {has}: use {use}"
 
 
 @dataclass(frozen=True, slots=True)
