@@ -47,13 +47,13 @@ def mix_of(prompt_tokens: int, views: int, output_tokens: int) -> WorkloadMix:
     return replace(mix, text_tokens=prompt_tokens - mix.prompt_tokens(views) + 1)
 
 
-def engine_for(mix: WorkloadMix, *, prefix_caching: bool) -> SimulatedEngine:
-    """Return one engine on an H200 with the options of the records."""
+def engine_for(mix: WorkloadMix, *, prefix_caching: bool, served: bool = False) -> SimulatedEngine:
+    """Return one engine on an H200 with the options of the records; ``served``: behind panscan serve."""
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
     assert layout is not None  # the whole model on one GPU
     sizes = layout.sizes(inputs.options, prefix_caching=prefix_caching, gpu=inputs.gpu)
-    return SimulatedEngine(sizes, ClockTimes(inputs.clock(layout.variant)))
+    return SimulatedEngine(sizes, ClockTimes(inputs.clock(layout.variant), served=served))
 
 
 def burst(engine: SimulatedEngine, sketches: Sequence[RequestSketch]) -> Figures:
@@ -137,7 +137,7 @@ def of_level(run: Run, cell: str) -> tuple[Figures, Figures]:
         stamps = [stamp - start for stamp in each["stamps"]["tokens"]]
         measured.append(SimulatedRequest(sketches[-1], each["stamps"]["accepted"] - start, stamps))
     order = sorted(range(len(records)), key=lambda index: measured[index].arrived)
-    engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True)
+    engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True)
     arrivals = [measured[index].arrived for index in order]
     simulated = route_arrivals([engine], [sketches[index] for index in order], arrivals)
     return _over_time(measured), _over_time(simulated)

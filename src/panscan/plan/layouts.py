@@ -36,6 +36,9 @@ GPUS_PER_HOST = 8
 """GPUs of one machine, which is the most that a tensor-parallel group uses."""
 _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0), "int4": (8, 0)}
 _PREPARE_THREADS = 4  # see panscan.engine.loop
+_SERVED_SECONDS = 0.045
+"""From an HTTP request to the engine: body, base64, image file, processes. What requests that find the server idle take
+in load-27b.json, level rate-1.5, beyond their passes."""
 _GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
 
 
@@ -154,10 +157,11 @@ class ClockTimes:
     Args:
         clock: predicts intervals.
         level: which part of each interval counts.
+        served: whether requests come over HTTP.
     """
 
-    def __init__(self, clock: Clock, level: Level = "value") -> None:
-        self._clock, self._level = clock, level
+    def __init__(self, clock: Clock, level: Level = "value", *, served: bool = True) -> None:
+        self._clock, self._level, self._served = clock, level, served
 
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
@@ -169,7 +173,7 @@ class ClockTimes:
 
     def prepare_seconds(self, views: int) -> float:
         """See :class:`panscan.plan.simulate.PassTimes`."""
-        return self._clock.prepare_seconds(views)
+        return self._clock.prepare_seconds(views) + self._served * _SERVED_SECONDS
 
 
 def find_layouts(inputs: PlanInputs) -> list[Layout]:
