@@ -58,6 +58,9 @@ class RecordingRunner:
 class Steady:
     """Pass times that depend on rows and views alone."""
 
+    def __init__(self, prepare: float = 0.0) -> None:
+        self.prepare = prepare
+
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
     ) -> float:
@@ -65,7 +68,7 @@ class Steady:
         return 0.010 + 0.0001 * len(decode_contexts) + 0.0001 * rows + 0.01 * views
 
     def prepare_seconds(self, views: int) -> float:
-        return 0.002
+        return self.prepare
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,8 @@ def route_arrivals(
 ) -> list[SimulatedRequest]:
     """Return the requests after the engines have answered them. Each goes to the engine with the least work.
 
+    If an engine is stopped, the rest of the requests is not answered.
+
     Args:
         engines: replicas without requests.
         sketches: the requests.
@@ -338,6 +340,8 @@ def route_arrivals(
         if len(engines) > 1:
             for engine in engines:
                 engine.run(request.arrived)
+            if any(engine.stopped for engine in engines):
+                break
         min(engines, key=lambda engine: engine.outstanding).submit(request)
     for engine in engines:
         engine.run()
