@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Self
@@ -181,31 +181,6 @@ class Rates:
         return rates.get(kind) or rates.get("bf16") or rates["fp16"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds of a pass on one GPU, by what limits them. ``host``: the time to launch it."""
-
-    compute: float = 0.0
-    bandwidth: float = 0.0
-    link: float = 0.0
-    latency: float = 0.0
-    host: float = 0.0
-
-    def __add__(self, other: _Times) -> _Times:
-        return _Times(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute + self.bandwidth + self.link + self.latency, self.host)
-
-    @property
-    def bound(self) -> str:
-        if self.host >= self.compute + self.bandwidth + self.link + self.latency:
-            return "host"
-        found = {"compute": self.compute, "bandwidth": self.bandwidth, "link": self.link, "host": self.latency}
-        return max(found, key=lambda name: found[name])
-
-
 class Clock:
     """Predicted times of one variant on one GPU (with tensor parallelism, of the whole group).
 
@@ -227,8 +202,7 @@ class Clock:
         self.gpu, self.variant = gpu, variant
         self.measured = gpu.name == found.gpu
         self._factors = found.factors
-        known = Rates.expected(gpu, found) if ceilings is None else Rates.measured(gpu, *ceilings)
-        self._rates = known
+        self._rates = Rates.expected(gpu, found) if ceilings is None else Rates.measured(gpu, *ceilings)
         self._widening = self._widened(found, ceilings is not None)
         self.basis = self._basis(found, ceilings is not None)
 
@@ -239,7 +213,7 @@ class Clock:
 
     def vision_seconds(self, views: int) -> Interval:
         """Return the time of encoding views together; 0 without any."""
-        return self._interval(self._vision(views).seconds)
+        return self._interval(self._vision(views))
 
     def pass_seconds(
         self,
@@ -257,61 +231,66 @@ class Clock:
             views: views that the pass encodes first.
             graph: whether a CUDA graph is replayed; None: as the engine would.
         """
-        return self._interval(self._pass(decode_contexts, prefill, views, graph).seconds)
+        return self._interval(self._pass(decode_contexts, prefill, views, graph))
 
-    def bound(
-        self,
-        decode_contexts: Sequence[int] = (),
-        prefill: Sequence[tuple[int, int]] = (),
-        views: int = 0,
-        *,
-        graph: bool | None = None,
-    ) -> str:
-        """Return what takes most of a pass: ``compute``, ``bandwidth``, ``link`` or ``host`` (launches, latencies)."""
-        return self._pass(decode_contexts, prefill, views, graph).bound
+    def bound(self, work: Work, rows: int) -> str:
+        """Return what takes the largest part of some work: ``compute``, ``bandwidth``, ``link`` or ``host``.
+
+        Args:
+            work: counts of a pass or a phase.
+            rows: rows of the pass; one of more than a CUDA graph holds is launched kernel by kernel.
+        """
+        variant, factors, rates = self.variant, self._factors, self._rates
+        copied, kind = rates.bytes_per_s, variant.weights or "bf16"
+        narrow = rates.of(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
+        plain = rates.of(variant.dtype)
+        latency = factors.layer_seconds if rows <= _RECORDED_CHUNK_ROWS else factors.launch_seconds
+        found = {
+            "compute": work.products / narrow
+            + work.dense / (plain * factors.compute_bf16)
+            + work.attention / (plain * factors.attention),
+            "bandwidth": work.weight_bytes / (copied * getattr(factors, f"read_{kind}"))
+            + work.kv_bytes / (copied * factors.kv)
+            + work.activation_bytes / (copied * factors.activations),
+            "link": self._between(work.link_bytes, work.reductions),
+            "host": variant.text.layers * latency + factors.pass_seconds,
+        }
+        return max(found, key=lambda name: found[name])
 
     def prepare_seconds(self, views: int) -> float:
         """Return the host time to prepare a request: to decode its images and to cut and scale their views."""
         return views * self._factors.prepare_seconds
 
-    def products_seconds(self, rows: int) -> float:
-        """Return the time of one decoder layer's products for a number of rows, without latencies."""
-        times = self._layer_products(rows)
-        return times.compute + times.bandwidth
-
     def _pass(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, graph: bool | None
-    ) -> _Times:
+    ) -> float:
         chunk_rows = sum(end - start for start, end in prefill)
         rows = len(decode_contexts) + chunk_rows
+        vision = self._vision(views)
         if not rows:
-            return self._vision(views)
-        graph = chunk_rows <= _RECORDED_CHUNK_ROWS if graph is None else graph
+            return vision
         factors, layers = self._factors, self.variant.text.layers
+        graph = chunk_rows <= _RECORDED_CHUNK_ROWS if graph is None else graph
+        host = 0.0 if graph else layers * factors.launch_seconds
         decode = pass_work(self.variant, decode_contexts=decode_contexts)
         chunks = pass_work(self.variant, prefill=prefill)
-        products = self._layer_products(rows)
-        fixed = _Times(
-            latency=layers * factors.layer_seconds + factors.pass_seconds,
-            host=0.0 if graph else layers * factors.launch_seconds,
-        )
-        return (
-            _Times(layers * products.compute, layers * products.bandwidth)
+        computed = (
+            layers * (self._layer_products(rows) + factors.layer_seconds)
             + self._output(len(decode_contexts) + len(prefill))
             + self._attention(decode, chunks)
-            + self._between(decode + chunks)
-            + fixed
-            + self._vision(views)
+            + self._between(decode.link_bytes + chunks.link_bytes, max(decode.reductions, chunks.reductions))
+            + factors.pass_seconds
         )
+        return max(vision + computed, host)
 
-    def _vision(self, views: int) -> _Times:
+    def _vision(self, views: int) -> float:
         work = vision_work(self.variant, views)
         if not work.dense:
-            return _Times()
-        compute = (work.dense + work.attention) / (self._rates.of(self.variant.dtype) * self._factors.vision)
-        return self._between(work) + _Times(compute=compute, latency=self._factors.vision_seconds)
+            return 0.0
+        rate = self._rates.of(self.variant.dtype) * self._factors.vision
+        return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions) + self._factors.vision_seconds
 
-    def _layer_products(self, rows: int) -> _Times:
+    def _layer_products(self, rows: int) -> float:
         """Return the time of one layer's products."""
         variant, factors = self.variant, self._factors
         kind, matrices = variant.weights or "bf16", sum(inputs * outputs for inputs, outputs in variant.matrices())
@@ -321,42 +300,39 @@ class Clock:
         if kind != "bf16":
             compute = 2.0 * rows * matrices / (self._rates.of(kind) * getattr(factors, f"compute_{kind}"))
         read = variant.layer_bytes() / (self._rates.bytes_per_s * getattr(factors, f"read_{kind}"))
-        return _overlapped(compute, read, factors.overlap_int8 if kind == "int8" else factors.overlap)
+        return _norm(compute, read, factors.overlap_int8 if kind == "int8" else factors.overlap)
 
-    def _int4_products(self, rows: int, matrices: int, compute: float) -> _Times:
+    def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
         """Return the time of one layer's products with int4 weights, by the method for this many rows."""
-        factors, stored = self._factors, self.variant.layer_bytes()
-        copied = self._rates.bytes_per_s
+        factors, stored, copied = self._factors, self.variant.layer_bytes(), self._rates.bytes_per_s
         if rows <= _VECTOR_ROWS:
-            return _Times(bandwidth=stored / (copied * factors.read_int4))
+            return stored / (copied * factors.read_int4)
         if rows <= _FEW_ROWS:
-            return _Times(compute=compute, bandwidth=stored / (copied * factors.read_int4_few))
+            return compute + stored / (copied * factors.read_int4_few)
         dense = matrices * self.variant.width
-        product = _overlapped(compute, dense / (copied * factors.read_bf16), factors.overlap)
-        return product + _Times(bandwidth=(stored + dense) / copied)
+        return _norm(compute, dense / (copied * factors.read_bf16), factors.overlap) + (stored + dense) / copied
 
-    def _output(self, sampled: int) -> _Times:
+    def _output(self, sampled: int) -> float:
         """Return the time of the output matrix for the rows whose logits are computed."""
         weights = self.variant.vocabulary() * self.variant.text.hidden
         compute = 2.0 * sampled * weights / (self._rates.of(self.variant.dtype) * self._factors.compute_bf16)
         read = weights * self.variant.width / (self._rates.bytes_per_s * self._factors.read_bf16)
-        return _overlapped(compute, read, self._factors.overlap)
+        return _norm(compute, read, self._factors.overlap)
 
-    def _attention(self, decode: Work, chunks: Work) -> _Times:
+    def _attention(self, decode: Work, chunks: Work) -> float:
         """Return the time of attention and of the elementwise kernels."""
         factors, copied = self._factors, self._rates.bytes_per_s
-        activations = (decode.activation_bytes + chunks.activation_bytes) / (copied * factors.activations)
-        return _Times(
-            compute=chunks.attention / (self._rates.of(self.variant.dtype) * factors.attention),
-            bandwidth=decode.kv_bytes / (copied * factors.kv) + activations,
+        activations = decode.activation_bytes + chunks.activation_bytes
+        return (
+            chunks.attention / (self._rates.of(self.variant.dtype) * factors.attention)
+            + decode.kv_bytes / (copied * factors.kv)
+            + activations / (copied * factors.activations)
         )
 
-    def _between(self, work: Work) -> _Times:
+    def _between(self, sent_bytes: float, messages: int) -> float:
         """Return the time of the messages between GPUs."""
-        if not work.reductions:
-            return _Times()
-        sent = work.link_bytes / (self._rates.link_bytes_per_s * self._factors.link)
-        return _Times(link=sent + work.reductions * self._factors.message_seconds)
+        sent = sent_bytes / (self._rates.link_bytes_per_s * self._factors.link)
+        return sent + messages * self._factors.message_seconds
 
     def _interval(self, seconds: float) -> Interval:
         return Interval(seconds / self._widening, seconds, seconds * self._widening)
@@ -384,8 +360,7 @@ class Clock:
         )
 
 
-def _overlapped(compute: float, read: float, exponent: float) -> _Times:
-    """Return the norm of both times, split by their shares of it."""
+def _norm(compute: float, read: float, exponent: float) -> float:
+    """Return the norm of both times."""
     total: float = (compute**exponent + read**exponent) ** (1 / exponent)
-    share = compute**exponent / total**exponent
-    return _Times(compute=total * share, bandwidth=total * (1 - share))
+    return total
