@@ -93,6 +93,9 @@ class _W1:
         return requests / max(each.tokens[-1] for each in simulated)
 
 
+_ASKED = _W1(views=4, prompt_tokens=1102, output_tokens=128)
+
+
 def _vision(views: int, clock: Clock) -> float:
     return clock.vision_seconds(views).value
 
@@ -122,7 +125,7 @@ def points(folder: Path = RECORDS) -> list[Point]:
     for path in sorted(folder.glob("phases-*.json")):
         record = json.loads(path.read_bytes())
         for name, part in record["configurations"].items():
-            if part["error"] is None:
+            if "w1" in part:
                 found += _phases(path.name, name, part)
     for name in _OLDER:
         if (folder / name).exists():
@@ -185,12 +188,12 @@ class _Source:
 
 
 def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterator[Point]:
-    """Yield the points of one configuration of a phase record."""
-    source, asked = _Source(record, configuration, configuration in FITTED), _W1(**part["work"])
+    """Yield the points of one configuration of a phase record, as far as it was measured."""
+    source, asked = _Source(record, configuration, configuration in FITTED), _ASKED
     yield from source.alone(asked, part["alone"])
     for step in (part["alone"]["step"], part["decode"], part["w1"]["step"]):
         yield from source.decode(asked, step, step["output_tokens"])
-    for prompt in part["long_prompts"]:
+    for prompt in part.get("long_prompts", ()):
         tokens = prompt["prompt_tokens"]
         yield source.vision(prompt["views"], prompt["vision_ms_per_view"])
         if tokens != asked.prompt_tokens:
