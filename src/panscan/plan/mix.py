@@ -14,7 +14,7 @@ from panscan.engine.scheduling.sequence import PromptLayout, Span
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
 
-__all__ = ["PageShare", "RequestMix", "RequestSketch", "mix_of_sizes", "mix_of_views", "parse_output_tokens"]
+__all__ = ["PageShare", "RequestSketch", "WorkloadMix", "mix_of_sizes", "mix_of_views", "parse_output_tokens"]
 
 VIEWS = Range(whole=True, least=0, most=1_000)
 TEXT_TOKENS = Range(whole=True, least=1, most=1_000_000)
@@ -55,7 +55,7 @@ class RequestSketch:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMix:
+class WorkloadMix:
     """Requests with one page each.
 
     Args:
@@ -137,7 +137,7 @@ class RequestMix:
         return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
-def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tuple[int, int]) -> RequestMix:
+def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tuple[int, int]) -> WorkloadMix:
     """Return the mix of a ``--view-mix`` value: ``4``, or view counts with shares such as ``1:20,3:50,5:30``.
 
     Raises:
@@ -155,13 +155,13 @@ def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tu
         if any(page.views == found.views for page in pages):
             raise SettingError(f"{option}: {found.views} views are given twice: add up their shares")
         pages.append(found)
-    return _checked(RequestMix(tuple(pages), text_tokens, output_tokens), shape, option)
+    return _checked(WorkloadMix(tuple(pages), text_tokens, output_tokens), shape, option)
 
 
 def mix_of_sizes(
     sizes: Iterable[tuple[int, int]], shape: Shape, settings: PanAndScan, *,
     text_tokens: int, output_tokens: tuple[int, int],
-) -> RequestMix:  # fmt: skip
+) -> WorkloadMix:  # fmt: skip
     """Return the mix of pages of these sizes, in pixels (width, height), each in a request of its own.
 
     Raises:
@@ -174,7 +174,7 @@ def mix_of_sizes(
     if not counts:
         raise SettingError("--images: no readable page; give a file, directory or glob with images")
     pages = tuple(PageShare(views, count) for views, count in sorted(counts.items()))
-    return _checked(RequestMix(pages, text_tokens, output_tokens), shape, "--images")
+    return _checked(WorkloadMix(pages, text_tokens, output_tokens), shape, "--images")
 
 
 def parse_output_tokens(text: str) -> tuple[int, int]:
@@ -194,7 +194,7 @@ def parse_output_tokens(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _checked(mix: RequestMix, shape: Shape, option: str) -> RequestMix:
+def _checked(mix: WorkloadMix, shape: Shape, option: str) -> WorkloadMix:
     """Return the mix with the model's tokens per view."""
     most = max(page.views for page in mix.pages)
     if shape.vision is None and most:

@@ -7,10 +7,11 @@ a few ahead of need, one pass is launched while the previous one computes, and t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from typing import Protocol
 
@@ -158,15 +159,19 @@ class SimulatedEngine:
     """One engine on a simulated clock.
 
     ``now``: seconds of the host's clock. ``passes``: all passes so far. ``outstanding``: predicted work of the requests
-    that have not finished, in prompt tokens.
+    that have not finished, in prompt tokens. ``stopped``: whether ``on_done`` stopped it.
 
     Args:
         sizes: sizes of passes and caches.
         times: predicted times.
+        on_done: called with each request that has all its tokens or is refused; False stops the engine.
     """
 
-    def __init__(self, sizes: EngineSizes, times: PassTimes) -> None:
-        self._sizes, self._times = sizes, times
+    def __init__(
+        self, sizes: EngineSizes, times: PassTimes, on_done: Callable[[SimulatedRequest], bool] | None = None
+    ) -> None:
+        self._sizes, self._times, self._on_done = sizes, times, on_done
+        self.stopped = False
         self._blocks = KVBlocks(
             block_size=sizes.block_size, global_blocks=sizes.global_blocks, local_blocks=sizes.local_blocks,
             window=sizes.window, prefix_caching=sizes.prefix_caching,
@@ -200,7 +205,7 @@ class SimulatedEngine:
 
     def run(self, until: float = inf) -> None:
         """Compute until the host's clock reaches ``until``, or nothing is left to do."""
-        while self.now < until:
+        while self.now < until and not self.stopped:
             self._receive()
             self._prepare_ahead()
             if self.step():
@@ -250,7 +255,7 @@ class SimulatedEngine:
         sequence = Sequence(number, list(sketch.ids), len(sketch.ids), sketch.layout, limit)
         if not self._blocks.fits(limit, self._scheduler.longest_chunk(sequence)):
             request.refused = True
-            self.outstanding -= request.cost
+            self._end(request)
             return
         self._requests[sequence] = request
         self._scheduler.add(sequence)
@@ -295,8 +300,13 @@ class SimulatedEngine:
             if request.done:
                 del self._requests[sequence]
                 self._scheduler.remove(sequence)
-                self.outstanding -= request.cost
+                self._end(request)
         return True
+
+    def _end(self, request: SimulatedRequest) -> None:
+        self.outstanding -= request.cost
+        if self._on_done is not None and not self._on_done(request):
+            self.stopped = True
 
 
 def simulate_burst(sizes: EngineSizes, times: PassTimes, sketches: Rows[RequestSketch]) -> list[SimulatedRequest]:
@@ -317,7 +327,7 @@ def route_arrivals(
     Raises:
         SettingError: the arrivals are not ascending.
     """
-    if any(later < earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)):
+    if any(later < earlier for earlier, later in pairwise(arrivals)):
         raise SettingError("the arrival times are not ascending: sort them")
     requests = [SimulatedRequest(sketch, at) for sketch, at in zip(sketches, arrivals, strict=True)]
     for request in requests:
