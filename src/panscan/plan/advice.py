@@ -140,7 +140,7 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
             )
         )
-    if gpu.capability is not None and "fp8" not in gpu.flops_per_s:
+    if gpu.capability is not None and gpu.capability >= (8, 0) and "fp8" not in gpu.flops_per_s:
         found.append(
             Caution(
                 "fp8",
@@ -156,8 +156,6 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " attention in both directions within an image. panscan's engine does it exactly.",
             )
         )
-    if "bf16" not in gpu.flops_per_s:
-        found.append(Caution("fp16", f"{gpu.label} has no bf16 products, and Gemma 3's activations overflow fp16."))
     biggest = max((each.variant.tensor_parallel_size for each in layouts if each.speed), default=1)
     if biggest > 1 and gpu.link.startswith("PCIe"):
         found.append(
