@@ -74,12 +74,19 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
         return None
     exact = next((each for each in fitting if each.exact), None)
     if exact is None:
-        excluded = not any(each.exact for each in asked)
-        why = "--quantization excludes unquantised weights" if excluded else "unquantised weights do not fit"
-        return LayoutAdvice(fitting[0], f"not exact: {why}")
+        return LayoutAdvice(fitting[0], f"not exact: {_why_inexact(asked)}")
     gain = _figure(exact, goal) / _figure(fitting[0], goal)
     rule = "exact: unquantised weights, which give the reference's answers"
     return LayoutAdvice(exact, rule, fitting[0], gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
+
+
+def _why_inexact(layouts: Sequence[Layout]) -> str:
+    """Return why no exact layout is recommended."""
+    if any(each.exact for each in layouts):
+        return "unquantised weights do not fit"
+    if all(each.variant.weights for each in layouts):
+        return "--quantization excludes unquantised weights"
+    return "--kv-cache-dtype fp8 rounds keys and values"
 
 
 def command_words(
