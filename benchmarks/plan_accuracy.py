@@ -36,7 +36,7 @@ PLAN_FILE = Path(__file__).parent.parent / "src" / "panscan" / "plan" / "efficie
 TARGET = 0.2
 """Relative error that the plan aims to stay within."""
 _TOLERANCE = 0.02  # relative difference of a factor that rounding and another NumPy explain
-_PRIOR_WEIGHT = 0.03  # of a factor's log against its prior: decides factors that no record determines
+_PRIOR_WEIGHT = 0.25  # of a factor's log against its prior: decides factors that no record determines
 _ROUNDS = 30
 _STEP = 1e-4  # in logs, for derivatives
 _DIGITS = 3
@@ -54,11 +54,11 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
 """Of the table: phase and sizes; no sizes stands for all."""
 
 _PRIOR = Factors(
-    read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.7, read_int4_few=0.3,
-    compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, overlap=3, overlap_int8=1.5,
-    vision=0.7, attention=0.4, kv=1.0, activations=1.0,
-    layer_seconds=30e-6, pass_seconds=3e-4, vision_seconds=5e-4, launch_seconds=4e-4,
-    message_seconds=13e-6, link=0.6, prepare_seconds=2e-3,
+    read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.75, read_int4_few=0.3,
+    compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, vision=0.7, attention=0.4, kv=1.0, activations=0.8,
+    link=0.6, layer_seconds=30e-6, int4_few_seconds=40e-6, pass_seconds=3e-4, message_seconds=12e-6,
+    launch_seconds=4e-4, launch_ranks_seconds=8e-4, sequence_seconds=6e-5,
+    prepare_seconds=2e-3, prepare_ranks_seconds=4e-3,
 )  # fmt: skip
 """Where the fit starts: the records of single products (products.json), of the tower, and of W1."""
 
