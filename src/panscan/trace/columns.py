@@ -1,0 +1,251 @@
+"""The events of a trace in columns: numbers and interned names, about 30 bytes per event."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from panscan.core import InputError
+from panscan.trace.products import Product, product_of
+
+__all__ = [
+    "ANNOTATION", "FILL", "KERNEL", "OPERATOR", "PYTHON", "RUNTIME", "Columns", "CpuColumns", "Floats", "GpuColumns",
+    "Ints", "collect",
+]  # fmt: skip
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+OPERATOR, RUNTIME, ANNOTATION, PYTHON = range(4)
+"""Kinds of CPU ranges."""
+
+KERNEL, COPY, FILL = range(3)
+"""Kinds of GPU activities."""
+
+_GPU_KINDS = {"kernel": KERNEL, "gpu_memcpy": COPY, "memcpy": COPY, "gpu_memset": FILL, "memset": FILL}
+_CPU_KINDS = {"user_annotation": ANNOTATION, "python_function": PYTHON, "runtime": RUNTIME}
+_IGNORED = ("gpu_user_annotation", "cuda_sync", "trace", "ac2g", "overhead", "cuda_profiler_range")
+_MOST_EVENTS = 50_000_000  # about 2 GB of columns
+_LONGEST_NAME = 1_000
+_NONE = -1  # no correlation or external id
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_INSTANCE = re.compile(r"(?<=^nn\.Module: )(.+)_\d+$")
+_STEP = re.compile(r"^ProfilerStep#\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuColumns:
+    """Kernels, copies and fills, ordered by start. All arrays have one element per activity.
+
+    Args:
+        start, end: microseconds since the first event of the trace.
+        name: indices into :attr:`Columns.names`.
+        kind: KERNEL, COPY or FILL.
+        lane: indices into ``lanes``.
+        correlation: ids that a runtime call shares with what it launched; -1: none.
+        external: ids that an operator shares with what it launched; -1: none.
+        bytes: size of a copy or fill; 0 for kernels.
+        lanes: (device, stream) pairs.
+    """
+
+    start: Floats
+    end: Floats
+    name: Ints
+    kind: Ints
+    lane: Ints
+    correlation: Ints
+    external: Ints
+    bytes: Floats
+    lanes: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuColumns:
+    """Operators, runtime calls, annotations and Python functions, in the order of the file.
+
+    Args:
+        start, end: microseconds since the first event of the trace.
+        name: indices into :attr:`Columns.names`.
+        kind: OPERATOR, RUNTIME, ANNOTATION or PYTHON.
+        thread: indices into ``threads``.
+        correlation: ids that a runtime call shares with what it launched; -1: none.
+        product: indices into :attr:`Columns.products`; -1: not a matrix product with recorded shapes.
+        threads: (process, thread) pairs.
+    """
+
+    start: Floats
+    end: Floats
+    name: Ints
+    kind: Ints
+    thread: Ints
+    correlation: Ints
+    product: Ints
+    threads: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """All timed events of one trace.
+
+    Args:
+        gpu: activities of all GPUs.
+        cpu: ranges of all threads.
+        names: distinct names, without addresses and instance numbers.
+        products: distinct matrix products with recorded shapes.
+        product_of_external: index of the product by the operator's external id.
+        skipped: events without a usable time.
+        unfinished: begin events without an end.
+    """
+
+    gpu: GpuColumns
+    cpu: CpuColumns
+    names: tuple[str, ...]
+    products: tuple[Product, ...]
+    product_of_external: Mapping[int, int]
+    skipped: int
+    unfinished: int
+
+
+def collect(events: Iterable[Mapping[str, Any]]) -> Columns:
+    """Return the timed events of a trace in columns.
+
+    Args:
+        events: events in Chrome's format; times in microseconds.
+
+    Raises:
+        InputError: an event has no usable fields, or there are more events than fit in memory.
+    """
+    collector = _Collector()
+    for event in events:
+        collector.add(event)
+    return collector.columns()
+
+
+class _Index(dict[Any, int]):
+    """Distinct keys, numbered in the order of their first use."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self._gpu = [array(code) for code in "ddibiqqd"]
+        self._cpu = [array(code) for code in "ddibiqi"]
+        self._raw: dict[str, int] = {}
+        self._names, self._lanes, self._threads, self._products = _Index(), _Index(), _Index(), _Index()
+        self._external: dict[int, int] = {}
+        self._open: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
+        self._base: float | None = None
+        self._skipped = 0
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Keep an event if it has a duration."""
+        phase = event.get("ph")
+        if phase not in ("X", "B", "E"):
+            return
+        start = event.get("ts")
+        if not isinstance(start, int | float):
+            self._skipped += 1
+            return
+        if self._base is None:
+            self._base = start
+        start -= self._base  # before the sum: absolute times have few digits to spare
+        if phase == "X":
+            duration = event.get("dur", 0)
+            if not isinstance(duration, int | float) or not 0 <= duration < float("inf"):
+                self._skipped += 1
+            else:
+                self._keep(event, start, start + duration)
+            return
+        thread = self._threads[str(event.get("pid")), str(event.get("tid"))]
+        begun = self._open.setdefault(thread, [])
+        if phase == "B":
+            begun.append((start, event))
+        elif begun:
+            begin, opening = begun.pop()
+            self._keep(opening, begin, max(begin, start))
+        else:
+            self._skipped += 1
+
+    def _keep(self, event: Mapping[str, Any], start: float, end: float) -> None:
+        if len(self._cpu[0]) + len(self._gpu[0]) >= _MOST_EVENTS:
+            raise InputError(f"the trace has more than {_MOST_EVENTS:,} timed events: profile fewer steps")
+        category = str(event.get("cat", "")).lower()
+        if category in _IGNORED:
+            return
+        arguments = event.get("args")
+        if not isinstance(arguments, dict):
+            arguments = {}
+        name = self._name(event.get("name"))
+        kind = _GPU_KINDS.get(category)
+        if kind is not None:
+            lane = self._lanes[
+                str(arguments.get("device", event.get("pid"))), str(arguments.get("stream", event.get("tid")))
+            ]
+            size = arguments.get("bytes", 0)
+            values = (
+                start, end, name, kind, lane, _id(arguments, "correlation"), _id(arguments, "External id"),
+                float(size) if isinstance(size, int | float) else 0.0,
+            )  # fmt: skip
+            for column, value in zip(self._gpu, values, strict=True):
+                column.append(value)
+            return
+        kind = _CPU_KINDS.get(category, RUNTIME if category.endswith(("_runtime", "_driver")) else OPERATOR)
+        thread = self._threads[str(event.get("pid")), str(event.get("tid"))]
+        product = self._product(event, arguments) if "Input Dims" in arguments else _NONE
+        correlation = _id(arguments, "correlation") if kind == RUNTIME else _NONE
+        for column, value in zip(self._cpu, (start, end, name, kind, thread, correlation, product), strict=True):
+            column.append(value)
+
+    def _name(self, raw: object) -> int:
+        """Return the index of a name without what differs between instances of one function."""
+        text = raw if isinstance(raw, str) else str(raw)
+        found = self._raw.get(text)
+        if found is None:
+            plain = _INSTANCE.sub(r"\1", _ADDRESS.sub("", _STEP.sub("ProfilerStep", text[:_LONGEST_NAME])))
+            self._raw[text] = found = self._names[plain]
+        return found
+
+    def _product(self, event: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+        product = product_of(str(event.get("name")), arguments.get("Input Dims"), arguments.get("Input type"))
+        if product is None:
+            return _NONE
+        index = self._products[product]
+        external = _id(arguments, "External id")
+        if external != _NONE:
+            self._external[external] = index
+        return index
+
+    def columns(self) -> Columns:
+        """Return what was kept, as arrays."""
+        gpu = [np.frombuffer(column, column.typecode) if column else np.empty(0) for column in self._gpu]
+        cpu = [np.frombuffer(column, column.typecode) if column else np.empty(0) for column in self._cpu]
+        first = min((float(column[0].min()) for column in (gpu, cpu) if len(column[0])), default=0.0)
+        order = np.argsort(gpu[0], kind="stable")
+        times = [column[order] - first for column in gpu[:2]]
+        whole = [column[order].astype(np.int64) for column in gpu[2:7]]
+        return Columns(
+            gpu=GpuColumns(*times, *whole, gpu[7][order], tuple(self._lanes)),
+            cpu=CpuColumns(
+                cpu[0] - first, cpu[1] - first, *(column.astype(np.int64) for column in cpu[2:]), tuple(self._threads)
+            ),
+            names=tuple(self._names),
+            products=tuple(self._products),
+            product_of_external=self._external,
+            skipped=self._skipped,
+            unfinished=sum(map(len, self._open.values())),
+        )
+
+
+def _id(arguments: Mapping[str, Any], name: str) -> int:
+    """Return an id that links events; -1 if it is absent or no 64-bit integer."""
+    value = arguments.get(name)
+    return value if isinstance(value, int) and 0 <= value < 2**63 else _NONE
