@@ -32,6 +32,7 @@ from panscan.settings import WEIGHT_KINDS
 __all__ = ["Configuration", "main"]
 
 _POLL_SECONDS = 1.0
+_LINK = "link"
 _LINK_SECONDS = 90.0
 _KINDS = ("bf16", *WEIGHT_KINDS)
 
@@ -86,7 +87,7 @@ class _Job:
     process: subprocess.Popen[bytes] | None = None
     held: tuple[int, ...] = ()
     until: float = 0.0
-    error: str | None = None
+    error: str | None = "not completed"
 
     def start(self, held: tuple[int, ...]) -> None:
         """Start the process on these GPUs."""
@@ -100,10 +101,10 @@ class _Job:
         if self.process.poll() is None and time.monotonic() > self.until:
             self.process.kill()
             self.process.wait()
-            self.error = "killed at its deadline"
+            self.error = f"killed after {self.seconds:g} s"
         code = self.process.poll()
-        if code is not None and code != 0 and self.error is None:
-            self.error = f"exit status {code}"
+        if code is not None and code >= 0:
+            self.error = f"exit status {code}" if code else None
         return code is not None
 
     def found(self) -> dict[str, Any]:
@@ -115,21 +116,18 @@ class _Job:
         return found | {"error": self.error}
 
 
-def _jobs(
-    wanted: Sequence[Configuration], gpus: int, seconds: float, passed: Sequence[str], folder: Path
-) -> dict[str, _Job]:
-    """Return a job for each configuration, those of one GPU first; then the link's, if it is needed."""
+def _jobs(wanted: Sequence[Configuration], seconds: float, passed: Sequence[str], folder: Path) -> dict[str, _Job]:
+    """Return a job for each configuration, those of one GPU first, the link's before others of several."""
     jobs = {}
-    for each in sorted(wanted, key=lambda each: each.ranks):
+    for each in wanted:
         part = folder / f"{each.shape}-{each.kind}-{each.ranks}.json"
         command = ["-m", "benchmarks.phases_worker", str(each), "--output", str(part), *passed]
-        jobs[str(each)] = _Job(command, each.ranks if gpus else 0, seconds, part)
-    hidden = sorted({SHAPES[each.shape].text.hidden for each in wanted if each.ranks > 1})
-    if hidden:
+        jobs[str(each)] = _Job(command, each.ranks, seconds, part)
+    if hidden := sorted({SHAPES[each.shape].text.hidden for each in wanted if each.ranks > 1}):
         part = folder / "link.json"
         command = ["-m", "benchmarks.phases_link", "--hidden", ",".join(map(str, hidden)), "--output", str(part)]
-        jobs["link"] = _Job(command, 2 if gpus else 0, _LINK_SECONDS, part)
-    return jobs
+        jobs = {_LINK: _Job(command, 2, _LINK_SECONDS, part), **jobs}
+    return dict(sorted(jobs.items(), key=lambda item: item[1].gpus))
 
 
 def _run(jobs: dict[str, _Job], gpus: int, save: Callable[[], None]) -> None:
@@ -139,7 +137,7 @@ def _run(jobs: dict[str, _Job], gpus: int, save: Callable[[], None]) -> None:
     try:
         while waiting or running:
             while waiting and (len(free) >= waiting[0].gpus if gpus else not running):
-                held = tuple(sorted(free)[: waiting[0].gpus])
+                held = tuple(sorted(free)[: waiting[0].gpus])  # none on a CPU
                 free -= set(held)
                 waiting[0].start(held)
                 running.append(waiting.pop(0))
@@ -176,11 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     own.output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         device = [] if own.gpus else ["--device", "cpu"]
-        jobs = _jobs(wanted, own.gpus, own.seconds, passed + device, Path(folder))
+        jobs = _jobs(wanted, own.seconds, passed + device, Path(folder))
 
         def save() -> None:
             found = {name: job.found() for name, job in jobs.items()}
-            link = found.pop("link", None)
+            link = found.pop(_LINK, None)
             known = [each.pop("environment") for each in found.values() if "environment" in each]
             record = {**header, "environment": known[0] if known else None, "configurations": found, "link": link}
             write_atomically(own.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")

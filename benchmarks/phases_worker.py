@@ -56,11 +56,11 @@ class _Bench:
             apply_attention(self.loaded.model, settings.attention)
             apply_tf32(settings.tf32)
 
-    def open(self, settings: Settings) -> Engine:
-        """Return an engine of these settings, in place of the one before."""
+    def open(self, settings: Settings) -> list[str]:
+        """Open an engine of these settings in place of the one before, and return what it decided at startup."""
         self._close_engine()
         self._engine = Engine(self.loaded, EngineOptions.of(settings), settings, ranks=self._ranks)
-        return self._engine
+        return list(self._engine.decisions)
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Answer requests with empty caches, all at once.
@@ -216,8 +216,7 @@ def measure(wanted: Configuration, own: argparse.Namespace) -> None:
 def _measure(bench: _Bench, requests: Sequence[Request], count: int, pages: Sequence[int], save: Any) -> None:
     """Measure with the default options, then with passes that hold the longest prompt."""
     settings = bench.settings
-    engine = bench.open(settings)
-    save("engine", decisions=list(engine.decisions))
+    save("engine", decisions=bench.open(settings))
     bench.run([with_tokens(request, 4) for request in requests[:_FEW]])
     save("warm-up")
     save("alone", alone=alone(bench, requests))
@@ -230,8 +229,7 @@ def _measure(bench: _Bench, requests: Sequence[Request], count: int, pages: Sequ
     work = {"views": one.views, "prompt_tokens": one.prompt_tokens, "output_tokens": settings.sampling.max_new_tokens}
     longest = max(pages) * one.prompt_tokens
     wide = replace(settings, prefill_chunk_size=longest, vision_batch_size=max(pages) * one.views)
-    engine = bench.open(wide)
-    save("wide engine", work=work, wide_decisions=list(engine.decisions))
+    save("wide engine", work=work, wide_decisions=bench.open(wide))
     save("long prompts", long_prompts=long_prompts(bench, requests, pages))
 
 

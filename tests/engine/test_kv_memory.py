@@ -28,9 +28,16 @@ from panscan.model.text_layers import LayerFacts
 CPU = torch.device("cpu")
 LAYERS = [LayerFacts(local, 2, 16, torch.float32, torch.float32, CPU) for local in (True, True, False, True)]
 FACTS = MemoryFacts(
-    KVShape.of(LAYERS), "cpu", working_bytes=10**8, view_bytes=1024, window=30, image_tokens=4, max_positions=131_072
+    KVShape.of(LAYERS),
+    "cpu",
+    on_gpu=False,
+    working_bytes=10**8,
+    view_bytes=1024,
+    window=30,
+    image_tokens=4,
+    max_positions=131_072,
 )
-ON_GPU = replace(FACTS, device="cuda:0")
+ON_GPU = replace(FACTS, device="cuda:0", on_gpu=True)
 H100 = DeviceMemory(total=80 * 10**9, free=50 * 10**9, reserved=28 * 10**9)
 
 

@@ -18,11 +18,12 @@ from panscan.settings import nearest
 
 __all__ = ["Gpu", "all_gpus", "gpu_named"]
 
-_RATES = ("bf16", "fp16", "fp8", "int8")
+_RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
 _NEEDED = ("memory", "bandwidth", "bf16")
-_CUSTOM = (*_NEEDED, "fp8", "int8", "link", "capability")
+_CUSTOM = (*_NEEDED, "fp16", "fp32", "fp8", "int8", "link", "capability")
 _EXAMPLE = "memory=24,bandwidth=936,bf16=71,int8=142,link=32 (GB, GB/s, TFLOP/s, TOP/s, GB/s)"
-_LEAST_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
+_KERNELS, _FP8 = (8, 0), (8, 9)  # compute capabilities that quantised weights and float8 need (linear.multiply)
+_LINK = 32.0  # GB/s of PCIe 4.0 x16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Gpu:
         label: the name as the vendor writes it.
         memory_bytes: device memory as the driver reports it, which is less than the vendor's figure.
         bytes_per_s: memory bandwidth.
-        flops_per_s: dense product rates by operand type (bf16, fp16, fp8, int8); types without hardware are absent.
+        flops_per_s: dense rates of products by type (bf16, fp16, fp32, fp8, int8); absent: no such hardware.
         link: connection to other GPUs of the machine.
         link_bytes_per_s: its bandwidth in each direction.
         capability: CUDA compute capability; None: no NVIDIA GPU, or unknown.
@@ -54,6 +55,27 @@ class Gpu:
     sources: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     note: str = ""
+
+    def refusal(self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16") -> str | None:
+        """Return why the engine cannot run these types here, and what to use; None if it can.
+
+        Args:
+            weights: quantisation of the weights; None: none.
+            kv_cache_dtype: type of keys and values.
+            dtype: type of everything else.
+        """
+        if self.capability is None:
+            return "--quantization fp8 needs an NVIDIA GPU: use int8 or int4" if weights == "fp8" else None
+        has = "{} has {}.{}".format(self.name, *self.capability)
+        if dtype == "bf16" and "bf16" not in self.flops_per_s:
+            return f"--dtype bf16: {self.name} has no bf16 products: use fp32"
+        if weights is not None and self.capability < _KERNELS:
+            return f"--quantization {weights} needs compute capability 8.0 or later; {has}"
+        if weights == "fp8" and self.capability < _FP8:
+            return f"--quantization fp8 needs compute capability 8.9 or later; {has}: use int8 or int4"
+        if kv_cache_dtype == "fp8" and self.capability < _FP8:
+            return f"--kv-cache-dtype fp8 needs compute capability 8.9 or later; {has}: use auto"
+        return None
 
 
 @cache
@@ -94,7 +116,7 @@ def _gpu(name: str, values: Mapping[str, Any]) -> Gpu:
     return Gpu(
         name=name,
         label=values["label"],
-        memory_bytes=round(values["memory_mib"] * 2**20),
+        memory_bytes=round(values["memory_gib"] * 2**30),
         bytes_per_s=values["bandwidth_gb_s"] * 1e9,
         flops_per_s=MappingProxyType({kind: values[kind] * 1e12 for kind in _RATES if kind in values}),
         link=values["link"],
@@ -122,15 +144,15 @@ def _custom(text: str) -> Gpu:
     numbers = {key: _number(key, value) for key, value in given.items()}
     rates = {kind: numbers[kind] * 1e12 for kind in _RATES if kind in numbers}
     if capability is None:
-        capability = _FP8_CAPABILITY if "fp8" in rates else _LEAST_CAPABILITY
+        capability = _FP8 if "fp8" in rates else _KERNELS
     return Gpu(
         name="custom",
         label=f"custom GPU ({numbers['memory']:g} GB)",
         memory_bytes=round(numbers["memory"] * 1e9),
         bytes_per_s=numbers["bandwidth"] * 1e9,
         flops_per_s=MappingProxyType(rates),
-        link="custom" if "link" in numbers else "unknown, PCIe 4.0 x16 assumed",
-        link_bytes_per_s=numbers.get("link", 32.0) * 1e9,
+        link="custom" if "link" in numbers else "PCIe 4.0 x16, assumed",
+        link_bytes_per_s=numbers.get("link", _LINK) * 1e9,
         capability=capability,
     )
 

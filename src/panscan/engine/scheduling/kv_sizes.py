@@ -1,4 +1,4 @@
-"""KV cache sizes: what the memory of a device allows. Integers only; the tensors are in ``engine.kv_memory``."""
+"""Memory of passes and of the KV cache, as sizes. Integers only; the tensors are in ``engine.kv_memory``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ from panscan.engine.options import EngineOptions
 if TYPE_CHECKING:
     from panscan.model.text_layers import LayerFacts
 
-__all__ = ["DeviceMemory", "KVShape", "MemoryBudget", "MemoryFacts", "choose_blocks", "split_blocks"]
+__all__ = [
+    "DeviceMemory",
+    "KVShape",
+    "MemoryBudget",
+    "MemoryFacts",
+    "choose_blocks",
+    "gpu_working_bytes",
+    "pass_rows",
+    "split_blocks",
+]
 
 _CPU_SHARE = 0.9  # of available memory; passes need the rest
 _CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
 _GPU_MARGIN = 0.01  # of a GPU's memory: libraries allocate some outside PyTorch's allocator
+_SLACK = 1.2  # of the working memory of the largest pass: the allocator cannot use all that it reserves
+_PIXEL_SHARE = 250  # 1/250 of the memory limit is for pixels that wait: 33 views of 40 GB
+_FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
 
 class KVShape(NamedTuple):
@@ -40,7 +52,8 @@ class MemoryFacts:
 
     Args:
         shape: bytes of one token's keys and values on this device; with tensor parallelism, of this rank's heads.
-        device: name of the device, such as ``cuda:0``.
+        device: name of the device in messages, such as ``cuda:0``.
+        on_gpu: whether it is an NVIDIA GPU.
         working_bytes: most bytes that a pass, with its vision batch and CUDA graphs, needs at once.
         view_bytes: bytes of one encoded view; 0 for a text-only model, which has no vision cache.
         window: positions that a local layer attends to.
@@ -51,17 +64,13 @@ class MemoryFacts:
 
     shape: KVShape
     device: str
+    on_gpu: bool
     working_bytes: int
     view_bytes: int
     window: int
     image_tokens: int
     max_positions: int
     processes: int = 1
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the device is an NVIDIA GPU."""
-        return self.device.startswith("cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,27 @@ class MemoryBudget:
     bytes: int
     option: str
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of pixels that may wait on the GPU."""
+        return self.bytes // _PIXEL_SHARE
+
+    def check_weights(self, held: int, device: str) -> None:
+        """Refuse weights that leave nothing for passes and caches.
+
+        Args:
+            held: bytes of the weights.
+            device: name of the device in the message.
+
+        Raises:
+            UnsupportedError: they take the whole budget.
+        """
+        if held >= self.bytes:
+            raise UnsupportedError(
+                f"{self.option}: the model's weights take {held / 1e9:.3g} GB of {device}: raise it, or use"
+                " --tensor-parallel-size"
+            )
+
     @classmethod
     def of(cls, options: EngineOptions, total: int) -> Self:
         """Return the lower limit of ``gpu_memory_utilization`` x ``total`` bytes and ``gpu_memory_gb``."""
@@ -87,6 +117,23 @@ class MemoryBudget:
         if options.gpu_memory_gb is None or options.gpu_memory_gb * 1e9 >= share:
             return cls(share, f"--gpu-memory-utilization {options.gpu_memory_utilization:g}")
         return cls(int(options.gpu_memory_gb * 1e9), f"--gpu-memory-gb {options.gpu_memory_gb:g}")
+
+
+def pass_rows(options: EngineOptions, image_tokens: int) -> int:
+    """Return the rows of the largest pass: a chunk that ends inside an image block, which is taken whole, and a row of
+    every other sequence."""
+    return options.prefill_chunk_size + image_tokens + options.max_num_seqs
+
+
+def gpu_working_bytes(*, largest_pass: int, graphs: int, pixels: int) -> int:
+    """Return the bytes of a GPU to keep free of caches.
+
+    Args:
+        largest_pass: bytes that the largest pass allocates.
+        graphs: bytes of the CUDA graphs.
+        pixels: bytes of pixels that wait for the vision tower.
+    """
+    return int(_SLACK * largest_pass) + graphs + _FIXED_BYTES + pixels
 
 
 def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, int]:
