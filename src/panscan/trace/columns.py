@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 
 OPERATOR, RUNTIME, ANNOTATION, PYTHON = range(4)
 """Kinds of CPU ranges."""
@@ -137,8 +137,8 @@ class _Index(dict[Any, int]):
 
 class _Collector:
     def __init__(self) -> None:
-        self._gpu = [array(code) for code in "ddibiqqd"]
-        self._cpu = [array(code) for code in "ddibiqi"]
+        self._gpu: list[array[Any]] = [array(code) for code in "ddibiqqd"]
+        self._cpu: list[array[Any]] = [array(code) for code in "ddibiqi"]
         self._raw: dict[str, int] = {}
         self._names, self._lanes, self._threads, self._products = _Index(), _Index(), _Index(), _Index()
         self._external: dict[int, int] = {}
@@ -226,23 +226,25 @@ class _Collector:
 
     def columns(self) -> Columns:
         """Return what was kept, as arrays."""
-        gpu = [np.frombuffer(column, column.typecode) if column else np.empty(0) for column in self._gpu]
-        cpu = [np.frombuffer(column, column.typecode) if column else np.empty(0) for column in self._cpu]
+        gpu, cpu = ([_array(column) for column in each] for each in (self._gpu, self._cpu))
         first = min((float(column[0].min()) for column in (gpu, cpu) if len(column[0])), default=0.0)
         order = np.argsort(gpu[0], kind="stable")
-        times = [column[order] - first for column in gpu[:2]]
-        whole = [column[order].astype(np.int64) for column in gpu[2:7]]
+        start, end, name, kind, lane, correlation, external, size = (column[order] for column in gpu)
+        lanes, threads = tuple(self._lanes), tuple(self._threads)
         return Columns(
-            gpu=GpuColumns(*times, *whole, gpu[7][order], tuple(self._lanes)),
-            cpu=CpuColumns(
-                cpu[0] - first, cpu[1] - first, *(column.astype(np.int64) for column in cpu[2:]), tuple(self._threads)
-            ),
+            gpu=GpuColumns(start - first, end - first, name, kind, lane, correlation, external, size, lanes),
+            cpu=CpuColumns(cpu[0] - first, cpu[1] - first, cpu[2], cpu[3], cpu[4], cpu[5], cpu[6], threads),
             names=tuple(self._names),
             products=tuple(self._products),
             product_of_external=self._external,
             skipped=self._skipped,
             unfinished=sum(map(len, self._open.values())),
         )
+
+
+def _array(column: array[Any]) -> npt.NDArray[Any]:
+    """Return a column as an array that shares its memory."""
+    return np.frombuffer(column, dtype=column.typecode) if column else np.empty(0, dtype=column.typecode)
 
 
 def _id(arguments: Mapping[str, Any], name: str) -> int:

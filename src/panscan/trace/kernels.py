@@ -57,7 +57,7 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
         return (), 0.0
     duration = data.end - data.start
     total, count = np.bincount(data.name, duration, size), np.bincount(data.name, minlength=size)
-    moved, work, known = _recorded_work(columns, duration, gpu)
+    moved, work, known = _recorded_work(columns, gpu)
     first_kind = np.zeros(size, dtype=np.int64)
     first_kind[data.name] = kinds
     found = []
@@ -81,7 +81,7 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
     return tuple(found), float(total.sum()) / 1e3 - sum(each.total_ms for each in found)
 
 
-def _recorded_work(columns: Columns, duration: Floats, gpu: Gpu | None) -> tuple[Floats, tuple[Floats, Floats], Ints]:
+def _recorded_work(columns: Columns, gpu: Gpu | None) -> tuple[Floats, tuple[Floats, Floats], Ints]:
     """Return bytes, (FLOPs, least seconds) and the number of activities with known work, by name.
 
     The work of an operator that launches several kernels belongs to none of them.
@@ -93,12 +93,11 @@ def _recorded_work(columns: Columns, duration: Floats, gpu: Gpu | None) -> tuple
     flops, read, least = (np.array([*values, 0.0]) for values in _limits(columns.products, gpu))
     moved = np.where(product >= 0, read[product], data.bytes)
     known = np.bincount(data.name, (product >= 0) | (data.bytes > 0), size).astype(np.int64)
-    del duration
-    return (
-        np.bincount(data.name, moved, size),
-        (np.bincount(data.name, flops[product], size), np.bincount(data.name, least[product], size)),
-        known,
-    )
+
+    def summed(values: Floats) -> Floats:
+        return np.bincount(data.name, values, size).astype(np.float64)
+
+    return summed(moved), (summed(flops[product]), summed(least[product])), known
 
 
 def _products_of_activities(columns: Columns) -> Ints:

@@ -25,6 +25,7 @@ _TAIL = 32  # an error this close to the end of the text may only mean that a nu
 _KEPT = ("deviceProperties", "distributedInfo", "with_stack", "record_shapes", "profile_memory", "schemaVersion")
 _NAMES = (".json", ".json.gz", ".trace", ".trace.gz")
 _SPACE = re.compile(r"[ \t\r\n]*")
+_AGAIN = "copy the file again, or let the profiler finish writing it"
 _FIX = "expected a trace that torch.profiler or Chrome wrote"
 
 
@@ -87,9 +88,6 @@ class Trace:
         if not found:
             has = f"it has {', '.join(names[:4])}" if names else "it is an empty object"
             raise InputError(f"{self.path}: JSON, but not a trace: no traceEvents ({has}): {_FIX}")
-
-
-_AGAIN = "copy the file again, or let the profiler finish writing it"
 
 
 def open_trace(path: str | Path) -> Trace:

@@ -48,11 +48,16 @@ class FigureTable:
     note: str = ""
 
 
-def tables_of(summary: Summary) -> Iterator[FigureTable]:
-    """Yield the tables of a summary that have rows."""
+def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[FigureTable]:
+    """Yield the tables of a summary that have rows.
+
+    Args:
+        summary: of one trace.
+        top: number of rows of kernels, products and operators; None: all that the summary holds.
+    """
     for table in (
         _phases(summary), _steps(summary), _gpus(summary.gpus), _fillers(summary), _callers(summary),
-        _kernels(summary), _products(summary), _operators(summary),
+        _kernels(summary, top), _products(summary, top), _operators(summary, top),
     ):  # fmt: skip
         if table.rows:
             yield table
@@ -150,12 +155,13 @@ def _idle_title(summary: Summary, steps: StepTime) -> str:
     return f"CPU while the GPU is idle{per}" if summary.gpus else f"CPU outside operators{per}"
 
 
-def _kernels(summary: Summary) -> FigureTable:
-    known = any(each.bytes_per_s or each.flops_per_s for each in summary.kernels)
-    headings = ("kernel", "type", "count", "ms", "mean us", "share")
-    headings += ("GB/s", "TFLOP/s", "of the limit") if known else ()
-    rows = tuple(_kernel(each, known) for each in summary.kernels)
-    note = f"All others: {milliseconds(summary.other_kernels_ms)}." if summary.other_kernels_ms > 1e-6 else ""
+def _kernels(summary: Summary, top: int | None) -> FigureTable:
+    known = any(each.bytes_per_s or each.flops_per_s for each in summary.kernels[:top])
+    rates = ("GB/s", "TFLOP/s", "of the limit") if known else ()
+    headings = ("kernel", "type", "count", "ms", "mean us", "share", *rates)
+    rows = tuple(_kernel(each, known) for each in summary.kernels[:top])
+    others = summary.other_kernels_ms + sum(each.total_ms for each in summary.kernels[len(rows) :])
+    note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
     return FigureTable("Kernels with most time", headings, rows, note)
 
 
@@ -170,25 +176,25 @@ def _kernel(each: KernelTime, known: bool) -> tuple[Cell, ...]:
     return cells + tuple(Cell(text.partition(" ")[0]) for text in figures)
 
 
-def _products(summary: Summary) -> FigureTable:
+def _products(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(
         (
             Cell(each.label), Cell(str(each.count), value=each.count), _ms(each.total_ms),
             _ms(each.bytes_per_s / 1e9), _ms(each.flops_per_s / 1e12), Cell(each.bound or ""),
             Cell(ceiling(each.ceiling_share)),
         )
-        for each in summary.products
+        for each in summary.products[:top]
     )  # fmt: skip
     headings = ("product", "count", "ms", "GB/s", "TFLOP/s", "bound", "of the limit")
     note = f"Limits: data sheet of {summary.gpu_name}." if any(each.bound for each in summary.products) else ""
     return FigureTable("Matrix products, from recorded shapes", headings, rows, note)
 
 
-def _operators(summary: Summary) -> FigureTable:
+def _operators(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(
         (Cell(short_name(each.name), full=each.name), Cell(str(each.count), value=each.count), _ms(each.self_ms),
          _ms(each.total_ms))
-        for each in summary.operators
+        for each in summary.operators[:top]
     )  # fmt: skip
     cpu = summary.cpu
     note = ""

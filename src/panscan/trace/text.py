@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from panscan.report.formatting import cut
+from panscan.trace.compare import compare, comparison_tables
 from panscan.trace.figures import Summary
 from panscan.trace.tables import FigureTable, tables_of
 
-__all__ = ["lines", "table_lines"]
+__all__ = ["comparison_lines", "lines", "table_lines"]
 
 _WIDTH = 100
 _NARROWEST = 24  # characters of the first column
@@ -25,6 +28,17 @@ def lines(summary: Summary, *, width: int = _WIDTH) -> list[str]:
     if summary.notes:
         found += ["", *(f"note: {note}" for note in summary.notes)]
     return found
+
+
+def comparison_lines(summaries: Sequence[Summary], *, width: int = _WIDTH) -> list[str]:
+    """Return several summaries side by side as lines of text: the headlines, then one table per group of figures."""
+    comparison = compare(summaries)
+    found = [f"{comparison.headline}."]
+    found += [f"{name}: {summary.headline}." for name, summary in zip(comparison.names, summaries, strict=True)]
+    for table in comparison_tables(comparison):
+        found += ["", *table_lines(table, width=width)]
+    notes = dict.fromkeys(note for summary in summaries for note in summary.notes)
+    return found + (["", *(f"note: {note}" for note in notes)] if notes else [])
 
 
 def table_lines(table: FigureTable, *, width: int = _WIDTH) -> list[str]:

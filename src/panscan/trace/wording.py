@@ -21,8 +21,8 @@ def headline(summary: Summary) -> str:
     """Return the most important figure of a trace as one sentence."""
     steps = summary.steps
     if steps is None:
-        busy = sum(gpu.busy_ms for gpu in summary.gpus)
-        return f"GPU events only: {milliseconds(busy)} of activity in {milliseconds(summary.span_ms)}"
+        active = sum(gpu.busy_ms for gpu in summary.gpus)
+        return f"GPU events only: {milliseconds(active)} of activity in {milliseconds(summary.span_ms)}"
     per = f"per {steps.name}" if steps.name != "trace" else "from the first to the last activity"
     if not summary.gpus:
         return _cpu_headline(summary, steps, per)
@@ -30,8 +30,8 @@ def headline(summary: Summary) -> str:
     whole = milliseconds(steps.step_ms)
     if steps.idle_ms < _IDLE_WORTH_WORDS * steps.step_ms:
         most = f"; most time: {short_name(summary.kernels[0].name)}" if summary.kernels else ""
-        busy = "The GPU is" if len(summary.gpus) == 1 else "A GPU is"
-        return f"{busy} busy for {percent(steps.busy_ms / max(steps.step_ms, 1e-12))} of {whole} {per}{most}"
+        one = "The GPU is" if len(summary.gpus) == 1 else "A GPU is"
+        return f"{one} busy for {percent(steps.busy_ms / max(steps.step_ms, 1e-12))} of {whole} {per}{most}"
     text = f"{subject} idle for {milliseconds(steps.idle_ms)} of {whole} {per}"
     return text + _reason(steps)
 
