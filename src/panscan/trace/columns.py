@@ -31,7 +31,11 @@ KERNEL, COPY, FILL = range(3)
 _GPU_KINDS = {"kernel": KERNEL, "gpu_memcpy": COPY, "memcpy": COPY, "gpu_memset": FILL, "memset": FILL}
 _CPU_KINDS = {"user_annotation": ANNOTATION, "python_function": PYTHON, "runtime": RUNTIME}
 _IGNORED = ("gpu_user_annotation", "cuda_sync", "trace", "ac2g", "overhead", "cuda_profiler_range")
-_MOST_EVENTS = 50_000_000  # about 2 GB of columns
+_MOST_EVENTS = 50_000_000  # on CPUs, and on GPUs: about 2 GB of columns
+_TOO_MANY = f"the trace has more than {_MOST_EVENTS:,} timed events: profile fewer steps"
+_MOST_NAMES = 1_000_000
+_DEEPEST = 10_000  # begin events without an end on one thread
+_LATEST = 1e18  # microseconds; NaN and infinity are beyond
 _LONGEST_NAME = 1_000
 _NONE = -1  # no correlation or external id
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -135,14 +139,30 @@ class _Index(dict[Any, int]):
         return number
 
 
+class _Categories(dict[Any, tuple[bool, int] | None]):
+    """(whether on the GPU, kind) by category; None: not counted."""
+
+    def __missing__(self, category: Any) -> tuple[bool, int] | None:
+        plain = str(category).lower()
+        found: tuple[bool, int] | None = None
+        if plain in _GPU_KINDS:
+            found = (True, _GPU_KINDS[plain])
+        elif plain not in _IGNORED:
+            runtime = plain.endswith(("_runtime", "_driver"))
+            found = (False, _CPU_KINDS.get(plain, RUNTIME if runtime else OPERATOR))
+        self[category] = found
+        return found
+
+
 class _Collector:
     def __init__(self) -> None:
         self._gpu: list[array[Any]] = [array(code) for code in "ddibiqqd"]
         self._cpu: list[array[Any]] = [array(code) for code in "ddibiqi"]
         self._raw: dict[str, int] = {}
+        self._categories = _Categories()
         self._names, self._lanes, self._threads, self._products = _Index(), _Index(), _Index(), _Index()
         self._external: dict[int, int] = {}
-        self._open: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
+        self._open: dict[tuple[str, str], list[tuple[float, Mapping[str, Any]]]] = {}
         self._base: float | None = None
         self._skipped = 0
 
@@ -152,7 +172,7 @@ class _Collector:
         if phase not in ("X", "B", "E"):
             return
         start = event.get("ts")
-        if not isinstance(start, int | float):
+        if not isinstance(start, int | float) or not -_LATEST < start < _LATEST:
             self._skipped += 1
             return
         if self._base is None:
@@ -160,57 +180,70 @@ class _Collector:
         start -= self._base  # before the sum: absolute times have few digits to spare
         if phase == "X":
             duration = event.get("dur", 0)
-            if not isinstance(duration, int | float) or not 0 <= duration < float("inf"):
-                self._skipped += 1
-            else:
+            if isinstance(duration, int | float) and 0 <= duration < _LATEST:
                 self._keep(event, start, start + duration)
-            return
-        thread = self._threads[str(event.get("pid")), str(event.get("tid"))]
-        begun = self._open.setdefault(thread, [])
-        if phase == "B":
-            begun.append((start, event))
-        elif begun:
+            else:
+                self._skipped += 1
+        else:
+            self._pair(event, start, begins=phase == "B")
+
+    def _pair(self, event: Mapping[str, Any], time: float, *, begins: bool) -> None:
+        """Keep a begin event until its end event: they nest within a thread."""
+        begun = self._open.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
+        if begins and len(begun) < _DEEPEST:
+            begun.append((time, {name: event.get(name) for name in ("cat", "name", "pid", "tid")}))
+        elif not begins and begun:
             begin, opening = begun.pop()
-            self._keep(opening, begin, max(begin, start))
+            self._keep(opening, begin, max(begin, time))
         else:
             self._skipped += 1
 
     def _keep(self, event: Mapping[str, Any], start: float, end: float) -> None:
-        if len(self._cpu[0]) + len(self._gpu[0]) >= _MOST_EVENTS:
-            raise InputError(f"the trace has more than {_MOST_EVENTS:,} timed events: profile fewer steps")
-        category = str(event.get("cat", "")).lower()
-        if category in _IGNORED:
+        category = event.get("cat", "")
+        found = self._categories[category if isinstance(category, str) else str(category)]
+        if found is None:
             return
+        on_gpu, kind = found
         arguments = event.get("args")
         if not isinstance(arguments, dict):
             arguments = {}
         name = self._name(event.get("name"))
-        kind = _GPU_KINDS.get(category)
-        if kind is not None:
-            lane = self._lanes[
-                str(arguments.get("device", event.get("pid"))), str(arguments.get("stream", event.get("tid")))
-            ]
-            size = arguments.get("bytes", 0)
-            values = (
-                start, end, name, kind, lane, _id(arguments, "correlation"), _id(arguments, "External id"),
-                float(size) if isinstance(size, int | float) else 0.0,
-            )  # fmt: skip
-            for column, value in zip(self._gpu, values, strict=True):
-                column.append(value)
+        if on_gpu:
+            self._keep_activity(event, arguments, (start, end, name, kind))
             return
-        kind = _CPU_KINDS.get(category, RUNTIME if category.endswith(("_runtime", "_driver")) else OPERATOR)
-        thread = self._threads[str(event.get("pid")), str(event.get("tid"))]
-        product = self._product(event, arguments) if "Input Dims" in arguments else _NONE
-        correlation = _id(arguments, "correlation") if kind == RUNTIME else _NONE
-        for column, value in zip(self._cpu, (start, end, name, kind, thread, correlation, product), strict=True):
+        if len(self._cpu[0]) >= _MOST_EVENTS:
+            raise InputError(_TOO_MANY)
+        starts, ends, names, kinds, threads, correlations, products = self._cpu
+        starts.append(start)
+        ends.append(end)
+        names.append(name)
+        kinds.append(kind)
+        threads.append(self._threads[str(event.get("pid")), str(event.get("tid"))])
+        correlations.append(_id(arguments, "correlation") if kind == RUNTIME else _NONE)
+        products.append(self._product(event, arguments) if "Input Dims" in arguments else _NONE)
+
+    def _keep_activity(
+        self, event: Mapping[str, Any], arguments: Mapping[str, Any], values: tuple[float, float, int, int]
+    ) -> None:
+        if len(self._gpu[0]) >= _MOST_EVENTS:
+            raise InputError(_TOO_MANY)
+        device, stream = arguments.get("device", event.get("pid")), arguments.get("stream", event.get("tid"))
+        size = arguments.get("bytes", 0)
+        rest = (
+            self._lanes[str(device), str(stream)], _id(arguments, "correlation"), _id(arguments, "External id"),
+            float(size) if isinstance(size, int | float) and 0 <= size < _LATEST else 0.0,
+        )  # fmt: skip
+        for column, value in zip(self._gpu, (*values, *rest), strict=True):
             column.append(value)
 
     def _name(self, raw: object) -> int:
         """Return the index of a name without what differs between instances of one function."""
-        text = raw if isinstance(raw, str) else str(raw)
+        text = (raw if isinstance(raw, str) else str(raw))[:_LONGEST_NAME]
         found = self._raw.get(text)
         if found is None:
-            plain = _INSTANCE.sub(r"\1", _ADDRESS.sub("", _STEP.sub("ProfilerStep", text[:_LONGEST_NAME])))
+            if len(self._raw) >= _MOST_NAMES:
+                text = "(other names)"
+            plain = _INSTANCE.sub(r"\1", _ADDRESS.sub("", _STEP.sub("ProfilerStep", text)))
             self._raw[text] = found = self._names[plain]
         return found
 

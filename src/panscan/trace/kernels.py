@@ -37,7 +37,7 @@ def gpu_of(metadata: Mapping[str, Any]) -> tuple[str | None, Gpu | None]:
 
 def _by_memory(gpu: Gpu, model: str, memory: object) -> Gpu | None:
     """Return the variant of a GPU model with the memory that the trace reports; None: there is no such variant."""
-    if not isinstance(memory, int):
+    if not isinstance(memory, int) or memory <= 0:
         return gpu
     variants = [gpu, *(each for each in all_gpus().values() if each.name.split("-")[0] == model.lower())]
     return next((each for each in variants if abs(each.memory_bytes / memory - 1) < 0.1), None)

@@ -16,6 +16,8 @@ _OUTPUT_BYTES = {"aten::_int_mm": 4, "aten::_scaled_mm": 2}  # wider than the in
 _LEFT = {"aten::addmm": 1, "aten::baddbmm": 1, "aten::addmv": 1}  # position of the left factor, 0 elsewhere
 _OPERATORS = ("aten::mm", "aten::bmm", "aten::mv", "aten::_int_mm", "aten::_scaled_mm", *_LEFT)
 
+_LARGEST = 2**40
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -61,13 +63,13 @@ def product_of(operator: str, shapes: object, types: object) -> Product | None:
     if operator not in _OPERATORS or not isinstance(shapes, list) or not isinstance(types, list):
         return None
     at = _LEFT.get(operator, 0)
-    if len(shapes) < at + 2 or len(types) < at + 2 or types[at] not in _TYPES:
+    if len(shapes) < at + 2 or len(types) < at + 2 or str(types[at]) not in _TYPES:
         return None
     sizes = _sizes(shapes[at], shapes[at + 1])
     if sizes is None:
         return None
     batch, rows, inner, columns = sizes
-    width, dtype = _TYPES[types[at]]
+    width, dtype = _TYPES[str(types[at])]
     result = _OUTPUT_BYTES.get(operator, width) * rows * columns
     moved = batch * (width * (rows * inner + inner * columns) + result)
     return Product(operator, *sizes, dtype, flops=2.0 * prod(sizes), bytes=float(moved))
@@ -75,12 +77,16 @@ def product_of(operator: str, shapes: object, types: object) -> Product | None:
 
 def _sizes(left: object, right: object) -> tuple[int, int, int, int] | None:
     """Return (batch, rows, inner, columns) of two factors; None unless they fit."""
-    if not all(isinstance(each, list) and all(type(size) is int for size in each) for each in (left, right)):
-        return None
-    a: list[int] = list(left)  # type: ignore[call-overload]  # checked above
-    b: list[int] = list(right)  # type: ignore[call-overload]
+    a, b = _shape(left), _shape(right)
     if len(b) == 1:
-        b = [*b, 1]  # a vector is a matrix with one column
+        b = (*b, 1)  # a vector is a matrix with one column
     if len(a) != len(b) or len(a) not in (2, 3) or a[-1] != b[-2] or a[:-2] != b[:-2]:
         return None
     return prod(a[:-2]), a[-2], a[-1], b[-1]
+
+
+def _shape(sizes: object) -> tuple[int, ...]:
+    """Return a shape; empty if it is none, or a size is 0 or absurd."""
+    if not isinstance(sizes, list) or len(sizes) > 3:
+        return ()
+    return tuple(sizes) if all(type(size) is int and 0 < size < _LARGEST for size in sizes) else ()
