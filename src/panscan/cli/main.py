@@ -34,6 +34,7 @@ VERBS = {
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
     "serve": "Serve an OpenAI-compatible API and a playground.",
+    "trace": "Summarise profiler traces: GPU busy, idle, and why.",
     "verify": "Check what any endpoint computes, with a diagnosis.",
 }
 
