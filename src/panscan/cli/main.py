@@ -28,6 +28,7 @@ VERBS = {
     "crops": "Draw the views that pan and scan takes of an image.",
     "demo": "What pan and scan brings and costs, on made-up documents.",
     "load": "Measure an OpenAI-compatible endpoint under traffic.",
+    "profile": "Profile a warm request: what the GPU waited for.",
     "quantize": "Write a quantised checkpoint, or audit one.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",

@@ -23,7 +23,7 @@ from panscan.model.inputs import Prepared, Read, plan_request
 from panscan.model.prompt import Prompt, PromptWriter, conversation
 from panscan.model.tokenizer import tokenizer_for
 
-__all__ = ["E2B", "is_gemma3n", "load_gemma3n", "prepare_gemma3n", "random_gemma3n"]
+__all__ = ["E2B", "gemma3n_reads_images", "is_gemma3n", "load_gemma3n", "prepare_gemma3n", "random_gemma3n"]
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
 _DEVIATION = 0.02
@@ -38,6 +38,15 @@ def is_gemma3n(name: str, revision: str | None = None) -> bool:
         ModelError: the checkpoint is not available.
     """
     return _model_type(name, revision) in (_IMAGE_MODEL, _TEXT_MODEL)
+
+
+def gemma3n_reads_images(name: str, revision: str | None = None) -> bool:
+    """Return whether a Gemma 3n checkpoint reads images; one of its text decoder alone does not.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    return _model_type(name, revision) == _IMAGE_MODEL
 
 
 def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None) -> Loaded:

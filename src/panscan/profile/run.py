@@ -22,7 +22,7 @@ from panscan.runners.gemma3n import Gemma3nRunner
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
-__all__ = ["Profiled", "Timing", "gemma3n_reason", "profile_modes", "profile_runner"]
+__all__ = ["Profiled", "Timing", "checked_modes", "profile_modes", "profile_runner", "runs_gemma3n"]
 
 _WARM_UPS, _TIMED = 2, 3
 ProfiledRunner = GenerateRunner | EngineRunner
@@ -73,21 +73,35 @@ class Profiled:
     facts: Mapping[str, Any]
 
 
-def gemma3n_reason(settings: Settings, modes: Sequence[Mode]) -> str | None:
-    """Return why these modes cannot run a Gemma 3n; None if they can, or if it is none.
+def runs_gemma3n(settings: Settings) -> bool:
+    """Return whether settings name a Gemma 3n checkpoint, which only Transformers' ``generate()`` runs.
 
     Raises:
         ModelError: the checkpoint is not available.
     """
-    if ENGINE in modes and not settings.random_weights and is_gemma3n(settings.model, settings.revision):
-        return "Gemma 3n has no pan and scan and no panscan engine: it runs through Transformers' generate() only"
-    return None
+    return not settings.random_weights and is_gemma3n(settings.model, settings.revision)
+
+
+def checked_modes(settings: Settings, modes: Sequence[Mode]) -> list[tuple[Mode, Settings]]:
+    """Return each mode with its settings, in their order, once this machine is known to have what they need.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        UnsupportedError: a mode, setting or device that this machine or every runner among the modes lacks.
+    """
+    on_gpu = resolve_device(settings.device).type == "cuda"
+    found = [(mode, mode_settings(settings, mode, on_gpu=on_gpu)) for mode in modes]
+    if not runs_gemma3n(settings):
+        if ENGINE not in modes:
+            require_supported(settings)  # refuses what only the engine has
+        for _, chosen in found:
+            require_supported(chosen)
+    return found
 
 
 def profile_modes(
     requests: Sequence[Request],
-    settings: Settings,
-    modes: Sequence[Mode],
+    modes: Sequence[tuple[Mode, Settings]],
     folder: Path,
     options: CaptureOptions,
     say: Callable[[str], None],
@@ -98,33 +112,27 @@ def profile_modes(
 
     Args:
         requests: the batch; not empty.
-        settings: what all modes share.
-        modes: what to compare; not empty.
+        modes: from :func:`checked_modes`; not empty.
         folder: of the trace files, ``MODE.json.gz``; it exists.
         options: contents of the traces.
         say: takes what is being done, in a few words.
 
     Raises:
         ModelError: the checkpoint is not available.
-        UnsupportedError: a mode, setting or device that this machine does not have; raised before any model is loaded.
         PanscanError: a request failed.
     """
-    device = resolve_device(settings.device)
-    each = [mode_settings(settings, mode, on_gpu=device.type == "cuda") for mode in modes]
-    third = not settings.random_weights and is_gemma3n(settings.model, settings.revision)
-    if not third:
-        for chosen in each:
-            require_supported(chosen)
-    start_profiler_once(device)
+    settings = modes[0][1]
+    gemma3n = runs_gemma3n(settings)
+    start_profiler_once(resolve_device(settings.device))
     opened: tuple[str, ProfiledRunner, float] | None = None
     try:
-        for mode, chosen in zip(modes, each, strict=True):
+        for mode, chosen in modes:
             if opened is None or opened[0] != chosen.runner:
                 if opened is not None:
                     opened[1].close()
                 say(f"loading {chosen.model_name} for {mode.label}")
                 started = now()
-                opened = chosen.runner, _opened(chosen, third), now() - started
+                opened = chosen.runner, _opened(chosen, gemma3n), now() - started
             _, runner, load_s = opened
             runner.configure(chosen)
             yield profile_runner(runner, mode, requests, folder / f"{mode.name}.json.gz", options, load_s, say)
@@ -195,8 +203,8 @@ def profile_runner(
     return Profiled(mode, path, facts)
 
 
-def _opened(settings: Settings, third: bool) -> ProfiledRunner:
-    if third:
+def _opened(settings: Settings, gemma3n: bool) -> ProfiledRunner:
+    if gemma3n:
         return Gemma3nRunner.from_settings(settings)
     runner = ready_runner(settings)
     if not isinstance(runner, GenerateRunner | EngineRunner):

@@ -60,7 +60,7 @@ class marked_steps:  # noqa: N801 - used as a context manager, like a function
     def _enter(self, name: str) -> None:
         self._leave()
         self._range = record_function(name)
-        self._range.__enter__()
+        self._range.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def _leave(self) -> None:
         if self._range is not None:
