@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import panscan
 from panscan.core import Request, Result, SettingError, now
 from panscan.model.gemma3n import is_gemma3n
@@ -129,7 +131,7 @@ def profile_modes(
         for mode, chosen in modes:
             if opened is None or opened[0] != chosen.runner:
                 if opened is not None:
-                    opened[1].close()
+                    _close(opened[1])
                 say(f"loading {chosen.model_name} for {mode.label}")
                 started = now()
                 opened = chosen.runner, _opened(chosen, gemma3n), now() - started
@@ -138,7 +140,7 @@ def profile_modes(
             yield profile_runner(runner, mode, requests, folder / f"{mode.name}.json.gz", options, load_s, say)
     finally:
         if opened is not None:
-            opened[1].close()
+            _close(opened[1])
 
 
 def profile_runner(
@@ -204,12 +206,21 @@ def profile_runner(
 
 
 def _opened(settings: Settings, gemma3n: bool) -> ProfiledRunner:
+    """Load a model in its runner; of an engine, also its caches and graphs."""
     if gemma3n:
         return Gemma3nRunner.from_settings(settings)
     runner = ready_runner(settings)
-    if not isinstance(runner, GenerateRunner | EngineRunner):
+    if isinstance(runner, EngineRunner):
+        runner.engine  # noqa: B018 - opened on first use
+    elif not isinstance(runner, GenerateRunner):
         raise SettingError(f"--runner {settings.runner}: only generate and engine are profiled")
     return runner
+
+
+def _close(runner: ProfiledRunner) -> None:
+    """Release a model, and what was compiled of it, so that the next one has the memory."""
+    torch.compiler.reset()
+    runner.close()
 
 
 @contextmanager
