@@ -18,7 +18,7 @@ from panscan.core import ModelError, SettingError
 from panscan.images.pixels import PixelSpec
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
 from panscan.model.config import generation_config
-from panscan.model.hub_errors import explained, quiet_transformers
+from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import Prepared, Read, plan_request
 from panscan.model.prompt import Prompt, PromptWriter, conversation
 from panscan.model.tokenizer import tokenizer_for
@@ -58,7 +58,7 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
     """
     source, text_only = checkpoint_source(name), _model_type(name, revision) == _TEXT_MODEL
     options = {"revision": revision, "trust_remote_code": False}
-    with explained(name), quiet_transformers():
+    with friendly_errors(name), quiet_transformers():
         tools = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(source, **options)
         kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
         model, info = kind.from_pretrained(
@@ -113,7 +113,7 @@ def prepare_gemma3n(read: Read, loaded: Loaded) -> Prepared:
 
 def _model_type(name: str, revision: str | None) -> str | None:
     source = checkpoint_source(name)
-    with explained(name):
+    with friendly_errors(name):
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
     found = stored.get("model_type")
     return found if isinstance(found, str) else None
