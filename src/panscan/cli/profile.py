@@ -158,8 +158,17 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
     folder = new_directory(Path(options["output_dir"]), modes[0][1].model_name)
     with errors().status(Text("starting")) as status:
         found.extend(profile_modes(requests, modes, folder, wanted, lambda text: status.update(_text(text))))
+    from panscan.profile.results import printed, summary_of, write_results
+
+    with errors().status("summarising the traces"):
+        summaries = [summary_of(each, compared=len(found) > 1) for each in found]
+        page = write_results(folder, found, summaries, title=f"Profile of {modes[0][1].model_name}")
+    for line in printed(found, summaries, width=out().width if out().is_terminal else 120):
+        out().print(line, soft_wrap=True)
+    out().print("")
     for each in found:
-        out().print(str(each.trace), soft_wrap=True)
+        out().print(f"trace: {each.trace}", soft_wrap=True)
+    out().print(f"page: {page}", soft_wrap=True)
 
 
 def _text(text: str) -> Text:
