@@ -23,12 +23,23 @@ from panscan.model.inputs import Prepared, Read, plan_request
 from panscan.model.prompt import Prompt, PromptWriter, conversation
 from panscan.model.tokenizer import tokenizer_for
 
-__all__ = ["E2B", "gemma3n_reads_images", "is_gemma3n", "load_gemma3n", "prepare_gemma3n", "random_gemma3n"]
+__all__ = [
+    "E2B", "gemma3n_config", "gemma3n_reads_images", "is_gemma3n", "load_gemma3n", "prepare_gemma3n", "random_gemma3n",
+]  # fmt: skip
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
 _DEVIATION = 0.02
 E2B: dict[str, Any] = {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}
 """What Gemma 3n E2B's text decoder changes of ``Gemma3nTextConfig``, whose defaults are E4B's."""
+
+
+def gemma3n_config(**changes: Any) -> Gemma3nTextConfig:
+    """Return the configuration of a Gemma 3n text decoder: E4B's with changes, such as :data:`E2B`.
+
+    Raises:
+        ValueError: the changes contradict each other.
+    """
+    return Gemma3nTextConfig(**changes)
 
 
 def is_gemma3n(name: str, revision: str | None = None) -> bool:
