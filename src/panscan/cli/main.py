@@ -27,6 +27,7 @@ VERBS = {
     "compare": "Compare runs, cell by cell and request by request.",
     "crops": "Draw the views that pan and scan takes of an image.",
     "demo": "What pan and scan brings and costs, on made-up documents.",
+    "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
     "load": "Measure an OpenAI-compatible endpoint under traffic.",
     "quantize": "Write a quantised checkpoint, or audit one.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
