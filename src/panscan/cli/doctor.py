@@ -29,8 +29,8 @@ Examples
   panscan doctor --json > doctor.json
   panscan doctor --symbols
 
-Nothing is downloaded or sent, and no setting of the machine is changed. Exit codes: 0 no problem, 4 a problem: something
-makes Gemma 3 wrong or impossible here. See docs/doctor.md.
+Nothing is downloaded or sent, and no setting of the machine is changed. Exit codes: 0 no problem, 4 a problem:
+something makes Gemma 3 wrong or impossible here. See docs/doctor.md.
 """
 
 

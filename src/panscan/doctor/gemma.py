@@ -127,7 +127,7 @@ def flash_masks() -> Iterator[CheckFinding]:
     fact = f"{label} drops the image mask without an error: image tokens become causal"
     if installed:
         yield warning(
-            f"{fact}; it can be chosen here, as {' and '.join(installed)} is installed",
+            f"{fact}; it can be chosen here, because {' and '.join(installed)} is installed",
             "Use --attention sdpa or eager.",
         )
     else:
@@ -148,7 +148,7 @@ def prefill_chunks() -> Iterator[CheckFinding]:
         yield warning("generate(prefill_chunk_size=...) answers without the image, and without an error", fix)
     else:
         yield warning(
-            "generate(prefill_chunk_size=...) cuts image blocks: it computes other logits than generate()", fix
+            "generate(prefill_chunk_size=...) cuts image blocks: its logits differ from generate()'s", fix
         )
 
 
@@ -226,11 +226,12 @@ def preprocessing() -> Iterator[CheckFinding]:
     reader, device = _tiny().reader, torch.device("cpu")
     read = read_images(Request(prompt="What is the total?", images=[_page(*_PAGE)]))
     start = time.perf_counter()
-    prepared = prepare(read, reader, device, torch.float32, on_device=False)
+    pixels = prepare(read, reader, device, torch.float32, on_device=False).pixels
+    assert pixels is not None  # the tiny model reads images
     seconds = time.perf_counter() - start
     yield ok(
         f"preprocessing runs on the CPU with Pillow by default: {seconds * 1000:.0f} ms for a page of {_PAGE[0]} x"
-        f" {_PAGE[1]} pixels ({len(prepared.pixels)} views of the tiny model) on one core; --preprocess device uses the GPU"
+        f" {_PAGE[1]} pixels ({len(pixels)} views of the tiny model) on one core; --preprocess device: on the GPU"
     )
 
 

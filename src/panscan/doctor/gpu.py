@@ -142,7 +142,8 @@ def gpus() -> Iterator[CheckFinding]:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         capability = facts.major, facts.minor
-        label = f"GPU {index}: {facts.name}, {facts.total_memory / _GIB:.1f} GiB, compute capability {facts.major}.{facts.minor}"
+        size = f"{facts.total_memory / _GIB:.1f} GiB"
+        label = f"GPU {index}: {facts.name}, {size}, compute capability {facts.major}.{facts.minor}"
         if capability < _NO_BF16:
             yield warning(
                 f"{label}, which has no bfloat16 in hardware; Gemma 3 overflows in float16",
@@ -249,7 +250,7 @@ def tf32() -> Iterator[CheckFinding]:
     where = " and ".join(named) or "a setting outside of PyTorch"
     yield warning(
         f"{fact}, but float32 products are computed in TF32 ({where}): float32 references are rounded to 10 bits",
-        f"Unset {' and '.join(name.split('=')[0] for name in named) or 'what enables TF32'}; use --tf32 where you want it.",
+        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}; use --tf32 where you want TF32.",
     )
 
 
@@ -337,8 +338,6 @@ def load() -> Iterator[CheckFinding]:
             yield not_checked(f"GPU {index}: the driver reports no clocks (a MIG slice or a virtual GPU)")
         else:
             highest = read(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
-            limits = [
-                None if (value := read(function, handle)) is None else value / 1000
                 for function in (
                     pynvml.nvmlDeviceGetEnforcedPowerLimit,
                     pynvml.nvmlDeviceGetPowerManagementDefaultLimit,

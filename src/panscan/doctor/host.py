@@ -144,7 +144,7 @@ def limits() -> Iterator[CheckFinding]:
         yield ok(f"open files: {_number(files)}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     size = "unlimited" if locked < 0 else f"{locked / 2**20:.0f} MiB"
-    yield ok(f"locked memory: {size}; CUDA's pinned memory is not subject to it, InfiniBand under NCCL is")
+    yield ok(f"locked memory: {size}; one machine's GPUs need none, RDMA between machines does")
 
 
 def caches() -> Iterator[CheckFinding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pynvml
@@ -54,7 +55,7 @@ def peers() -> Iterator[CheckFinding]:
 def _peer(torch: Any, source: int, target: int) -> CheckFinding:
     values = torch.arange(_BYTES // 4, dtype=torch.int32, device=f"cuda:{source}")
     copy = torch.empty_like(values, device=f"cuda:{target}")
-    seconds = _best_seconds(torch, lambda: copy.copy_(values), (source, target))
+    seconds = _best_seconds(torch, partial(copy.copy_, values), (source, target))
     label = f"GPU {source} to GPU {target}"
     rate = f"{_BYTES / seconds / 1e9:.0f} GB/s"
     if not torch.equal(copy.cpu(), values.cpu()):
@@ -91,15 +92,15 @@ def host_links() -> Iterator[CheckFinding]:
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
     for index in range(count):
         there = torch.empty(_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
-        up = _BYTES / _best_seconds(torch, lambda there=there: there.copy_(host, non_blocking=True), (index,))
-        down = _BYTES / _best_seconds(torch, lambda there=there: host.copy_(there, non_blocking=True), (index,))
+        up = _BYTES / _best_seconds(torch, partial(there.copy_, host, non_blocking=True), (index,))
+        down = _BYTES / _best_seconds(torch, partial(host.copy_, there, non_blocking=True), (index,))
         handle = handle_of(str(torch.cuda.get_device_properties(index).uuid))
         yield _host_link(index, up, down, handle)
         del there
 
 
 def _host_link(index: int, up: float, down: float, handle: Any | None) -> CheckFinding:
-    fact = f"GPU {index}: {up / 1e9:.0f} GB/s from the host, {down / 1e9:.0f} GB/s to it"
+    fact = f"GPU {index}: {up / 1e9:.0f} GB/s from the host, {down / 1e9:.0f} GB/s to the host"
     width = most = None
     if handle is not None:
         width = read(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)

@@ -15,15 +15,12 @@ from multiprocessing.connection import Connection
 from panscan.core.errors import one_line
 from panscan.doctor.findings import Check, CheckFinding, not_checked
 
-__all__ = ["COMMAND", "Begin", "End", "Message", "main"]
+__all__ = ["COMMAND", "Message", "main"]
 
-# Not "-m panscan.doctor.worker": messages would name classes of __main__. -P: a module in the working directory must not
-# shadow a library.
+# -P: a module in the working directory must not shadow a library.
 COMMAND = (sys.executable, "-P", "-c", "from panscan.doctor.worker import main; main()")
 """Command of a lane's process; its argument is the file descriptor of the connection."""
 
-Begin = tuple[str, None]
-End = tuple[str, float]
 Message = tuple[str, CheckFinding | float | None]
 """Name of a check with None when it begins, with each finding, and with its seconds when it ends."""
 

@@ -215,7 +215,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
 
 
 def load_random(
-    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
+    name: str, shape: str | Shape, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
     how: WeightFormat | None = None,
 ) -> Loaded:  # fmt: skip
     """A model of a released shape with random weights, for speed without a download.

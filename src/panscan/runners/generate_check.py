@@ -71,7 +71,7 @@ def batch_answers(loaded: Loaded) -> Literal["images dropped", "refused", "right
 
 @torch.no_grad()
 def padding_error(loaded: Loaded) -> float:
-    """Return how much padding changes the next-token logits of the shorter prompt of a batch, relative to the largest."""
+    """Return how much padding changes the next-token logits of a batch's shorter prompt, relative to the largest."""
     short, long = "Total?", "What is the total of this receipt, and in which currency is it?"
     alone = _next_logits(loaded, sample_inputs(loaded, short), None)[0]
     padded = _next_logits(loaded, sample_inputs(loaded, short, long), None)[0]
@@ -82,13 +82,13 @@ def padding_error(loaded: Loaded) -> float:
 def recompilations(device: torch.device, prompts: Sequence[str]) -> Recompilations:
     """Count the graphs that ``torch.compile`` traces while a static cache decodes prompts of several lengths.
 
-    Only tracing is tested, on a random decoder of one local and one global layer: the graphs run uncompiled.
+    Only tracing is tested, on a random decoder of one layer: the graphs run uncompiled.
 
     Args:
         device: where the decoder runs.
         prompts: of different lengths, at least one.
     """
-    text = replace(SHAPES["tiny"].text, layers=2, pattern=2)
+    text = replace(SHAPES["tiny"].text, layers=1, pattern=1)
     loaded = load_random("decoder", Shape("decoder", text, None, 0), torch.float32, device)
     torch.compiler.reset()
     counters.clear()
