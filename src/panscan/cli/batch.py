@@ -160,7 +160,7 @@ def command(**options: Any) -> int:
         return _summary(file, options["output"], idle=idle)
 
 
-class _Keeper:
+class _JobLedger:
     """The ledger of a job, and its uploads if the answers go to an object store."""
 
     def __init__(self, ledger: Any, uploader: Any) -> None:
@@ -181,13 +181,13 @@ class _Keeper:
 
 
 @contextmanager
-def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_Keeper]:
+def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_JobLedger]:
     """Yield an object that counts and uploads answers; complete the output when the job ends."""
     from panscan.batch.destination import Uploader
 
     uploader = None if target.url is None else Uploader(target, replace=mode == "force")
     try:
-        yield _Keeper(ledger, uploader)
+        yield _JobLedger(ledger, uploader)
         file.finish()
     except (KeyboardInterrupt, PanscanError):
         if file.begun and not idle:
@@ -238,7 +238,7 @@ def _say_speed(ledger: Any) -> None:
 
 
 def _answer(
-    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _Keeper
+    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _JobLedger
 ) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
 

@@ -29,6 +29,7 @@ VERBS = {
     "demo": "What pan and scan brings and costs, on made-up documents.",
     "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
     "load": "Measure an OpenAI-compatible endpoint under traffic.",
+    "plan": "Predict which layouts of a model fit on GPUs, and how fast.",
     "quantize": "Write a quantised checkpoint, or audit one.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",

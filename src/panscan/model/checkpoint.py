@@ -28,7 +28,7 @@ from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme
 from panscan.linear.tensors import StoredTensors
 from panscan.model.bundled import bundled_directory
-from panscan.model.hub_errors import PICKLED, explained, quiet_transformers
+from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
 from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -138,7 +138,7 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
         ModelError: the checkpoint is not available, is not a Gemma 3, or is not in safetensors files.
     """
     source = _source(name)
-    with explained(name):
+    with friendly_errors(name):
         _config(name, source, revision)
         config = json.loads(Path(cached_file(source, CONFIG_NAME, revision=revision)).read_text("utf-8"))
         named = _weight_files(source, revision)
@@ -190,7 +190,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
     source = _source(name)
-    with explained(name):
+    with friendly_errors(name):
         return _config(name, source, revision)
 
 
@@ -201,7 +201,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
     source = _source(name)
-    with explained(name):
+    with friendly_errors(name):
         config = _config(name, source, revision)
         if config.model_type == TEXT_MODEL:
             reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE), config)
@@ -338,7 +338,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     source = _source(name)
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
-    with explained(name), quiet_transformers():
+    with friendly_errors(name), quiet_transformers():
         if not all(file.endswith(".safetensors") for file in _weight_files(source, revision).values()):
             raise ModelError(f"--model {name}: {PICKLED}")
         options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
@@ -355,7 +355,7 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
         ModelError: the checkpoint is not available, or is not in safetensors files.
     """
     source = _source(name)
-    with explained(name):
+    with friendly_errors(name):
         files = sorted({*_weight_files(source, revision).values()} or {SAFE_WEIGHTS_NAME})
         if not all(file.endswith(".safetensors") for file in files):
             raise ModelError(f"--model {name}: {PICKLED}")
@@ -370,7 +370,7 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
         UnsupportedError: the format is not supported.
     """
     source = _source(name)
-    with explained(name):
+    with friendly_errors(name):
         _config(name, source, revision)  # raises for other architectures first
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         return stored_scheme(stored, name)
@@ -428,7 +428,7 @@ def _load_stored(
     """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
     source = _source(name)
     reader = load_reader(name, revision)
-    with explained(name):
+    with friendly_errors(name):
         config = _unquantized(_config(name, source, revision))
         check_divides(config, size)
         with open_stored(name, revision) as tensors:
@@ -466,7 +466,7 @@ def load_outline(
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     scheme = None if embedding else stored_scheme_of(name, revision)
-    with explained(name):
+    with friendly_errors(name):
         config = _config(name, source, revision)
         with torch.device("meta"):
             model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)

@@ -14,7 +14,17 @@ from typing import Any
 
 from panscan.core import BUNDLED, RecordsError
 
-__all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape", "quantized_bytes"]
+__all__ = [
+    "BUNDLED",
+    "PATTERN",
+    "SHAPES",
+    "Shape",
+    "TextShape",
+    "VisionShape",
+    "decoder_working_bytes",
+    "quantized_bytes",
+    "vision_working_bytes",
+]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""
@@ -32,6 +42,42 @@ def quantized_bytes(quantization: str | None, group_size: int | None = None) -> 
     """
     stored = {"fp8": 1.0, "int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / _BNB_BLOCK}
     return 0.5 + 2 / (group_size or 128) if quantization == "int4" else stored.get(quantization or "")
+
+
+def decoder_working_bytes(
+    *, hidden: int, intermediate: int, vocabulary: int, tokens: int, rows: int, width: int
+) -> int:  # fmt: skip
+    """Return a generous bound on the bytes that a pass of the decoder needs beside weights and caches.
+
+    Per token four hidden states and three of the MLP's width; per row the logits as computed and three float32 copies;
+    and half as much again for what the allocator cannot use.
+
+    Args:
+        hidden: size of the hidden states.
+        intermediate: width of the MLP, on this device.
+        vocabulary: rows of the whole output matrix.
+        tokens: rows that go through the layers at once.
+        rows: rows whose logits are computed.
+        width: bytes of an activation.
+    """
+    needed = tokens * (4 * hidden + 3 * intermediate) * width + rows * vocabulary * (width + 3 * 4)
+    return needed + needed // 2
+
+
+def vision_working_bytes(*, patches: int, hidden: int, intermediate: int, views: int, width: int) -> int:
+    """Return a generous bound on the bytes that encoding ``views`` views at once needs beside the weights.
+
+    Per patch four hidden states and three of the MLP's width, and half as much again for what the allocator cannot
+    use.
+
+    Args:
+        patches: patches of one view.
+        hidden: size of the tower's hidden states.
+        intermediate: width of its MLP.
+        views: views at once.
+        width: bytes of an activation.
+    """
+    return views * patches * (4 * hidden + 3 * intermediate) * width * 3 // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +155,10 @@ class VisionShape:
         """Weights of one layer's products, without biases: 4 x hidden^2 + 2 x hidden x intermediate."""
         return 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
 
+    def attention_flops(self) -> int:
+        """Scores and values of one view: layers x 4 x patches^2 x hidden."""
+        return self.layers * 4 * self.patches**2 * self.hidden
+
     def patch_matrix(self) -> int:
         """Weights of the patch embedding: 3 x patch size^2 x hidden."""
         return 3 * self.patch_size**2 * self.hidden
@@ -150,6 +200,10 @@ class Shape:
         projector = self.vision.hidden * self.text.hidden + self.vision.hidden
         return self.text.parameters() + self.vision.parameters() + projector
 
+    def block_pairs(self) -> int:
+        """Pairs (query, key) that an image block of i tokens adds to a causal layer: i(i - 1) / 2."""
+        return self.image_tokens * (self.image_tokens - 1) // 2
+
     def vision_flops(self, views: int) -> float:
         """Tower and projector over ``views`` views; 0 for a text-only model.
 
@@ -160,8 +214,9 @@ class Shape:
             return 0.0
         patches, hidden = self.vision.patches, self.vision.hidden
         linear = 2 * patches * (self.vision.patch_matrix() + self.vision.layers * self.vision.layer_matrices())
-        attention = self.vision.layers * 4 * patches**2 * hidden
-        return float(views * (linear + attention + 2 * self.image_tokens * hidden * self.text.hidden))
+        return float(
+            views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden)
+        )
 
     def prefill_flops(self, tokens: int) -> float:
         """The decoder over one prompt of ``tokens``, with the logits of its last position only.
