@@ -147,9 +147,7 @@ def prefill_chunks() -> Iterator[CheckFinding]:
     elif found == "images dropped":
         yield warning("generate(prefill_chunk_size=...) answers without the image, and without an error", fix)
     else:
-        yield warning(
-            "generate(prefill_chunk_size=...) cuts image blocks: its logits differ from generate()'s", fix
-        )
+        yield warning("generate(prefill_chunk_size=...) cuts image blocks: its logits differ from generate()'s", fix)
 
 
 def generate_batch() -> Iterator[CheckFinding]:

@@ -338,12 +338,13 @@ def load() -> Iterator[CheckFinding]:
             yield not_checked(f"GPU {index}: the driver reports no clocks (a MIG slice or a virtual GPU)")
         else:
             highest = read(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
-                for function in (
-                    pynvml.nvmlDeviceGetEnforcedPowerLimit,
-                    pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
-                )
-            ]
-            yield load_finding(index, each, highest, *limits)
+            limit = _watts(read(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
+            default = _watts(read(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle))
+            yield load_finding(index, each, highest, limit, default)
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
 
 
 def load_finding(

@@ -31,6 +31,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
 from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
+from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.stored import load_stored, stored_scheme
 
