@@ -12,7 +12,7 @@ from rich.text import Text
 from panscan.cli.options import InRange, common_options, echo, errors, out
 from panscan.core import SettingError, UnsupportedError, escape_controls
 from panscan.core.ranges import Range
-from panscan.doctor.checks import CHECKS, GROUPS
+from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS
 from panscan.doctor.findings import Check
 from panscan.doctor.run import TIMEOUT, run_checks
 from panscan.doctor.text import as_json, lines, summary
@@ -21,6 +21,8 @@ from panscan.settings import nearest
 __all__ = ["command"]
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checked": "dim"}
+
+_GROUP_NAMES = ", ".join(name for name in GROUPS if name != SYMBOLS.group)
 
 EPILOG = """\b
 Examples
@@ -36,7 +38,7 @@ something makes Gemma 3 wrong or impossible here. See docs/doctor.md.
 
 @click.command("doctor", epilog=EPILOG, short_help="Find what makes Gemma 3 slow or wrong on this machine.")
 @click.option("--json", "json_output", is_flag=True, help="Print the findings as JSON.")
-@click.option("--only", metavar="NAME,...", help=f"Run these groups or checks only: {', '.join(GROUPS)}, ...")
+@click.option("--only", metavar="NAME,...", help=f"Run these groups or checks only: {_GROUP_NAMES}, or check names.")
 @click.option("--symbols", is_flag=True, help="Check each Transformers name that panscan uses.")
 @click.option(
     "--timeout",
@@ -48,7 +50,7 @@ something makes Gemma 3 wrong or impossible here. See docs/doctor.md.
 @common_options
 def command(**options: Any) -> int:
     """Check GPUs, packages, Transformers and this host, and say what to change."""
-    checks = _chosen(options["only"])
+    checks = _chosen(options["only"], options["symbols"])
     start = time.perf_counter()
     with errors().status("starting") as status:
 
@@ -68,15 +70,19 @@ def command(**options: Any) -> int:
     return UnsupportedError.exit_code if worst else 0
 
 
-def _chosen(only: str | None) -> list[Check]:
-    """Return the checks of the given groups and names.
+def _chosen(only: str | None, symbols: bool) -> list[Check]:
+    """Return the checks of the given groups and names, or that of symbols.
 
     Raises:
-        SettingError: an unknown name.
+        SettingError: an unknown name, or names with ``--symbols``.
     """
+    if symbols and only is not None:
+        raise SettingError("--symbols and --only exclude each other: --symbols is a check of its own")
+    if symbols:
+        return [SYMBOLS]
     if only is None:
         return list(CHECKS)
-    known = {*GROUPS, *(check.name for check in CHECKS)}
+    known = {*GROUPS.keys() - {SYMBOLS.group}, *(check.name for check in CHECKS)}
     names = [name.strip() for name in only.split(",")]
     for name in names:
         if name not in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from panscan.doctor.findings import Check
 
-__all__ = ["CHECKS", "GROUPS"]
+__all__ = ["CHECKS", "GROUPS", "SYMBOLS"]
 
 CHECKS: tuple[Check, ...] = tuple(
     Check(name, group, f"panscan.doctor.{function}", lane, seconds)
@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = tuple(
         ("image-processor", "gemma", "gemma:image_processor", "gemma", 30.0),
         ("preprocessing", "gemma", "gemma:preprocessing", "gemma", 30.0),
         ("compilation", "gemma", "gemma:compilation", "gemma", 40.0),
+        ("sizes", "fit", "fit:fits", "gpu", 20.0),
         ("cores", "host", "host:cores", "host", 10.0),
         ("memory", "host", "host:memory", "host", 10.0),
         ("shared-memory", "host", "host:shared_memory", "host", 10.0),
@@ -40,11 +41,15 @@ CHECKS: tuple[Check, ...] = tuple(
         ("checkpoints", "host", "host:checkpoints", "host", 10.0),
     )
 )
+SYMBOLS = Check("symbols", "symbols", "panscan.doctor.symbols:symbols", "gemma", 90.0)
+"""The check of ``--symbols``."""
 GROUPS: dict[str, str] = {
     "gpu": "GPUs, driver and PyTorch",
     "links": "Links between GPUs and to the host",
     "packages": "Installed packages",
     "gemma": "What Transformers computes for Gemma 3 (tested on the tiny model)",
+    "fit": "Gemma 3 sizes that fit in the free memory",
     "host": "Cores, memory, disks and access",
+    SYMBOLS.group: "Names and arguments of Transformers that panscan uses",
 }
 """Groups by name, with their headings."""

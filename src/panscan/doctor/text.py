@@ -34,7 +34,7 @@ def summary(results: Sequence[CheckResult], seconds: float) -> str:
     for status in STATUSES:
         plural = "" if counts[status] == 1 or status not in ("problem", "warning") else "s"
         parts.append(f"{counts[status]} {status}{plural}")
-    return f"{', '.join(parts)}; {len(results)} checks in {seconds:.0f} s"
+    return f"{', '.join(parts)}; {len(results)} check{'' if len(results) == 1 else 's'} in {seconds:.0f} s"
 
 
 def as_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
