@@ -76,7 +76,7 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
     for variant in _variants(shape, smallest):
         plan, weights = memory_plan(variant, smallest), variant.weight_bytes()
         if plan.fits:
-            how = variant.dtype if variant.weights is None else f"--quantization {variant.weights}"
+            how = variant.dtype if variant.weights is None else f"--quantization {variant.weights} ({variant.dtype})"
             fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
             return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
@@ -94,9 +94,10 @@ def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
         dtypes.append("bf16")
     for dtype in dtypes:
         yield Variant(shape, dtype=dtype)
-    for kind in WEIGHT_KINDS:
-        if device.refusal(kind, dtype=dtypes[0]) is None:
-            yield Variant(shape, weights=kind, dtype=dtypes[0])
+    for dtype in dtypes:
+        for kind in WEIGHT_KINDS:
+            if device.refusal(kind, dtype=dtype) is None:
+                yield Variant(shape, weights=kind, dtype=dtype)
 
 
 def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attention",
+    "attention_finding",
     "compilation",
     "flash_masks",
     "generate_batch",
@@ -73,8 +74,6 @@ def transformers() -> Iterator[CheckFinding]:
 
 def attention() -> Iterator[CheckFinding]:
     """Check that image tokens attend to each other in both directions, with each implementation that runs here."""
-    import torch
-
     from panscan.model.support import attention_reason
 
     device = _tiny().device
@@ -89,11 +88,11 @@ def attention() -> Iterator[CheckFinding]:
             except (ImportError, ValueError, RuntimeError) as error:
                 yield not_checked(f"{name}: Transformers refuses it: {' '.join(str(error).split())[:150]}")
                 continue
-            yield attention_finding(name, found, _response("eager"), torch)
+            yield attention_finding(name, found, _response("eager"))
     yield not_checked("kernels of the hub (--attention owner/name): checking them would need the network")
 
 
-def attention_finding(name: str, found: AttentionResponse, eager: AttentionResponse, torch: Any) -> CheckFinding:
+def attention_finding(name: str, found: AttentionResponse, eager: AttentionResponse) -> CheckFinding:
     """Judge how an implementation responds, against the response of eager attention."""
     fix = "Use --attention sdpa or eager."
     if not found.image > _DEAF * eager.image:
@@ -106,7 +105,7 @@ def attention_finding(name: str, found: AttentionResponse, eager: AttentionRespo
     if found.text > _LEAKS * found.image:
         text = f"attn_implementation={name!r} lets text tokens attend to later tokens"
         return problem(text, fix)
-    angle = float(torch.nn.functional.cosine_similarity(found.last, eager.last, dim=0))
+    angle = float(found.last @ eager.last / (found.last.norm() * eager.last.norm()))
     if angle < 0.99:
         return problem(f"attn_implementation={name!r}: final states differ from eager's (cosine {angle:.3f})", fix)
     return ok(f"attn_implementation={name!r}: image tokens attend in both directions, text tokens do not look ahead")

@@ -64,7 +64,7 @@ def run_checks(
     finally:
         for lane in lanes:
             lane.close()
-    late = not_checked(f"all checks together took more than {timeout:.0f} s", "Raise --timeout.")
+    late = not_checked(f"all checks together took more than {timeout:g} s", "Raise --timeout.")
     return [results.get(check.name) or CheckResult(check, (late,), None) for check in checks]
 
 
@@ -133,7 +133,7 @@ class _Lane:
         allowed = self._todo[0].seconds if self._began else _STARTUP
         self._lose(
             warning(
-                f"the check did not finish within {allowed:.0f} s",
+                f"the check did not finish within {allowed:g} s",
                 "A call hangs, or this machine is overloaded: run the command again; if it repeats, the driver or a"
                 " library hangs.",
             )

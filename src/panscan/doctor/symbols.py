@@ -41,7 +41,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
     ),
 }  # fmt: skip
-"""Methods of objects, and names that are only used through a variable, with the keyword arguments that panscan gives."""
+"""Methods of objects, and names used through a variable only, with the keyword arguments that panscan gives."""
 PARTS = (
     "config._attn_implementation",
     "generation_config",
@@ -132,26 +132,26 @@ class _Reader(ast.NodeVisitor):
         self._file, self._found = file, found
         self._names: dict[str, str] = {}  # name in the module -> dotted name
 
-    def visit_Import(self, node: ast.Import) -> None:  # noqa: N802  # the name is ast's
+    def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             if _ours(alias.name):
                 self._names[alias.asname or _LIBRARY] = alias.name if alias.asname else _LIBRARY
                 self._add(alias.name, node.lineno)
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: N802  # the name is ast's
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.module is not None and _ours(node.module):
             for alias in node.names:
                 symbol = f"{node.module}.{alias.name}"
                 self._names[alias.asname or alias.name] = symbol
                 self._add(symbol, node.lineno)
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: N802  # the name is ast's
+    def visit_Attribute(self, node: ast.Attribute) -> None:
         if (symbol := self._symbol(node)) is not None:
             self._add(symbol, node.lineno)
         else:
             self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802  # the name is ast's
+    def visit_Call(self, node: ast.Call) -> None:
         if (symbol := self._symbol(node.func)) is not None:
             self._add(symbol, node.lineno).arguments |= {each.arg for each in node.keywords if each.arg is not None}
         self.generic_visit(node)

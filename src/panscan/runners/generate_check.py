@@ -31,11 +31,15 @@ class Recompilations:
 
 
 @torch.no_grad()
-def chunked_prefill(loaded: Loaded) -> Literal["images dropped", "image blocks cut", "right"]:
+def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images dropped", "image blocks cut", "right"]:
     """Return what ``generate(prefill_chunk_size=...)`` computes for an image prompt.
 
     ``images dropped``: another image gives the same logits. ``image blocks cut``: the logits depend on the image, but
     are not those of a prefill in one pass.
+
+    Args:
+        loaded: the tiny model.
+        chunk: tokens of a chunk.
 
     Raises:
         Exception: whatever Transformers raises.
@@ -43,7 +47,7 @@ def chunked_prefill(loaded: Loaded) -> Literal["images dropped", "image blocks c
     inputs = sample_inputs(loaded, "What is the total?")
     other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
     whole = _next_logits(loaded, inputs, None)
-    chunked, changed = _next_logits(loaded, inputs, _CHUNK), _next_logits(loaded, other, _CHUNK)
+    chunked, changed = _next_logits(loaded, inputs, chunk), _next_logits(loaded, other, chunk)
     if torch.equal(chunked, changed):
         return "images dropped"
     return "right" if _difference(chunked, whole) < _SAME else "image blocks cut"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -92,10 +93,8 @@ def _parameters(value: Any) -> tuple[set[str], bool]:
     open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     if open_ended and inspect.isclass(value):  # configurations take their fields as **kwargs
         fields = {name for base in value.__mro__ for name in getattr(base, "__annotations__", ())}
-        try:
+        with suppress(Exception):  # a class that needs arguments has no default instance to look at
             fields |= vars(value()).keys()
-        except Exception:  # noqa: BLE001  # a class that needs arguments has no default instance to look at
-            return known | fields, True
         return known | fields, True
     return known, open_ended
 
