@@ -64,8 +64,9 @@ def run_checks(
     finally:
         for lane in lanes:
             lane.close()
-    late = not_checked(f"all checks together took more than {timeout:g} s", "Raise --timeout.")
-    return [results.get(check.name) or CheckResult(check, (late,), None) for check in checks]
+    for lane in lanes:
+        lane.skip(not_checked(f"all checks together took more than {timeout:g} s", "Raise --timeout."))
+    return [results[check.name] for check in checks]
 
 
 def _lanes(checks: Iterable[Check]) -> list[str]:
@@ -152,6 +153,12 @@ class _Lane:
         self._log.close()
         self._process = None
 
+    def skip(self, reason: CheckFinding) -> None:
+        """Record why the remaining checks have no result. The first keeps what it has found."""
+        while self._todo:
+            self._findings.append(reason)
+            self._finish(None)
+
     def _finish(self, seconds: float | None) -> None:
         """Record the first check's findings; the process continues with the next."""
         check = self._todo.popleft()
@@ -166,10 +173,7 @@ class _Lane:
         self._finish(None)
         self._losses += 1
         if self._losses == _MOST_LOSSES:
-            for check in self._todo:
-                skipped = not_checked(f"{_MOST_LOSSES} checks before it hung or crashed")
-                self._results[check.name] = CheckResult(check, (skipped,), None)
-            self._todo.clear()
+            self.skip(not_checked(f"{_MOST_LOSSES} checks before it hung or crashed"))
 
     def _crash(self) -> CheckFinding:
         assert self._process is not None and self._log is not None  # receive() has a process
