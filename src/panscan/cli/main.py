@@ -44,7 +44,7 @@ Exit codes
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used; after batch: some documents failed
-  4  this machine cannot do it; after bench and load: some cells were skipped or failed
+  4  this machine cannot do it; after bench and load: some cells were skipped or failed; after doctor: a problem
   5  after compare: a --fail-on condition holds; after verify: the endpoint is different;
      after quantize --audit: its answers are garbage
   6  after verify and quantize --audit: no verdict
