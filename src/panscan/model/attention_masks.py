@@ -1,14 +1,14 @@
 """Which positions attend to which in Transformers' Gemma 3, measured on the attention that an implementation computes.
 
 A model of two small layers, with the layer kinds, the sliding window and the class of a checkpoint, runs the prompt's
-layout through Transformers' own code. Its scores are all 0, so a query gives the same weight to every key that it
-attends to, and values with a single 1 show which keys those are. This works for any implementation: for masks, for
+layout through Transformers' own code. Its scores are all 0, so the output of a query is the mean of the values that it
+attends to, and chosen values show which ones those are. This works for any implementation: for masks, for
 ``is_causal`` without a mask, and for what a kernel decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal
@@ -25,11 +25,17 @@ from panscan.model.machine import resolve_device
 from panscan.model.outline import build_model
 from panscan.model.support import attention_reason
 
-__all__ = ["LayerKind", "effective_mask", "kernel_reason"]
+__all__ = ["PROBE_COLUMNS", "Attend", "LayerKind", "effective_mask", "kernel_reason", "measured_mask"]
 
 LayerKind = Literal["global", "local"]
 _KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
-_COLUMNS = 256  # keys that one run of the model tells apart; the largest head size that flash attention takes
+Attend = Callable[[torch.Tensor], Mapping[LayerKind, torch.Tensor]]
+"""Attention to be measured: from values ``[tokens, PROBE_COLUMNS]`` to each query's mean of the values that it attends
+to, float32 ``[queries, PROBE_COLUMNS]`` on the CPU, by layer kind."""
+PROBE_COLUMNS = 256
+"""Columns of values in one run; the largest head size that flash attention takes."""
+_HIDDEN = 16
+_TOLERANCE = 0.3  # of the least deviation that one key more or less causes
 
 
 def kernel_reason(implementation: str, device: str = "cpu") -> str | None:
@@ -48,8 +54,6 @@ def effective_mask(
 ) -> dict[LayerKind, NDArray[np.bool_]]:
     """Return which positions of a prompt attend to which, by layer kind: bool ``[queries, keys]``.
 
-    Takes time in proportion to the cube of the number of tokens: about a second for 1,000 on a CPU.
-
     Args:
         image: bool ``[tokens]``: which positions of the prompt are image tokens. A run of them is one view.
         implementation: of attention, e.g. ``sdpa``.
@@ -66,12 +70,74 @@ def effective_mask(
         raise UnsupportedError(f"--attention {implementation}: {reason}")
     model = _probe_model(config, _dtype(implementation, where), where)
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)
-    masks = {kind: np.zeros((len(image), len(image)), np.bool_) for kind in _kinds(model)}
     with torch.inference_mode(), _switched(model, implementation, kernel):
-        for start in range(0, len(image), _COLUMNS):
-            for kind, weights in _weights(model, types, start).items():
-                masks[kind][:, start : start + _COLUMNS] = weights > 0
+        return measured_mask(lambda values: _means(model, types, values), image, _text(model).config.sliding_window)
+
+
+def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> dict[LayerKind, NDArray[np.bool_]]:
+    """Return which positions attend to which, by layer kind: bool ``[queries, keys]``, for any attention.
+
+    Random signs as values tell sets of keys apart. So one run shows which queries attend to exactly the keys that
+    Gemma 3 defines, or to those of causal attention. Only if there are others, all keys are measured one by one, in
+    ``tokens / PROBE_COLUMNS`` runs.
+
+    Args:
+        attend: the attention, with scores of 0.
+        image: bool ``[tokens]``: which positions are image tokens. A run of them is one view.
+        window: positions that a local layer attends to, the query's own included.
+    """
+    tokens = len(image)
+    signs = torch.randint(0, 2, (tokens, PROBE_COLUMNS), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    masks: dict[LayerKind, NDArray[np.bool_]] = {}
+    unknown = np.zeros(tokens, np.bool_)
+    for kind, means in attend(signs).items():
+        masks[kind] = np.zeros((tokens, tokens), np.bool_)
+        known = np.zeros(tokens, np.bool_)
+        for first, end in _expected_intervals(image, window if kind == "local" else tokens):
+            same = _deviation(means, signs, first, end) < _TOLERANCE / tokens
+            for query in np.flatnonzero(same & ~known):
+                masks[kind][query, first[query] : end[query]] = True
+            known |= same
+        unknown |= ~known
+    if unknown.any():
+        _measure_keys(attend, masks)
     return masks
+
+
+def _expected_intervals(
+    image: NDArray[np.bool_], window: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:  # fmt: skip
+    """Yield ``(first, end)`` of each query's keys, int64 ``[tokens]``: as Gemma 3 defines them, then causal ones."""
+    at = np.arange(len(image))
+    first = np.maximum(at - window + 1, 0)
+    last = image & ~np.append(image[1:], False)  # last positions of views
+    stops = np.flatnonzero(last) + 1
+    ends = at + 1
+    ends[image] = stops[np.searchsorted(stops, at[image], side="right")]
+    yield first, ends
+    yield first, at + 1
+
+
+def _deviation(
+    means: torch.Tensor, values: torch.Tensor, first: NDArray[np.int64], end: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return how far means ``[queries, columns]`` are from those of the values of key intervals: root mean square."""
+    sums = np.zeros((len(values) + 1, values.shape[1]))
+    np.cumsum(values.numpy(), axis=0, dtype=np.float64, out=sums[1:])
+    expected = (sums[end] - sums[first]) / (end - first)[:, None]
+    deviation: NDArray[np.float64] = np.sqrt(np.mean((means.numpy() - expected) ** 2, axis=1))
+    return deviation
+
+
+def _measure_keys(attend: Attend, masks: Mapping[LayerKind, NDArray[np.bool_]]) -> None:
+    """Fill masks key by key: only a key's own column has a value of 1 at it, so a mean above 0 shows that it counts."""
+    tokens = len(next(iter(masks.values())))
+    for start in range(0, tokens, PROBE_COLUMNS):
+        keys = torch.arange(start, min(start + PROBE_COLUMNS, tokens))
+        values = torch.zeros(tokens, PROBE_COLUMNS)
+        values[keys, keys - start] = 1
+        for kind, means in attend(values).items():
+            masks[kind][:, start : start + len(keys)] = means[:, : len(keys)].numpy() > 0
 
 
 def _dtype(implementation: str, device: torch.device) -> torch.dtype:
@@ -87,12 +153,12 @@ def _probe_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     text.layer_types = sorted(set(text.layer_types))
     text.num_hidden_layers = len(text.layer_types)
     text.num_attention_heads = text.num_key_value_heads = 1
-    text.head_dim, text.hidden_size, text.intermediate_size = _COLUMNS, 16, 16
+    text.head_dim, text.hidden_size, text.intermediate_size = PROBE_COLUMNS, _HIDDEN, _HIDDEN
     text.vocab_size, text.pad_token_id = 8, None
     if hasattr(small, "vision_config"):
         vision = small.vision_config
         vision.num_hidden_layers, vision.num_attention_heads = 1, 1
-        vision.hidden_size, vision.intermediate_size = 16, 16
+        vision.hidden_size, vision.intermediate_size = _HIDDEN, _HIDDEN
     small._attn_implementation = "eager"
     model = build_model(small, dtype, device).eval()
     for layer in _text(model).layers:
@@ -110,31 +176,28 @@ def _kinds(model: Any) -> dict[LayerKind, Any]:
     return {kind: _text(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types}
 
 
-def _weights(model: Any, types: torch.Tensor, start: int) -> dict[LayerKind, NDArray[np.float32]]:
-    """Return attention weights ``[queries, columns]`` on the keys from ``start``, by layer kind.
+def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
+    """Return each query's mean of values: see :data:`Attend`.
 
     Args:
         model: of :func:`_probe_model`.
         types: int64 ``[1, tokens]``: 1 at image tokens.
-        start: first key.
+        values: ``[tokens, PROBE_COLUMNS]``.
     """
-    tokens = types.shape[1]
-    values = torch.zeros(1, tokens, _COLUMNS, dtype=model.dtype, device=types.device)
-    keys = torch.arange(start, min(start + _COLUMNS, tokens), device=types.device)
-    values[0, keys, keys - start] = 1
-    found: dict[LayerKind, NDArray[np.float32]] = {}
+    shown = values[None].to(types.device, model.dtype)
+    found: dict[LayerKind, torch.Tensor] = {}
     hooks = []
     for kind, module in _kinds(model).items():
 
         def keep(_module: Any, inputs: tuple[torch.Tensor], kind: LayerKind = kind) -> None:
-            found[kind] = inputs[0][0, :, : len(keys)].float().cpu().numpy()
+            found[kind] = inputs[0][0].float().cpu()
 
-        hooks.append(module.v_proj.register_forward_hook(lambda *_: values))
+        hooks.append(module.v_proj.register_forward_hook(lambda *_: shown))
         hooks.append(module.o_proj.register_forward_pre_hook(keep))
-    embeds = torch.zeros(1, tokens, 16, dtype=model.dtype, device=types.device)
-    shown = {"token_type_ids": types} if hasattr(model.config, "vision_config") else {}
+    embeds = torch.zeros(1, types.shape[1], _HIDDEN, dtype=model.dtype, device=types.device)
+    inputs = {"token_type_ids": types} if hasattr(model.config, "vision_config") else {}
     try:
-        model.model(inputs_embeds=embeds, attention_mask=torch.ones_like(types), **shown)
+        model.model(inputs_embeds=embeds, attention_mask=torch.ones_like(types), **inputs)
     finally:
         for hook in hooks:
             hook.remove()
