@@ -56,8 +56,9 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
 _PRIOR = Factors(
     read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.75, read_int4_few=0.3,
     compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, vision=0.7, attention=0.4, kv=1.0, activations=0.8,
-    link=0.6, layer_seconds=30e-6, int4_few_seconds=40e-6, pass_seconds=3e-4, message_seconds=12e-6,
-    launch_seconds=4e-4, launch_ranks_seconds=8e-4, sequence_seconds=6e-5,
+    link=0.6, layer_seconds=35e-6, tail_seconds=80e-6, int4_few_seconds=40e-6, pass_seconds=3e-4, message_seconds=12e-6,
+    launch_seconds=4e-4, launch_ranks_seconds=8e-4, replay_seconds=1e-3, replay_ranks_seconds=2.7e-3,
+    sequence_ranks_seconds=3e-5,
     prepare_seconds=2e-3, prepare_ranks_seconds=4e-3,
 )  # fmt: skip
 """Where the fit starts: the records of single products (products.json), of the tower, and of W1."""

@@ -222,10 +222,8 @@ def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterato
     for prompt in part.get("long_prompts", ()):
         tokens = prompt["prompt_tokens"]
         yield source.vision(prompt["views"], prompt["vision_ms_per_view"])
-        if tokens != asked.prompt_tokens:
-            yield source.point(
-                "prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, partial(_prefill, tokens, prompt["views"])
-            )
+        predict = partial(_prefill, tokens, prompt["views"])
+        yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, predict, fitted=True)
     yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
 
 
