@@ -185,6 +185,8 @@ class _Source:
         stages = {name: each["median"] / 1e3 for name, each in alone["stages_ms"].items()}
         prepare, tokens = stages["load"] + stages["preprocess"], asked.prompt_tokens
         yield self.point("prepare", asked.views, prepare, asked.prepare, fitted=True)
+        vision = partial(_vision, asked.views)
+        yield self.point("vision", asked.views, stages["vision"], vision, fitted=True)
         yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens, asked.views), fitted=True)
         yield self.point("TTFT", tokens, alone["ttft_ms"]["median"] / 1e3, asked.ttft)
 

@@ -16,6 +16,7 @@ its own. ``efficiency.json`` holds the factors; ``benchmarks/plan_accuracy.py`` 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,7 @@ from typing import Any, Self
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
-from panscan.plan.gpus import Gpu, gpu_named
+from panscan.plan.gpus import Gpu, all_gpus
 
 __all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_efficiency"]
 
@@ -139,7 +140,7 @@ class Efficiency:
 
     def reached(self) -> tuple[float, float]:
         """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
-        gpu = gpu_named(self.gpu)
+        gpu = all_gpus()[self.gpu]
         return self.ceilings[0] / gpu.flops_per_s["bf16"], self.ceilings[1] / gpu.bytes_per_s
 
 
@@ -385,18 +386,18 @@ class Clock:
     def _widened(self, found: Efficiency, ceilings: bool) -> float:
         """Return the factor to both bounds: the records' spread; for another GPU also what a data sheet leaves open.
 
-        A GPU may reach all of its data sheet, or fall as far short of what is expected. Without CUDA, the factors are
-        those of other kernels: twice as far.
+        A GPU may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
+        far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
         """
         widening = 1 + found.spread
         if self.measured:
             return widening
-        if not ceilings:
-            widening /= min(found.reached())
+        gap = 1 / min(found.reached())
+        widening *= math.sqrt(gap) if ceilings else gap
         return widening if self.gpu.capability is not None else widening**2
 
     def _basis(self, found: Efficiency, ceilings: bool) -> str:
-        label = gpu_named(found.gpu).label
+        label = all_gpus()[found.gpu].label
         if self.measured:
             return f"records of {label}: within {found.spread:.0%} in nine of ten measurements"
         rates = "its measured ceilings" if ceilings else "its data sheet"
