@@ -150,8 +150,6 @@ def check_plan(plan: SweepPlan) -> None:
         UnsupportedError: the replicas need more GPUs than are visible.
         RecordsError: ``--reference`` names no truth, or one of other views.
     """
-    if not plan.verify and plan.reference is not None:
-        raise SettingError("--no-verify and --reference exclude each other")
     if plan.replicas * plan.gpus_per_replica > 1:
         slots(plan)
     if plan.reference is not None:
