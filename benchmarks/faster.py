@@ -28,7 +28,7 @@ _ASKED = '-p "What is the total?" -o answers.jsonl'
 _BATCH = f"panscan batch scans/ {_ASKED} {_27B}"
 _BENCH = "panscan bench --dataset docs/questions.jsonl"
 _INT4 = "int4, groups of 64"  # of the mini model, whose widths 128 does not divide
-_HEADINGS = ["step", "gain", "before", "after", "verdict or accuracy", "command", "record"]
+_HEADINGS = ["step", "gain", "before", "after", "verdict; accuracy", "command", "record"]
 _TEXTS = (0, 4, 5, 6)
 
 
@@ -137,7 +137,7 @@ def faster_small() -> str:
         ]
         for each in layouts
     ]
-    headings = ["one replica", "per card", "throughput per card", "verdict or accuracy", "command", "record"]
+    headings = ["one replica", "per card", "throughput per card", "verdict; accuracy", "command", "record"]
     note = (
         "The commands use ten cards. Measured on one or two cards with the memory limit of `--gpu-memory-gb` but the"
         f" speed of an {base.machine}: compare the layouts with each other. An A100 or RTX 4090 is slower."
@@ -218,7 +218,7 @@ def _one_steps() -> list[Step]:
         Step(
             f"{kind} weights ({cards})", bf16, _w1(f"w1-27b-{kind}"), _accuracy(kind), f"{_BATCH} --quantization {kind}"
         )
-        for kind, cards in (("fp8", "H100, H200, RTX 4090 and later"), ("int8", "A100, RTX 3090"))
+        for kind, cards in (("fp8", "H100, H200, L40S"), ("int8", "A100"))
     ]
     return [
         Step("the engine instead of `generate()`, one request at a time", single.figure, engine.figure, engine.verdict,
