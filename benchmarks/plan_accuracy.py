@@ -86,15 +86,16 @@ _PRIOR = Factors(
 
 
 def fit(found: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
-    """Return the fitted efficiency, with its spread over all points.
+    """Return the fitted efficiency, with its spreads.
 
     Raises:
         ValueError: no point is fitted.
     """
     fitted = tuple(sorted({point.record for point in found if point.fitted}))
     held_out = tuple(sorted({point.record for point in found if not point.fitted}))
-    efficiency = Efficiency(GPU, ceilings, 0.0, fitted, held_out, fit_factors(found, ceilings))
-    return replace(efficiency, spread=_spread(found, efficiency))
+    efficiency = Efficiency(GPU, ceilings, 0.0, 0.0, fitted, held_out, fit_factors(found, ceilings))
+    one, several = (_spread([each for each in found if each.split == split], efficiency) for split in (False, True))
+    return replace(efficiency, spread=one, spread_ranks=several)
 
 
 def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factors:
@@ -111,7 +112,7 @@ def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factor
 
     def residuals(logs: Any) -> Any:
         factors = Factors(**dict(zip(names, map(float, np.exp(logs)), strict=True)))
-        trial = Efficiency(GPU, ceilings, 0.0, (), (), factors)
+        trial = Efficiency(GPU, ceilings, 0.0, 0.0, (), (), factors)
         return np.array([*(_log_error(point, trial) for point in fitted), *(_PRIOR_WEIGHT * (logs - prior))])
 
     logs = _least_squares(residuals, prior)
@@ -162,7 +163,8 @@ def _rounded(value: float) -> float:
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return what differs between two contents of ``efficiency.json``, beyond rounding."""
     wrong = [name for name in ("gpu", "fitted", "held_out") if list(first[name]) != list(second[name])]
-    numbers = {**first["factors"], "spread": first["spread"]}, {**second["factors"], "spread": second["spread"]}
+    spreads = ("spread", "spread_ranks")
+    numbers = [{**each["factors"], **{name: each[name] for name in spreads}} for each in (first, second)]
     wrong += [
         name for name in numbers[0].keys() | numbers[1].keys()
         if not math.isclose(numbers[0].get(name, 0), numbers[1].get(name, 0), rel_tol=_TOLERANCE)
@@ -177,7 +179,7 @@ def plan_accuracy() -> str:
     caption = (
         "Predicted / measured; in italics the measurements that the factors are fitted to. Several values: measured"
         f" again, or other memory limits. Factors: `plan/efficiency.json`, fitted by `{_COMMAND} --fit`; nine of ten"
-        f" measurements are within {efficiency.spread:.0%}."
+        f" measurements are within {efficiency.spread:.0%} on one GPU and {efficiency.spread_ranks:.0%} on two."
     )
     return "\n\n".join((phase_table(found, wrong), accuracy_table(found, wrong), caption))
 
