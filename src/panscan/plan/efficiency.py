@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from panscan.plan.gpus import Gpu, all_gpus
 __all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_efficiency"]
 
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
-_FEW_ROWS = 64  # int4: more rows multiply dequantised weights
+_FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
 _OPTIONS = EngineOptions()
 
@@ -411,7 +411,7 @@ class Clock:
         )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def padded_rows(singles: int, others: int) -> int | None:
     """Return the rows of the CUDA graph that a pass replays; None if it is launched kernel by kernel.
 
