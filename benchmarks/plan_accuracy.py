@@ -270,8 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if own.fit:
             PLAN_FILE.write_text(json.dumps(fresh, indent=1) + "\n", "utf-8")
             held = json.loads(PLAN_FILE.read_bytes())
-    wrong = errors(found, Efficiency.from_dict(held))
-    print(phase_table(found, wrong), accuracy_table(found, wrong), missed(found, wrong), sep="\n")
+    off = errors(found, Efficiency.from_dict(held))
+    print(phase_table(found, off), accuracy_table(found, off), missed(found, off), sep="\n")
     return 0
 
 
