@@ -33,6 +33,8 @@ __all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_eff
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
+_CUDNN_VISION = 0.87  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
+_HOPPER = 9  # major compute capability
 _OPTIONS = EngineOptions()
 
 
@@ -336,6 +338,8 @@ class Clock:
     def _vision_device(self, views: int) -> float:
         work = vision_work(self.variant, views)
         rate = self._rates.of(self.variant.dtype) * self._factors.vision
+        if self.gpu.capability is None or self.gpu.capability[0] != _HOPPER:
+            rate *= _CUDNN_VISION
         return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
 
     def _layer_products(self, rows: int) -> float:
