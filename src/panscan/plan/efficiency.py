@@ -33,7 +33,7 @@ __all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_eff
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
-_CUDNN_VISION = 0.87  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
+_CUDNN_VISION = 0.88  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
 _HOPPER = 9  # major compute capability
 _OPTIONS = EngineOptions()
 
