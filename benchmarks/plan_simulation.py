@@ -177,7 +177,18 @@ def plan_simulation() -> str:
         ]
         for each in record["rows"]
     ]
-    headings = ["workload", "req/s", "simulated", "error", "TTFT p95 ms", "simulated", "error", "TPOT p50 ms", "simulated", "error"]
+    headings = [
+        "workload",
+        "req/s",
+        "simulated",
+        "error",
+        "TTFT p95 ms",
+        "simulated",
+        "error",
+        "TPOT p50 ms",
+        "simulated",
+        "error",
+    ]
     inside = sum(abs(each["ratios"][name] - 1) <= TARGET for each in record["rows"] for name in FIGURES[:2])
     notes = (
         f"27B shape in bf16 on one NVIDIA H200. Requests/s and TTFT p95 within {TARGET:.0%}: {inside} of"
