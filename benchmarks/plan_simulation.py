@@ -9,11 +9,13 @@ Each committed record is replayed: the same numbers of views, prompt tokens, out
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from panscan.plan.mix import PageShare, RequestSketch, WorkloadMix
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.store import Run, read_run
 
-__all__ = ["plan_simulation", "simulate_records"]
+__all__ = ["factors_digest", "plan_simulation", "simulate_records"]
 
 RECORDS = Path(__file__).parent / "records"
 RECORD = RECORDS / "plan-simulation.json"
@@ -123,7 +125,10 @@ def w2() -> list[dict[str, Any]]:
 def w3() -> list[dict[str, Any]]:
     """Mixed documents that arrive over time, through the HTTP server."""
     run = read_run(RECORDS / "load-27b")
-    return [row("load-27b", f"W3: mixed documents, {cell}", *of_level(run, cell)) for cell in run.cells]
+    return [
+        row("load-27b", f"W3: mixed documents, {cell.removeprefix('rate-')} requests/s", *of_level(run, cell))
+        for cell in run.cells
+    ]
 
 
 def of_level(run: Run, cell: str) -> tuple[Figures, Figures]:
@@ -159,6 +164,11 @@ def simulate_records() -> list[dict[str, Any]]:
     return [*w1(), *w2(), *w3()]
 
 
+def factors_digest() -> str:
+    """Return the SHA-256 of the efficiency factors: after they change, the record must be made again."""
+    return hashlib.sha256(files("panscan.plan").joinpath("efficiency.json").read_bytes()).hexdigest()
+
+
 def plan_simulation() -> str:
     """Return the table of simulated against measured figures."""
     record = json.loads(RECORD.read_text("utf-8"))
@@ -177,7 +187,9 @@ def plan_simulation() -> str:
         ]
         for each in record["rows"]
     ]
-    headings = ["workload", "req/s", "simulated", "error", "TTFT p95 ms", "simulated", "error", "TPOT p50 ms", "simulated", "error"]
+    headings = ["workload"]
+    for figure in ("req/s", "TTFT p95 ms", "TPOT p50 ms"):
+        headings += [figure, "simulated", "error"]
     inside = sum(abs(each["ratios"][name] - 1) <= TARGET for each in record["rows"] for name in FIGURES[:2])
     notes = (
         f"27B shape in bf16 on one NVIDIA H200. Requests/s and TTFT p95 within {TARGET:.0%}: {inside} of"
@@ -189,7 +201,7 @@ def plan_simulation() -> str:
 
 def main() -> None:
     rows = simulate_records()
-    RECORD.write_text(json.dumps({"rows": rows}, indent=1) + "\n", "utf-8")
+    RECORD.write_text(json.dumps({"factors_sha256": factors_digest(), "rows": rows}, indent=1) + "\n", "utf-8")
     for each in rows:
         ratios = ", ".join(f"{name} {each['ratios'][name]:.2f}" for name in FIGURES)
         print(f"{each['name']}: simulated / measured: {ratios}")

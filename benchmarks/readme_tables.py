@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as peo
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
+from benchmarks.plan_simulation import plan_simulation
 from benchmarks.quantization_tables import quantization_27b, quantization_mini, quantization_products
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import (
@@ -53,6 +54,7 @@ PAGES = (
             "cluster.md",
             "robustness.md",
             "quantization.md",
+            "plan.md",
         )
     ),
     CARD,
@@ -335,6 +337,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantization-mini": quantization_mini,
     "quantization-products": quantization_products,
     "quantization-27b": quantization_27b,
+    "plan-simulation": plan_simulation,
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,

@@ -364,8 +364,8 @@ def _headline(found: _Answer) -> list[str]:
         better = "the requests/s" if inputs.goal == "throughput" else "the speed of one request"
         lines += [
             "",
-            f"Faster, but not exact: {_named(found, advice.faster)}: {_promise(found, advice.faster)}, {advice.gain:.1f}x"
-            f" {better}. {_INEXACT}",
+            f"Faster, but not exact: {_named(found, advice.faster)}: {_promise(found, advice.faster)},"
+            f" {advice.gain:.1f}x {better}. {_INEXACT}",
             "",
             f"  {found.command(_verbs(found)[0], advice.faster)}",
         ]
