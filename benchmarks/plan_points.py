@@ -185,6 +185,8 @@ class _Source:
         stages = {name: each["median"] / 1e3 for name, each in alone["stages_ms"].items()}
         prepare, tokens = stages["load"] + stages["preprocess"], asked.prompt_tokens
         yield self.point("prepare", asked.views, prepare, asked.prepare, fitted=True)
+        vision = partial(_vision, asked.views)
+        yield self.point("vision", asked.views, stages["vision"], vision, fitted=True)
         yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens, asked.views), fitted=True)
         yield self.point("TTFT", tokens, alone["ttft_ms"]["median"] / 1e3, asked.ttft)
 
@@ -222,10 +224,8 @@ def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterato
     for prompt in part.get("long_prompts", ()):
         tokens = prompt["prompt_tokens"]
         yield source.vision(prompt["views"], prompt["vision_ms_per_view"])
-        if tokens != asked.prompt_tokens:
-            yield source.point(
-                "prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, partial(_prefill, tokens, prompt["views"])
-            )
+        predict = partial(_prefill, tokens, prompt["views"])
+        yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, predict, fitted=True)
     yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
 
 

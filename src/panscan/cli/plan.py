@@ -109,7 +109,7 @@ def command(**options: Any) -> int:
     limits = _limits(options)
     model = model_named(options["model"])
     inputs = _question(model, options)
-    found = _Answer(model, inputs, find_layouts(inputs))
+    found = _Answer(model, inputs, find_layouts(inputs), options["count"])
     if options["request_rate"] is not None and found.fitting:
         found = _with_fleets(found, _traffic(options, limits))
     if options["as_json"]:
@@ -123,17 +123,27 @@ def command(**options: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A inputs with its layouts; with traffic, also with fleets, best first."""
+    """Layouts of what was asked; with traffic, also fleets, best first. ``limit``: GPUs that there are, if known."""
 
     model: PlannedModel
     inputs: PlanInputs
     layouts: list[Layout]
+    limit: int | None
     traffic: Traffic | None = None
     fleets: tuple[Fleet, ...] = ()
 
     @property
     def fitting(self) -> list[Layout]:
         return [each for each in self.layouts if each.speed is not None]
+
+    @property
+    def simulated(self) -> list[Layout]:
+        """Layouts that a fleet is chosen from: those with the recommended kind of weights."""
+        from panscan.plan.advice import advise
+
+        best = advise(self.layouts, self.inputs.goal)
+        kind = None if best is None else best.layout.variant.weights
+        return [each for each in self.fitting if each.variant.weights == kind]
 
     @property
     def advice(self) -> LayoutAdvice | None:
@@ -270,15 +280,16 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
     """Return this machine's GPU (or CPU), its measured FLOP/s and bytes/s, and the number of GPUs.
 
     Raises:
-        SettingError: --gpu names another GPU, or this one is unknown and --gpu is missing.
+        SettingError: --gpu names a GPU, or this machine's is unknown and --gpu has no specification.
     """
+    import psutil
+
     from panscan.model.ceilings import measure_ceilings
     from panscan.model.machine import gpu_facts, resolve_device, resolve_dtype
     from panscan.plan.gpus import gpu_named
 
-    with errors().status("measuring this machine"):
-        device = resolve_device("auto")
-        found = measure_ceilings(device, resolve_dtype("bf16", device))
+    if named is not None and "=" not in named:
+        raise SettingError(f"--measure takes this machine's GPU: remove --gpu {shorten(named)}")
     facts = gpu_facts()
     name = facts[0]["name"] if facts else "cpu"
     try:
@@ -286,9 +297,12 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
     except SettingError as error:
         if named is not None:
             raise
-        raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification ({error})") from error
-    if facts:
-        gpu = replace(gpu, memory_bytes=facts[0]["memory_bytes"])
+        raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification") from error
+    with errors().status("measuring this machine"):
+        device = resolve_device("auto")
+        found = measure_ceilings(device, resolve_dtype("bf16", device))
+    memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
+    gpu = replace(gpu, memory_bytes=memory, label=name if facts else "this machine's CPU")
     return gpu, (found.flops_per_s, found.bytes_per_s), max(1, len(facts))
 
 
@@ -309,10 +323,8 @@ def _with_fleets(found: _Answer, traffic: Traffic) -> _Answer:
     """Return the answer with the fleets of the recommended kind of weights."""
     from panscan.plan.fleet import size_fleets
 
-    kind = found.advice.layout.variant.weights if found.advice is not None else None
-    layouts = [each for each in found.fitting if each.variant.weights == kind]
     with errors().status("simulating the scheduler") as status:
-        fleets = size_fleets(found.inputs, layouts, traffic, on_progress=status.update)
+        fleets = size_fleets(found.inputs, found.simulated, traffic, on_progress=status.update)
     return replace(found, traffic=traffic, fleets=tuple(fleets))
 
 
@@ -333,16 +345,23 @@ def _print(found: _Answer) -> None:
         out().print(line, soft_wrap=True)
     if found.fleets:
         _print_table(_FLEET_HEADINGS, [_fleet_row(each) for each in found.fleets])
+        if missing := len(found.simulated) - len(found.fleets):
+            out().print(f"not simulated, for lack of time: {missing} of {len(found.simulated)} layouts")
     if found.fitting and not found.fleets:
         _print_table(_HEADINGS, [_layout_row(each) for each in found.fitting])
     for each in found.rejections:
-        sizes = " or ".join(map(str, each.tensor_parallel_sizes))
-        plural = "s" if each.tensor_parallel_sizes != (1,) else ""
-        out().print(f"not possible: {each.weights} on {sizes} GPU{plural} per replica: {each.reason}", soft_wrap=True)
+        out().print(f"not possible: {_where(each)}: {each.reason}", soft_wrap=True)
     for caution in found.cautions:
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
     if found.fitting:
         out().print(f"basis: {_basis(found)}", style="dim", soft_wrap=True)
+
+
+def _where(rejection: Rejection) -> str:
+    """Return which layouts are meant, in words."""
+    *sizes, last = map(str, rejection.tensor_parallel_sizes)
+    listed = f"{', '.join(sizes)} or {last}" if sizes else last
+    return f"{rejection.weights} on {listed} GPU{'s' if listed != '1' else ''} per replica"
 
 
 def _headline(found: _Answer) -> list[str]:
@@ -417,9 +436,12 @@ def _fleet_sentence(found: _Answer) -> str:
     most = "more than 256" if high is None else high
     spread = "" if low == high else f" ({low} to {most} replicas within the range of the prediction)"
     layout = with_replicas(best)
+    enough = ""
+    if found.limit is not None and (best.gpus or 0) > found.limit:
+        enough = f" That is more than --count {found.limit}."
     return (
         f"For {goal}: {_named(found, layout)}, {best.gpus} GPUs in all{spread}. Expected: {_latencies(best.level)};"
-        f" breaks at about {best.breaks_at:.3g} requests/s."
+        f" breaks at about {best.breaks_at:.3g} requests/s.{enough}"
     )
 
 

@@ -16,6 +16,7 @@ its own. ``efficiency.json`` holds the factors; ``benchmarks/plan_accuracy.py`` 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,7 @@ from typing import Any, Self
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
-from panscan.plan.gpus import Gpu, gpu_named
+from panscan.plan.gpus import Gpu, all_gpus
 
 __all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_efficiency"]
 
@@ -65,13 +66,16 @@ class Factors:
         kv: bandwidth at which decode reads keys and values.
         activations: bandwidth of elementwise kernels.
         link: bandwidth between GPUs, relative to the data sheet's.
-        layer_seconds: latency of one layer's kernels.
+        layer_seconds: latency of one layer's kernels in a CUDA graph.
+        tail_seconds: the same in passes launched kernel by kernel, whose products end in partly filled waves.
         int4_few_seconds: additional latency of one layer's int4 products of 3 to 64 rows.
         pass_seconds: fixed time of a pass.
         message_seconds: latency of one message between GPUs.
         launch_seconds: host time to launch one layer, of the tower or the decoder, kernel by kernel.
         launch_ranks_seconds: the same with tensor parallelism.
-        sequence_seconds: host time per request of a pass with tensor parallelism.
+        replay_seconds: host time to prepare a pass and replay its CUDA graph.
+        replay_ranks_seconds: the same with tensor parallelism.
+        sequence_ranks_seconds: host time per request of a pass with tensor parallelism.
         prepare_seconds: host time to prepare one view.
         prepare_ranks_seconds: the same with tensor parallelism, where pixels are sent to ranks.
     """
@@ -90,12 +94,15 @@ class Factors:
     activations: float
     link: float
     layer_seconds: float
+    tail_seconds: float
     int4_few_seconds: float
     pass_seconds: float
     message_seconds: float
     launch_seconds: float
     launch_ranks_seconds: float
-    sequence_seconds: float
+    replay_seconds: float
+    replay_ranks_seconds: float
+    sequence_ranks_seconds: float
     prepare_seconds: float
     prepare_ranks_seconds: float
 
@@ -133,7 +140,7 @@ class Efficiency:
 
     def reached(self) -> tuple[float, float]:
         """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
-        gpu = gpu_named(self.gpu)
+        gpu = all_gpus()[self.gpu]
         return self.ceilings[0] / gpu.flops_per_s["bf16"], self.ceilings[1] / gpu.bytes_per_s
 
 
@@ -265,37 +272,57 @@ class Clock:
     def prepare_seconds(self, views: int) -> float:
         """Return the host time to prepare a request: to decode its images and to cut and scale their views."""
         factors = self._factors
-        split = self.variant.tensor_parallel_size > 1
-        return views * (factors.prepare_ranks_seconds if split else factors.prepare_seconds)
+        return views * (factors.prepare_ranks_seconds if self._split else factors.prepare_seconds)
+
+    @property
+    def _split(self) -> bool:
+        return self.variant.tensor_parallel_size > 1
 
     @property
     def _launch(self) -> float:
         """Return the host time to launch a layer."""
-        split = self.variant.tensor_parallel_size > 1
-        return self._factors.launch_ranks_seconds if split else self._factors.launch_seconds
+        return self._factors.launch_ranks_seconds if self._split else self._factors.launch_seconds
 
     def _pass(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, graph: bool | None
     ) -> float:
-        """Return the time of a pass: the GPU's or the host's, whichever is longer."""
-        factors, text = self._factors, self.variant.text
+        """Return the time of a pass, from the start of its vision batch or of the pass before.
+
+        The decoder starts when the GPU has encoded the views and the host has launched them and prepared the graph; a
+        pass without a graph ends no sooner than the host has launched its last layer.
+        """
         singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
         if not singles + others:
             return self._vision(views)
         rows = padded_rows(singles, others) if graph is not False else None
+        computed = self._decoder(decode_contexts, prefill, rows)
+        host = self._vision_host(views) + self._pass_host(singles + len(prefill))
+        if rows is None:
+            return max(self._vision(views) + computed, host + self.variant.text.layers * self._launch)
+        return max(self._vision_device(views), host) + computed if views else max(computed, host)
+
+    def _pass_host(self, requests: int) -> float:
+        """Return the host time of a pass without its launches."""
+        factors = self._factors
+        if self._split:
+            return factors.replay_ranks_seconds + requests * factors.sequence_ranks_seconds
+        return factors.replay_seconds
+
+    def _decoder(self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], rows: int | None) -> float:
+        """Return the time of the decoder on the GPU. ``rows``: of its CUDA graph; None: launched kernel by kernel."""
+        factors, layers = self._factors, self.variant.text.layers
         decode = pass_work(self.variant, decode_contexts=decode_contexts)
         chunks = pass_work(self.variant, prefill=prefill)
-        computed = (
-            text.layers * (self._layer_products(rows or singles + others) + factors.layer_seconds)
-            + self._output(singles + len(prefill))
+        sampled = len(decode_contexts) + len(prefill)
+        computed = rows or len(decode_contexts) + sum(end - start for start, end in prefill)
+        latency = factors.layer_seconds if rows else factors.tail_seconds
+        return (
+            layers * (self._layer_products(computed) + latency)
+            + self._output(sampled)
             + self._attention(decode, chunks)
             + self._between(decode.link_bytes + chunks.link_bytes, max(decode.reductions, chunks.reductions))
             + factors.pass_seconds
         )
-        host = self._vision_host(views) + (0.0 if rows else text.layers * self._launch)
-        if self.variant.tensor_parallel_size > 1:
-            host += (singles + len(prefill)) * factors.sequence_seconds
-        return max(self._vision(views) + computed, host)
 
     def _vision(self, views: int) -> float:
         return max(self._vision_device(views), self._vision_host(views))
@@ -359,18 +386,18 @@ class Clock:
     def _widened(self, found: Efficiency, ceilings: bool) -> float:
         """Return the factor to both bounds: the records' spread; for another GPU also what a data sheet leaves open.
 
-        A GPU may reach all of its data sheet, or fall as far short of what is expected. Without CUDA, the factors are
-        those of other kernels: twice as far.
+        A GPU may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
+        far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
         """
         widening = 1 + found.spread
         if self.measured:
             return widening
-        if not ceilings:
-            widening /= min(found.reached())
+        gap = 1 / min(found.reached())
+        widening *= math.sqrt(gap) if ceilings else gap
         return widening if self.gpu.capability is not None else widening**2
 
     def _basis(self, found: Efficiency, ceilings: bool) -> str:
-        label = gpu_named(found.gpu).label
+        label = all_gpus()[found.gpu].label
         if self.measured:
             return f"records of {label}: within {found.spread:.0%} in nine of ten measurements"
         rates = "its measured ceilings" if ceilings else "its data sheet"

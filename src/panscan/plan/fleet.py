@@ -38,7 +38,8 @@ _CLOSE = 1.1  # ratio of the enclosing rates at which the search ends
 _MOST_LEVELS = 12
 _ALONE_RATE = 0.01  # requests per second at which none waits for another
 _BLOCK = 16  # tokens
-_SECONDS = 10.0  # after which no further layout is simulated
+_SECONDS = 30.0  # after which no further layout is simulated
+_MOST_ENGINES = 6  # of a simulation; larger fleets are as these, with their share of the requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,8 @@ class FleetLevel:
     Args:
         rate: offered requests per second.
         replicas: engines that share the requests.
-        requests: number of requests.
-        requests_per_s: completed requests per second, from the first arrival to the last token.
+        requests: number of simulated requests.
+        requests_per_s: completed requests per second of the simulated engines, first arrival to last token.
         goodput: which requests meet the limits.
         percentiles_ms: by time (ttft, tpot, e2el): milliseconds by percentile; empty without an answered request.
         preemptions: how often a request gave its KV cache blocks back.
@@ -117,7 +118,7 @@ def size_fleets(
 ) -> list[Fleet]:
     """Return the fleets of layouts that fit, that with the fewest GPUs first.
 
-    Stops before the next layout after 10 seconds, with at least one fleet.
+    Stops before the next layout after 30 seconds, with at least one fleet.
 
     Args:
         inputs: the mix and the sizes.
@@ -139,7 +140,7 @@ def size_fleets(
 def measure_level(
     inputs: PlanInputs, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
 ) -> FleetLevel:
-    """Simulate replicas of a layout at a rate.
+    """Simulate replicas of a layout at a rate; of more than 6 replicas, 6 with their share of the requests.
 
     Args:
         inputs: the mix and the sizes.
@@ -149,10 +150,10 @@ def measure_level(
         replicas: number of engines.
         level: which end of the predicted times counts.
     """
-    engine, count = _engine_maker(inputs, layout, level), _requests(rate, traffic)
-    engines = [engine(None) for _ in range(replicas)]
-    sketches = inputs.mix.requests(count, traffic.seed)
-    return level_of(route_arrivals(engines, sketches, traffic.arrivals(rate, count)), traffic, rate, engines)
+    maker, simulated = _engine_maker(inputs, layout, level), min(replicas, _MOST_ENGINES)
+    share = rate * simulated / replicas
+    engines, answered = _simulated(maker, inputs, traffic, share, [None] * simulated)
+    return replace(level_of(answered, traffic, share, engines), rate=rate, replicas=replicas)
 
 
 def level_of(
@@ -262,20 +263,31 @@ def _holds(
     maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float, replicas: int = 1
 ) -> bool:
     """Return whether replicas meet the limits at a rate; ends as soon as too many requests miss them."""
-    count = _requests(rate, traffic)
-    allowed, missed = count - ceil(traffic.attainment * count), 0
+    missed = allowed = 0
 
     def on_done(request: SimulatedRequest) -> bool:
         nonlocal missed
         missed += bool(missed_limits(_record(request), traffic.limits))
         return missed <= allowed
 
-    engines = [maker(on_done) for _ in range(replicas)]
-    sketches = inputs.mix.requests(count, traffic.seed)
-    answered = route_arrivals(engines, sketches, traffic.arrivals(rate, count))
+    simulated = min(replicas, _MOST_ENGINES)
+    share = rate * simulated / replicas
+    count = _requests(share, traffic)
+    allowed = count - ceil(traffic.attainment * count)
+    engines, answered = _simulated(maker, inputs, traffic, share, [on_done] * simulated)
     if any(engine.stopped for engine in engines):
         return False
-    return level_of(answered, traffic, rate, engines).goodput.reaches(traffic.attainment)
+    return level_of(answered, traffic, share, engines).goodput.reaches(traffic.attainment)
+
+
+def _simulated(
+    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float,
+    on_done: Sequence[OnDone],
+) -> tuple[list[SimulatedEngine], list[SimulatedRequest]]:  # fmt: skip
+    """Return engines, one for each callback, and the requests after they have answered them."""
+    engines, count = [maker(each) for each in on_done], _requests(rate, traffic)
+    sketches = inputs.mix.requests(count, traffic.seed)
+    return engines, route_arrivals(engines, sketches, traffic.arrivals(rate, count))
 
 
 def _requests(rate: float, traffic: Traffic) -> int:
