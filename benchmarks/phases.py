@@ -29,9 +29,9 @@ from panscan.model.shapes import SHAPES
 from panscan.records.store import write_atomically
 from panscan.settings import WEIGHT_KINDS
 
-__all__ = ["Configuration", "main"]
+__all__ = ["Configuration", "Job", "main", "run_jobs"]
 
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.5
 _LINK = "link"
 _LINK_SECONDS = 90.0
 _KINDS = ("bf16", *WEIGHT_KINDS)
@@ -70,14 +70,14 @@ class Configuration:
 
 
 @dataclass(slots=True)
-class _Job:
-    """A process to run on some GPUs.
+class Job:
+    """A Python process to run on some GPUs.
 
     Args:
-        command: arguments after the interpreter's.
+        command: arguments of the interpreter.
         gpus: number of GPUs that it occupies.
         seconds: its deadline, from its start.
-        part: the file that it writes.
+        part: the JSON file that it writes.
     """
 
     command: list[str]
@@ -116,23 +116,23 @@ class _Job:
         return found | {"error": self.error}
 
 
-def _jobs(wanted: Sequence[Configuration], seconds: float, passed: Sequence[str], folder: Path) -> dict[str, _Job]:
+def _jobs(wanted: Sequence[Configuration], seconds: float, passed: Sequence[str], folder: Path) -> dict[str, Job]:
     """Return a job for each configuration, those of one GPU first, the link's before others of several."""
     jobs = {}
     for each in wanted:
         part = folder / f"{each.shape}-{each.kind}-{each.ranks}.json"
         command = ["-m", "benchmarks.phases_worker", str(each), "--output", str(part), *passed]
-        jobs[str(each)] = _Job(command, each.ranks, seconds, part)
+        jobs[str(each)] = Job(command, each.ranks, seconds, part)
     if hidden := sorted({SHAPES[each.shape].text.hidden for each in wanted if each.ranks > 1}):
         part = folder / "link.json"
         command = ["-m", "benchmarks.phases_link", "--hidden", ",".join(map(str, hidden)), "--output", str(part)]
-        jobs = {_LINK: _Job(command, 2, _LINK_SECONDS, part), **jobs}
+        jobs = {_LINK: Job(command, 2, _LINK_SECONDS, part), **jobs}
     return dict(sorted(jobs.items(), key=lambda item: item[1].gpus))
 
 
-def _run(jobs: dict[str, _Job], gpus: int, save: Callable[[], None]) -> None:
+def run_jobs(jobs: dict[str, Job], gpus: int, save: Callable[[], None]) -> None:
     """Run the jobs in order as GPUs become free (on a CPU one at a time), saving the record after each change."""
-    waiting, running = list(jobs.values()), list[_Job]()
+    waiting, running = list(jobs.values()), list[Job]()
     free = set(range(gpus))
     try:
         while waiting or running:
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record = {**header, "environment": known[0] if known else None, "configurations": found, "link": link}
             write_atomically(own.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
-        _run(jobs, own.gpus, save)
+        run_jobs(jobs, own.gpus, save)
     return int(any(job.error for job in jobs.values()))
 
 

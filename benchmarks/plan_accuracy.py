@@ -30,7 +30,17 @@ from benchmarks.plan_points import GPU, PHASES, Point, points, read_ceilings
 from panscan.plan.efficiency import Clock, Efficiency, Factors, committed_efficiency
 from panscan.plan.gpus import all_gpus
 
-__all__ = ["PLAN_FILE", "TARGET", "errors", "fit", "fit_factors", "main", "plan_accuracy"]
+__all__ = [
+    "PLAN_FILE",
+    "TARGET",
+    "accuracy_table",
+    "differences",
+    "errors",
+    "fit",
+    "fit_factors",
+    "main",
+    "plan_accuracy",
+]
 
 PLAN_FILE = Path(__file__).parent.parent / "src" / "panscan" / "plan" / "efficiency.json"
 TARGET = 0.2
@@ -42,6 +52,16 @@ _ENOUGH = 1e-6  # gained of the sum of squares in a round
 _STEP = 1e-4  # in logs, for derivatives
 _DIGITS = 3
 _QUANTILE = 0.9
+_COMMAND = "python -m benchmarks.plan_accuracy"
+_LABELS = {
+    "vision": "vision",
+    "prefill": "prefill",
+    "decode": "decode step",
+    "mixed": "decode and prefill in one pass",
+    "prepare": "image preparation (host)",
+    "TTFT": "TTFT of one request",
+    "W1": "W1 req/s",
+}
 _COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
     "vision ms, 4 views": ("vision", (4,)),
     "32 views": ("vision", (32,)),
@@ -66,15 +86,16 @@ _PRIOR = Factors(
 
 
 def fit(found: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
-    """Return the fitted efficiency, with its spread over all points.
+    """Return the fitted efficiency, with its spreads.
 
     Raises:
         ValueError: no point is fitted.
     """
     fitted = tuple(sorted({point.record for point in found if point.fitted}))
     held_out = tuple(sorted({point.record for point in found if not point.fitted}))
-    efficiency = Efficiency(GPU, ceilings, 0.0, fitted, held_out, fit_factors(found, ceilings))
-    return replace(efficiency, spread=_spread(found, efficiency))
+    efficiency = Efficiency(GPU, ceilings, 0.0, 0.0, fitted, held_out, fit_factors(found, ceilings))
+    one, several = (_spread([each for each in found if each.split == split], efficiency) for split in (False, True))
+    return replace(efficiency, spread=one, spread_ranks=several)
 
 
 def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factors:
@@ -91,7 +112,7 @@ def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factor
 
     def residuals(logs: Any) -> Any:
         factors = Factors(**dict(zip(names, map(float, np.exp(logs)), strict=True)))
-        trial = Efficiency(GPU, ceilings, 0.0, (), (), factors)
+        trial = Efficiency(GPU, ceilings, 0.0, 0.0, (), (), factors)
         return np.array([*(_log_error(point, trial) for point in fitted), *(_PRIOR_WEIGHT * (logs - prior))])
 
     logs = _least_squares(residuals, prior)
@@ -142,7 +163,8 @@ def _rounded(value: float) -> float:
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return what differs between two contents of ``efficiency.json``, beyond rounding."""
     wrong = [name for name in ("gpu", "fitted", "held_out") if list(first[name]) != list(second[name])]
-    numbers = {**first["factors"], "spread": first["spread"]}, {**second["factors"], "spread": second["spread"]}
+    spreads = ("spread", "spread_ranks")
+    numbers = [{**each["factors"], **{name: each[name] for name in spreads}} for each in (first, second)]
     wrong += [
         name for name in numbers[0].keys() | numbers[1].keys()
         if not math.isclose(numbers[0].get(name, 0), numbers[1].get(name, 0), rel_tol=_TOLERANCE)
@@ -151,9 +173,34 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
 
 
 def plan_accuracy() -> str:
-    """Return the table of predictions against measurements with the committed factors."""
-    found = points()
-    return accuracy_table(found, errors(found, committed_efficiency()))
+    """Return the tables of the page: by phase, and by configuration, with the committed factors."""
+    found, efficiency = points(), committed_efficiency()
+    wrong = errors(found, efficiency)
+    caption = (
+        "Predicted / measured; in italics the measurements that the factors are fitted to. Several values: measured"
+        f" again, or other memory limits. Factors: `plan/efficiency.json`, fitted by `{_COMMAND} --fit`; nine of ten"
+        f" measurements are within {efficiency.spread:.0%} on one GPU and {efficiency.spread_ranks:.0%} on two."
+    )
+    return "\n\n".join((phase_table(found, wrong), accuracy_table(found, wrong), caption))
+
+
+def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
+    """Return the table of errors by phase: how many are within the target, the median and the largest."""
+
+    def cells(phase: str, *, fitted: bool) -> list[str]:
+        sizes = [abs(e) for p, e in zip(found, wrong, strict=True) if p.fitted == fitted and p.phase == phase]
+        if not sizes:
+            return ["-", "-"]
+        within = sum(size <= TARGET for size in sizes)
+        return [f"{within} of {len(sizes)}", f"{median(sizes):.0%}, {max(sizes):.0%}"]
+
+    headings = [
+        f"{name}: {what}" for name in ("fitted", "held out") for what in (f"within {TARGET:.0%}", "median, largest")
+    ]
+    return table(
+        ["phase", *headings],
+        [[_LABELS[phase], *cells(phase, fitted=True), *cells(phase, fitted=False)] for phase in PHASES],
+    )
 
 
 def accuracy_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
@@ -164,13 +211,19 @@ def accuracy_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
             rows.setdefault((point.configuration, point.record), []).append((point, error))
     lines = [
         [
-            *name,
+            _name(configuration),
+            f"`{record}`",
             *(", ".join(_cell(*each) for each in row if _stands_in(each[0], column)) or "-" for column in _COLUMNS),
             f"{max(abs(error) for _, error in row):.0%}",
         ]
-        for name, row in rows.items()
+        for (configuration, record), row in rows.items()
     ]
     return table(["configuration", "record", *_COLUMNS, "largest error"], lines)
+
+
+def _name(configuration: str) -> str:
+    shape, kind, ranks = configuration.split(":")
+    return f"{shape} {kind}" + (f", {ranks} GPUs" if ranks != "1" else "")
 
 
 def _stands_in(point: Point, column: str) -> bool:
@@ -187,22 +240,18 @@ def _cell(point: Point, error: float) -> str:
     return f"*{text}*" if point.fitted else text
 
 
-def summary(found: Sequence[Point], wrong: Sequence[float]) -> str:
-    """Return medians, largest errors and misses by phase, fitted and held out."""
-    lines = []
-    for fitted in (True, False):
-        for phase in PHASES:
-            sizes = [abs(e) for p, e in zip(found, wrong, strict=True) if p.fitted == fitted and p.phase == phase]
-            if sizes:
-                name = f"{'fitted' if fitted else 'held out'} {phase}"
-                within = f"{sum(size <= TARGET for size in sizes)} of {len(sizes)} within {TARGET:.0%}"
-                lines.append(f"{name}: {within}; median {median(sizes):.1%}, largest {max(sizes):.1%}")
-    return "\n".join(lines)
+def misses(found: Sequence[Point], wrong: Sequence[float]) -> list[str]:
+    """Return a line for each prediction that is further off than the target."""
+    return [
+        f"{point.record} {point.configuration} {_LABELS[point.phase]} {point.size:,}: {_cell(point, error).strip('*')}"
+        for point, error in zip(found, wrong, strict=True)
+        if abs(error) > TARGET
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; fit or check on request."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_accuracy", description=__doc__)
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the factors and write efficiency.json")
     parser.add_argument("--check", action="store_true", help="compare efficiency.json with a new fit")
     own = parser.parse_args(argv)
@@ -217,8 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             PLAN_FILE.write_text(json.dumps(fresh, indent=1) + "\n", "utf-8")
             held = json.loads(PLAN_FILE.read_bytes())
     missed = errors(found, Efficiency.from_dict(held))
-    print(accuracy_table(found, missed))
-    print(summary(found, missed))
+    print(phase_table(found, missed), accuracy_table(found, missed), *misses(found, missed), sep="\n")
     return 0
 
 

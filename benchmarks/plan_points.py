@@ -62,6 +62,11 @@ class Point:
     variant: Variant
     predict: Callable[[Clock], float]
 
+    @property
+    def split(self) -> bool:
+        """Whether several GPUs share the model."""
+        return self.variant.tensor_parallel_size > 1
+
 
 @dataclass(frozen=True, slots=True)
 class _W1:

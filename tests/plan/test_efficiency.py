@@ -29,10 +29,6 @@ def off(point: Point) -> float:
     return abs(point.predict(Clock(H200, point.variant)) / point.measured - 1)
 
 
-def split(point: Point) -> bool:
-    return point.variant.tensor_parallel_size > 1
-
-
 @given(VARIANTS, CONTEXTS, CHUNKS, st.integers(0, 32))
 def test_an_interval_contains_its_value_and_more_work_takes_longer(
     variant: Variant, contexts: list[int], chunks: list[tuple[int, int]], views: int
@@ -120,14 +116,14 @@ def test_the_split_is_what_the_page_says() -> None:
 @pytest.mark.parametrize("fitted", [True, False])
 def test_the_clock_reproduces_the_records_of_one_gpu(phase: str, *, fitted: bool) -> None:
     chosen = [point for point in points() if point.phase == phase and point.fitted == fitted]
-    errors = {(point.configuration, point.size): off(point) for point in chosen if not split(point)}
+    errors = {(point.configuration, point.size): off(point) for point in chosen if not point.split}
     assert errors or (phase, fitted) == ("TTFT", True)
     assert {name: error for name, error in errors.items() if error > 0.2} == {}
 
 
 @pytest.mark.parametrize("phase", ["decode", "mixed"])
 def test_the_clock_reproduces_the_records_of_two_gpus(phase: str) -> None:
-    chosen = [point for point in points() if point.phase == phase and split(point)]
+    chosen = [point for point in points() if point.phase == phase and point.split]
     assert {point.fitted for point in chosen} == {True, False}
     assert [point.configuration for point in chosen if off(point) > 0.2] == []
 

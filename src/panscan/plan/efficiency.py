@@ -114,7 +114,8 @@ class Efficiency:
     Args:
         gpu: name of the GPU that the records are from.
         ceilings: its measured FLOP/s and bytes/s.
-        spread: relative error that nine of ten measurements stay within, held-out ones included.
+        spread: relative error that nine of ten measurements of one GPU stay within, held-out ones included.
+        spread_ranks: the same with tensor parallelism.
         fitted: names of the records that the factors are fitted to, in part.
         held_out: names of the records with measurements that they are tested on.
         factors: the factors.
@@ -123,6 +124,7 @@ class Efficiency:
     gpu: str
     ceilings: tuple[float, float]
     spread: float
+    spread_ranks: float
     fitted: tuple[str, ...]
     held_out: tuple[str, ...]
     factors: Factors
@@ -389,17 +391,20 @@ class Clock:
         A GPU may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
         far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
         """
-        widening = 1 + found.spread
+        widening = 1 + self._spread(found)
         if self.measured:
             return widening
         gap = 1 / min(found.reached())
         widening *= math.sqrt(gap) if ceilings else gap
         return widening if self.gpu.capability is not None else widening**2
 
+    def _spread(self, found: Efficiency) -> float:
+        return found.spread_ranks if self._split else found.spread
+
     def _basis(self, found: Efficiency, ceilings: bool) -> str:
         label = all_gpus()[found.gpu].label
         if self.measured:
-            return f"records of {label}: within {found.spread:.0%} in nine of ten measurements"
+            return f"records of {label}: within {self._spread(found):.0%} in nine of ten measurements"
         rates = "its measured ceilings" if ceilings else "its data sheet"
         return (
             f"no record of this GPU: {rates} with the efficiency of {label}; interval widened to x{self._widening:.2f}"
