@@ -300,9 +300,9 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
         raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification") from error
     with errors().status("measuring this machine"):
         device = resolve_device("auto")
-        found = measure_ceilings(device, resolve_dtype("bf16", device))
+        found = measure_ceilings(device, resolve_dtype("auto", device))
     memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
-    gpu = replace(gpu, memory_bytes=memory, label=name if facts else "this machine's CPU")
+    gpu = replace(gpu, memory_bytes=memory, label=name if facts else "this machine's CPU", note="")
     return gpu, (found.flops_per_s, found.bytes_per_s), max(1, len(facts))
 
 

@@ -113,7 +113,7 @@ def command_words(
     if layout.variant.weights is not None:
         words += ["--quantization", layout.variant.weights]
     if gpu.capability is None:
-        words += ["--device", "cpu", "--dtype", layout.variant.dtype]
+        words += ["--device", "cpu"]
     elif reads_images:
         words += ["--preprocess", "device"]
     plain = EngineOptions()
@@ -163,6 +163,8 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " attention in both directions within an image. panscan's engine does it exactly.",
             )
         )
+    if gpu.note:
+        found.append(Caution("gpu", f"{gpu.label}: {gpu.note}."))
     biggest = max((each.variant.tensor_parallel_size for each in layouts if each.speed), default=1)
     if biggest > 1 and gpu.link.startswith("PCIe"):
         found.append(

@@ -211,7 +211,8 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
     """
     gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
     try:
-        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size)
+        dtype = "fp32" if gpu.capability is None else "bf16"  # the engine's own choices
+        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size, dtype)
     except SettingError:
         return None
     memory = memory_plan(variant, gpu, options)
@@ -226,7 +227,7 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
 def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto") -> str | None:
     """Return why a GPU does not support a kind of weights; None if it does."""
     if gpu.capability is not None and "bf16" not in gpu.flops_per_s:
-        return f"{gpu.name} has no bf16 products; panscan runs there in float32, which is not predicted"
+        return f"{gpu.name} has no bf16 products, and its other types are not predicted"
     return gpu.refusal(kind, kv_cache_dtype)
 
 
