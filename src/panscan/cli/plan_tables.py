@@ -39,7 +39,7 @@ def print_answer(found: PlanAnswer) -> None:
     if found.fleets:
         _table_of(_FLEET_HEADINGS, [_fleet_row(each) for each in found.fleets])
         if missing := len(found.simulated) - len(found.fleets):
-            out().print(f"not simulated, for lack of time: {missing} of {len(found.simulated)} layouts")
+            out().print(f"not simulated: {missing} of {len(found.simulated)} layouts, which need as many GPUs or more")
     if found.fitting and not found.fleets:
         _table_of(_HEADINGS, [_layout_row(each) for each in found.fitting])
     for each in found.rejections:
@@ -112,6 +112,8 @@ def _fleet_sentence(found: PlanAnswer) -> str:
     assert traffic is not None  # there are fleets
     limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in traffic.limits.items())
     goal = f"{traffic.rate:g} requests/s with {traffic.attainment:.0%} within {limits}"
+    if best.replicas is None and best.rate_of_one > 0:
+        return f"{goal} would take more than 256 replicas: one meets it at {best.rate_of_one:.3g} requests/s."
     if best.replicas is None:
         alone = f"a request alone has {_latencies(best.level)}"
         return f"No number of replicas meets {goal}: {alone}. Relax the limits, or compare --quantization."

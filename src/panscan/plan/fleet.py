@@ -39,7 +39,8 @@ _MOST_LEVELS = 12
 _ALONE_RATE = 0.01  # requests per second at which none waits for another
 _BLOCK = 16  # tokens
 _SECONDS = 30.0  # after which no further layout is simulated
-_MOST_ENGINES = 6  # of a simulation; larger fleets are as these, with their share of the requests
+_MOST_ENGINES = 4  # of a simulation; larger fleets are as these, with their share of the requests
+_ABOVE_STEADY = 1.2  # times the steady rate that a replica may reach in a simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +119,21 @@ def size_fleets(
 ) -> list[Fleet]:
     """Return the fleets of layouts that fit, that with the fewest GPUs first.
 
-    Stops before the next layout after 30 seconds, with at least one fleet.
+    Layouts that cannot need fewer GPUs than one that was simulated are left out, as their requests per second with all
+    places taken tell. After 30 seconds the rest are left out too.
 
     Args:
         inputs: the mix and the sizes.
-        layouts: layouts that fit, best first.
+        layouts: layouts that fit.
         traffic: requests and limits.
         on_progress: called with what is simulated next.
     """
     started, fleets = time.monotonic(), list[Fleet]()
-    for number, layout in enumerate(layouts, 1):
+    for number, layout in enumerate(sorted(layouts, key=_rate_per_gpu, reverse=True), 1):
+        fewest = min((fleet.gpus for fleet in fleets if fleet.gpus is not None), default=inf)
+        size = layout.variant.tensor_parallel_size
+        if ceil(traffic.rate / (_ABOVE_STEADY * _rate_per_gpu(layout) * size)) * size >= fewest:
+            continue
         if fleets and time.monotonic() - started > _SECONDS:
             break
         on_progress(f"simulating layout {number} of {len(layouts)}")
@@ -137,10 +143,19 @@ def size_fleets(
     return [_ranged(inputs, best, traffic), *others]
 
 
+def _rate_per_gpu(layout: Layout) -> float:
+    """Return the requests per second and GPU with all places taken."""
+    assert layout.speed is not None  # it fits
+    return layout.speed.requests_per_s.value / layout.gpus
+
+
 def measure_level(
     inputs: PlanInputs, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
 ) -> FleetLevel:
-    """Simulate replicas of a layout at a rate; of more than 6 replicas, 6 with their share of the requests.
+    """Simulate replicas of a layout at a rate.
+
+    Of more than 4 replicas, 4 are simulated with their share of the requests; fewer where 512 requests are too few for
+    a queue to grow.
 
     Args:
         inputs: the mix and the sizes.
@@ -150,7 +165,7 @@ def measure_level(
         replicas: number of engines.
         level: which end of the predicted times counts.
     """
-    maker, simulated = _engine_maker(inputs, layout, level), min(replicas, _MOST_ENGINES)
+    maker, simulated = _engine_maker(inputs, layout, level), _engines(rate, replicas, traffic)
     share = rate * simulated / replicas
     engines, answered = _simulated(maker, inputs, traffic, share, [None] * simulated)
     return replace(level_of(answered, traffic, share, engines), rate=rate, replicas=replicas)
@@ -270,7 +285,7 @@ def _holds(
         missed += bool(missed_limits(_record(request), traffic.limits))
         return missed <= allowed
 
-    simulated = min(replicas, _MOST_ENGINES)
+    simulated = _engines(rate, replicas, traffic)
     share = rate * simulated / replicas
     count = _requests(share, traffic)
     allowed = count - ceil(traffic.attainment * count)
@@ -291,10 +306,19 @@ def _simulated(
 
 
 def _requests(rate: float, traffic: Traffic) -> int:
-    """Return the number of requests of a level: enough for a growing queue to miss the limits on delays."""
+    """Return the number of requests of a level."""
+    return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * _seconds(traffic))))
+
+
+def _engines(rate: float, replicas: int, traffic: Traffic) -> int:
+    """Return how many of the replicas to simulate."""
+    return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / (rate / replicas * _seconds(traffic)))))
+
+
+def _seconds(traffic: Traffic) -> float:
+    """Return the seconds of a level: enough for a growing queue to miss the limits on delays."""
     delays = [limit for name, limit in traffic.limits.items() if name != "tpot"]
-    seconds = max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
-    return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * seconds)))
+    return max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
 
 
 def _record(request: SimulatedRequest) -> dict[str, Any]:
