@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.markdown import table
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import Request, Result, Stamps, View, now
 from panscan.engine.loop import Loop, Worker
@@ -162,29 +161,6 @@ def sketch_of(loaded: Loaded, request: Request) -> RequestSketch:
     assert state.sequence is not None  # it is prepared
     layout = PromptLayout(state.sequence.layout.spans)
     return RequestSketch(list(state.sequence.ids), layout, request.sampling.max_new_tokens)
-
-
-def plan_on_cpu() -> str:
-    """Return the table of simulated over measured figures."""
-    record = json.loads(RECORD.read_text("utf-8"))
-    rows = []
-    for turn, name in (("at_once", "all at once"), ("over_time", "arriving at half of that rate")):
-        found = [each[turn] for each in record["rounds"]]
-        ratios = []
-        for key in ("requests_per_s", "ttft_p50_ms"):
-            values = [each["simulated"][key] / each["measured"][key] for each in found]
-            ratios.append(f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
-        measured, simulated = zip(*(each["passes"] for each in found), strict=True)
-        passes = [", ".join(map(str, counts)) for counts in (measured, simulated)]
-        rows.append([name, *ratios, *passes])
-    headings = ["requests", "requests/s: simulated / measured", "TTFT p50", "passes, measured", "simulated"]
-    facts = record["environment"]
-    notes = (
-        f"{record['requests']} requests of {record['tokens'][0]} to {record['tokens'][1]} output tokens, mini model,"
-        f" float32, {len(record['rounds'])} rounds, on {facts['cpu']}, {facts['cpu_count']} cores. Record:"
-        " `benchmarks/records/plan-on-cpu.json`. Command: `python -m benchmarks.plan_on_cpu`"
-    )
-    return table(headings, rows) + "\n\n" + notes
 
 
 def main() -> None:

@@ -32,10 +32,11 @@ from panscan.plan.mix import PageShare, RequestSketch, WorkloadMix
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.store import Run, read_run
 
-__all__ = ["factors_digest", "plan_simulation", "simulate_records"]
+__all__ = ["factors_digest", "plan_on_cpu", "plan_simulation", "simulate_records"]
 
 RECORDS = Path(__file__).parent / "records"
 RECORD = RECORDS / "plan-simulation.json"
+CPU_RECORD = RECORDS / "plan-on-cpu.json"
 TARGET = 0.2
 QUESTIONS = 4  # of each page in W2
 FIGURES = ("requests_per_s", "ttft_p95_ms", "ttft_p50_ms", "tpot_p50_ms")
@@ -195,6 +196,29 @@ def plan_simulation() -> str:
         f"27B shape in bf16 on one NVIDIA H200. Requests/s and TTFT p95 within {TARGET:.0%}: {inside} of"
         f" {2 * len(record['rows'])}. Record: `benchmarks/records/plan-simulation.json`. Command:"
         " `python -m benchmarks.plan_simulation`"
+    )
+    return table(headings, rows) + "\n\n" + notes
+
+
+def plan_on_cpu() -> str:
+    """Return the table of simulated over measured figures."""
+    record = json.loads(CPU_RECORD.read_text("utf-8"))
+    rows = []
+    for turn, name in (("at_once", "all at once"), ("over_time", "arriving at half of that rate")):
+        found = [each[turn] for each in record["rounds"]]
+        ratios = []
+        for key in ("requests_per_s", "ttft_p50_ms"):
+            values = [each["simulated"][key] / each["measured"][key] for each in found]
+            ratios.append(f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
+        measured, simulated = zip(*(each["passes"] for each in found), strict=True)
+        passes = [", ".join(map(str, counts)) for counts in (measured, simulated)]
+        rows.append([name, *ratios, *passes])
+    headings = ["requests", "requests/s: simulated / measured", "TTFT p50", "passes, measured", "simulated"]
+    facts = record["environment"]
+    notes = (
+        f"{record['requests']} requests of {record['tokens'][0]} to {record['tokens'][1]} output tokens, mini model,"
+        f" float32, {len(record['rounds'])} rounds, on {facts['cpu']}, {facts['cpu_count']} cores. Record:"
+        " `benchmarks/records/plan-on-cpu.json`. Command: `python -m benchmarks.plan_on_cpu`"
     )
     return table(headings, rows) + "\n\n" + notes
 
