@@ -96,14 +96,19 @@ def answer_data(found: PlanAnswer) -> dict[str, Any]:
         "warnings": [asdict(each) for each in found.cautions],
         "fleets": [_fleet_data(each) for each in found.fleets],
     }
-    if advice is not None:
+    met = not found.fleets or found.fleets[0].replicas is not None
+    if advice is not None and met:
         data["recommended"] = {
             **_layout_data(advice.layout),
             "rule": advice.rule,
             "commands": {verb: found.command(verb, advice.layout) for verb in found.verbs},
         }
         if advice.faster is not None:
-            data["faster_not_exact"] = {**_layout_data(advice.faster), "gain": advice.gain}
+            data["faster_not_exact"] = {
+                **_layout_data(advice.faster),
+                "gain": advice.gain,
+                "commands": {verb: found.command(verb, advice.faster) for verb in found.verbs},
+            }
     return data
 
 

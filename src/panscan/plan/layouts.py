@@ -190,11 +190,12 @@ class ClockTimes:
 
 
 def find_layouts(inputs: PlanInputs) -> list[Layout]:
-    """Return all layouts of a inputs: those that fit, best first, then those that do not, in order of their size.
+    """Return all layouts: those that fit, best first, then those that do not, in order of their size.
 
-    A tensor-parallel group uses 1, 2, 4 or 8 GPUs, and replicas use as many of the GPUs as they can.
+    A tensor-parallel group uses 1, 2, 4 or 8 GPUs (or one CPU), and replicas use as many of the GPUs as they can.
     """
-    sizes = [size for size in (1, 2, 4, 8) if size <= min(inputs.count, GPUS_PER_HOST)]
+    most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
+    sizes = [size for size in (1, 2, 4, 8) if size <= most]
     found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
     fitting = [each for each in found if each is not None and each.speed is not None]
     others = [each for each in found if each is not None and each.speed is None]
