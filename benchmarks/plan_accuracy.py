@@ -39,6 +39,7 @@ __all__ = [
     "fit",
     "fit_factors",
     "main",
+    "missed",
     "plan_accuracy",
 ]
 
@@ -181,7 +182,7 @@ def plan_accuracy() -> str:
         f" again, or other memory limits. Factors: `plan/efficiency.json`, fitted by `{_COMMAND} --fit`; nine of ten"
         f" measurements are within {efficiency.spread:.0%} on one GPU and {efficiency.spread_ranks:.0%} on two."
     )
-    return "\n\n".join((phase_table(found, wrong), accuracy_table(found, wrong), caption))
+    return "\n\n".join((phase_table(found, wrong), accuracy_table(found, wrong), caption, missed(found, wrong)))
 
 
 def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
@@ -240,13 +241,17 @@ def _cell(point: Point, error: float) -> str:
     return f"*{text}*" if point.fitted else text
 
 
-def misses(found: Sequence[Point], wrong: Sequence[float]) -> list[str]:
-    """Return a line for each prediction that is further off than the target."""
-    return [
-        f"{point.record} {point.configuration} {_LABELS[point.phase]} {point.size:,}: {_cell(point, error).strip('*')}"
-        for point, error in zip(found, wrong, strict=True)
-        if abs(error) > TARGET
-    ]
+def missed(found: Sequence[Point], wrong: Sequence[float]) -> str:
+    """Return a sentence about the predictions that are further off than the target: how many, by phase and GPUs."""
+    counts: dict[str, list[float]] = {}
+    for point, error in zip(found, wrong, strict=True):
+        counts.setdefault(f"{_LABELS[point.phase]} on {'two GPUs' if point.split else 'one GPU'}", []).append(error)
+    parts = []
+    for name, each in counts.items():
+        far = [error for error in each if abs(error) > TARGET]
+        if far:
+            parts.append(f"{name} ({len(far)} of {len(each)}: {min(far):+.0%} to {max(far):+.0%})")
+    return f"Off by more than {TARGET:.0%}: {'; '.join(parts) or 'none'}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -265,8 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if own.fit:
             PLAN_FILE.write_text(json.dumps(fresh, indent=1) + "\n", "utf-8")
             held = json.loads(PLAN_FILE.read_bytes())
-    missed = errors(found, Efficiency.from_dict(held))
-    print(phase_table(found, missed), accuracy_table(found, missed), *misses(found, missed), sep="\n")
+    off = errors(found, Efficiency.from_dict(held))
+    print(phase_table(found, off), accuracy_table(found, off), missed(found, off), sep="\n")
     return 0
 
 

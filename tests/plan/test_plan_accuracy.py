@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 
 import pytest
-from benchmarks.plan_accuracy import accuracy_table, differences, errors, fit_factors
+from benchmarks.plan_accuracy import accuracy_table, differences, errors, fit_factors, missed
 from benchmarks.plan_points import Point, points, read_ceilings
 
-from panscan.plan.efficiency import Clock, Efficiency, committed_efficiency
+from panscan.plan.efficiency import Clock, committed_efficiency
 from panscan.plan.gpus import gpu_named
 
 
@@ -57,4 +56,7 @@ def test_the_table_shows_the_split_and_the_largest_error() -> None:
     value = 1e3 * point.measured
     assert f"| *{1.01 * value:.2f} / {value:.2f}* |" in lines[2] and f"| {0.7 * value:.2f} / {value:.2f} |" in lines[2]
     assert lines[2].endswith("| 30% |")
-    assert math.isfinite(Efficiency.from_dict(asdict(committed_efficiency())).spread)
+    assert (
+        missed([point, point], [0.01, -0.3]) == "Off by more than 20%: decode step on one GPU (1 of 2: -30% to -30%)."
+    )
+    assert missed([point], [0.19]) == "Off by more than 20%: none."

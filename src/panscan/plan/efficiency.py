@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Self
 
@@ -28,11 +28,13 @@ from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 from panscan.plan.gpus import Gpu, all_gpus
 
-__all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_efficiency"]
+__all__ = ["Clock", "Efficiency", "Factors", "GpuCeilings", "Interval", "committed_efficiency"]
 
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
-_FEW_ROWS = 64  # int4: more rows multiply dequantised weights
+_FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
+_CUDNN_VISION = 0.88  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
+_HOPPER = 9  # major compute capability
 _OPTIONS = EngineOptions()
 
 
@@ -154,7 +156,7 @@ def committed_efficiency() -> Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class GpuCeilings:
     """Ceilings of one GPU.
 
     Args:
@@ -168,14 +170,14 @@ class Rates:
     link_bytes_per_s: float
 
     @classmethod
-    def expected(cls, gpu: Gpu, efficiency: Efficiency) -> Rates:
+    def expected(cls, gpu: Gpu, efficiency: Efficiency) -> GpuCeilings:
         """Return the ceilings to expect from a data sheet: the same share of it as on the GPU of the records."""
         flops, copied = efficiency.reached()
         rates = {kind: rate * flops for kind, rate in gpu.flops_per_s.items()}
         return cls(rates, gpu.bytes_per_s * copied, gpu.link_bytes_per_s)
 
     @classmethod
-    def measured(cls, gpu: Gpu, flops_per_s: float, bytes_per_s: float) -> Rates:
+    def measured(cls, gpu: Gpu, flops_per_s: float, bytes_per_s: float) -> GpuCeilings:
         """Return ceilings measured on this machine (:mod:`panscan.model.ceilings`).
 
         Other operand types and the link, which are not measured, keep their data sheet's ratio to bf16.
@@ -216,7 +218,7 @@ class Clock:
         self.gpu, self.variant = gpu, variant
         self.measured = gpu.name == found.gpu
         self._factors = found.factors
-        self._rates = Rates.expected(gpu, found) if ceilings is None else Rates.measured(gpu, *ceilings)
+        self._rates = GpuCeilings.expected(gpu, found) if ceilings is None else GpuCeilings.measured(gpu, *ceilings)
         self._widening = self._widened(found, ceilings is not None)
         self.basis = self._basis(found, ceilings is not None)
 
@@ -336,6 +338,8 @@ class Clock:
     def _vision_device(self, views: int) -> float:
         work = vision_work(self.variant, views)
         rate = self._rates.of(self.variant.dtype) * self._factors.vision
+        if self.gpu.capability is None or self.gpu.capability[0] != _HOPPER:
+            rate *= _CUDNN_VISION
         return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
 
     def _layer_products(self, rows: int) -> float:
@@ -411,7 +415,7 @@ class Clock:
         )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def padded_rows(singles: int, others: int) -> int | None:
     """Return the rows of the CUDA graph that a pass replays; None if it is launched kernel by kernel.
 
