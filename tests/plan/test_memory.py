@@ -47,7 +47,10 @@ def w1_records() -> Iterator[Reported]:
 
 
 def phase_records() -> Iterator[Reported]:
-    """Yield what the engine reported in records of phases: 4B and 27B, four kinds of weights, one and two GPUs."""
+    """Yield what the engine reported in records of phases: 4B and 27B, four kinds of weights, one and two GPUs.
+
+    Runs on two GPUs also opened an engine whose passes hold the longest prompt.
+    """
     for path in sorted(RECORDS.glob("phases-*.json")):
         record = json.loads(path.read_text())
         for name, run in record["configurations"].items():
@@ -56,6 +59,11 @@ def phase_records() -> Iterator[Reported]:
             if run.get("peaks") and (tokens := tokens_in(run["decisions"])) is not None:
                 peak = max(each["peak_reserved_bytes"] for each in run["peaks"])
                 yield f"{path.stem} {name}", variant, EngineOptions(), gpu_of(record), tokens, peak
+                if run.get("long_prompts") and (tokens := tokens_in(run.get("wide_decisions", []))) is not None:
+                    views = max(each["views"] for each in run["long_prompts"])
+                    chunk = views // run["work"]["views"] * run["work"]["prompt_tokens"]
+                    wide = EngineOptions(prefill_chunk_size=chunk, vision_batch_size=views)
+                    yield f"{path.stem} {name} wide", variant, wide, gpu_of(record), tokens, peak
 
 
 def tokens_in(decisions: list[str]) -> tuple[int, int] | None:
@@ -108,8 +116,8 @@ def test_a_cpu_holds_what_the_engine_allocates(
     assert plan.weights == sum(parameter.nbytes for parameter in loaded.loaded.model.parameters())
 
 
-@pytest.mark.parametrize("gpu", [pytest.param(gpu, id=name) for name, gpu in all_gpus().items()])
 @given(
+    gpu=st.sampled_from([*all_gpus().values()]),
     model=st.sampled_from([*SHAPES]), weights=st.sampled_from([None, "fp8", "int8", "int4"]),
     kv_cache_dtype=st.sampled_from(["auto", "fp8"]), limit=st.none() | st.floats(0.1, 200),
     seqs=st.integers(1, 300), chunk=st.integers(1, 9000),
