@@ -35,7 +35,18 @@ def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--request-rate", "9", "--goodput", "ttft:2000", "tpot:400", "--output-tokens", "4", "--json"]
+    words = [
+        "--seed",
+        "-1",
+        "--request-rate",
+        "9",
+        "--goodput",
+        "ttft:2000",
+        "tpot:400",
+        "--output-tokens",
+        "4",
+        "--json",
+    ]
     assert run(["plan", "--model", "27b", "--gpu", "h200", "--quantization", "none", *words]) == 0
     [fleet] = json.loads(capsys.readouterr().out)["fleets"]
     assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2)
@@ -68,6 +79,7 @@ def test_a_model_that_fits_nowhere_ends_with_what_would_fit(capsys: pytest.Captu
         (["--gpu", "l4", "--quantization", "int9"], "did you mean 'int8'?"),
         (["--gpu", "l4", "--goodput", "ttft:5"], "--goodput needs --request-rate"),
         (["--gpu", "l4", "--request-rate", "1", "--goodput", "tfft:5"], "did you mean 'ttft'?"),
+        (["--gpu", "l4", "--request-rate", "1", "--goodput", ""], "--goodput has no limit"),
         (["--gpu", "l4", "more"], "unexpected argument 'more'"),
         (["--gpu", "l4", "--output-tokens", "9-3"], "write 3-9"),
         (["--gpu", "l4", "--output-tokens", "1000000"], "ends at 131,072"),

@@ -131,7 +131,10 @@ def _limits(options: Mapping[str, Any]) -> dict[str, float]:
             raise SettingError(f"unexpected argument {shorten(word)}: panscan plan takes options only")
     if options["request_rate"] is None and options["goodput"]:
         raise SettingError("--goodput needs --request-rate")
-    return parse_goodput([*options["goodput"], *words] or _DEFAULT_GOODPUT)
+    limits = parse_goodput([*options["goodput"], *words] or _DEFAULT_GOODPUT)
+    if not limits:
+        raise SettingError("--goodput has no limit: give one such as ttft:2000")
+    return limits
 
 
 def _inputs(model: PlannedModel, options: Mapping[str, Any]) -> PlanInputs:
@@ -251,8 +254,10 @@ def _traffic(options: Mapping[str, Any], limits: Mapping[str, float]) -> Traffic
     from panscan.load.arrivals import GammaArrivals
     from panscan.plan.fleet import Traffic
 
+    seed = options["seed"] % 2**63  # NumPy takes no negative seeds
+
     def arrivals(rate: float, count: int) -> list[float]:
-        return GammaArrivals(rate, options["burstiness"], options["seed"]).times(count)
+        return GammaArrivals(rate, options["burstiness"], seed).times(count)
 
     return Traffic(
         rate=options["request_rate"], limits=limits, attainment=options["goodput_attainment"], arrivals=arrivals,

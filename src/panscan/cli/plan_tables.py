@@ -121,12 +121,12 @@ def _fleet_sentence(found: PlanAnswer) -> str:
     most = "more than 256" if high is None else high
     spread = "" if low == high else f" ({low} to {most} replicas within the range of the prediction)"
     layout = with_replicas(best)
-    enough = ""
+    gpus, enough = f"{best.gpus} GPU{'s' if best.gpus != 1 else ''}", ""
     if found.limit is not None and (best.gpus or 0) > found.limit:
         enough = f" That is more than --count {found.limit}."
     return (
-        f"For {goal}: {_named(found, layout)}, {best.gpus} GPUs in all{spread}. Expected: {_latencies(best.level)};"
-        f" breaks at about {best.breaks_at:.3g} requests/s.{enough}"
+        f"For {goal}: {_named(found, layout)}, {gpus} in all{spread}. Expected: {_latencies(best.level)}; breaks at"
+        f" about {best.breaks_at:.3g} requests/s.{enough}"
     )
 
 

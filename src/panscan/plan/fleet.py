@@ -242,7 +242,7 @@ _ENDS: tuple[Level, ...] = ("low", "high")
 
 
 def _replicas(rate: float, rate_of_one: float) -> int | None:
-    count = ceil(rate / rate_of_one - 1e-9) if rate_of_one > 0 else REPLICAS.most + 1
+    count = max(1, ceil(rate / rate_of_one - 1e-9)) if rate_of_one > 0 else REPLICAS.most + 1
     return count if count <= REPLICAS.most else None
 
 
@@ -302,7 +302,8 @@ def _simulated(
     """Return engines, one for each callback, and the requests after they have answered them."""
     engines, count = [maker(each) for each in on_done], _requests(rate, traffic)
     sketches = inputs.mix.requests(count, traffic.seed)
-    return engines, route_arrivals(engines, sketches, traffic.arrivals(rate, count))
+    # At lower rates too, no request waits for another; and time stamps of centuries would lose their digits.
+    return engines, route_arrivals(engines, sketches, traffic.arrivals(max(rate, _ALONE_RATE), count))
 
 
 def _requests(rate: float, traffic: Traffic) -> int:
@@ -312,7 +313,8 @@ def _requests(rate: float, traffic: Traffic) -> int:
 
 def _engines(rate: float, replicas: int, traffic: Traffic) -> int:
     """Return how many of the replicas to simulate."""
-    return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / (rate / replicas * _seconds(traffic)))))
+    of_one = max(1.0, rate / replicas * _seconds(traffic))
+    return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
 
 
 def _seconds(traffic: Traffic) -> float:
