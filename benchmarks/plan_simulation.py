@@ -9,11 +9,13 @@ Each committed record is replayed: the same numbers of views, prompt tokens, out
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,11 @@ from panscan.plan.mix import PageShare, RequestSketch, WorkloadMix
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.store import Run, read_run
 
-__all__ = ["plan_simulation", "simulate_records"]
+__all__ = ["factors_digest", "plan_on_cpu", "plan_simulation", "simulate_records"]
 
 RECORDS = Path(__file__).parent / "records"
 RECORD = RECORDS / "plan-simulation.json"
+CPU_RECORD = RECORDS / "plan-on-cpu.json"
 TARGET = 0.2
 QUESTIONS = 4  # of each page in W2
 FIGURES = ("requests_per_s", "ttft_p95_ms", "ttft_p50_ms", "tpot_p50_ms")
@@ -123,7 +126,10 @@ def w2() -> list[dict[str, Any]]:
 def w3() -> list[dict[str, Any]]:
     """Mixed documents that arrive over time, through the HTTP server."""
     run = read_run(RECORDS / "load-27b")
-    return [row("load-27b", f"W3: mixed documents, {cell}", *of_level(run, cell)) for cell in run.cells]
+    return [
+        row("load-27b", f"W3: mixed documents, {cell.removeprefix('rate-')} requests/s", *of_level(run, cell))
+        for cell in run.cells
+    ]
 
 
 def of_level(run: Run, cell: str) -> tuple[Figures, Figures]:
@@ -159,6 +165,11 @@ def simulate_records() -> list[dict[str, Any]]:
     return [*w1(), *w2(), *w3()]
 
 
+def factors_digest() -> str:
+    """Return the SHA-256 of the efficiency factors: after they change, the record must be made again."""
+    return hashlib.sha256(files("panscan.plan").joinpath("efficiency.json").read_bytes()).hexdigest()
+
+
 def plan_simulation() -> str:
     """Return the table of simulated against measured figures."""
     record = json.loads(RECORD.read_text("utf-8"))
@@ -177,18 +188,9 @@ def plan_simulation() -> str:
         ]
         for each in record["rows"]
     ]
-    headings = [
-        "workload",
-        "req/s",
-        "simulated",
-        "error",
-        "TTFT p95 ms",
-        "simulated",
-        "error",
-        "TPOT p50 ms",
-        "simulated",
-        "error",
-    ]
+    headings = ["workload"]
+    for figure in ("req/s", "TTFT p95 ms", "TPOT p50 ms"):
+        headings += [figure, "simulated", "error"]
     inside = sum(abs(each["ratios"][name] - 1) <= TARGET for each in record["rows"] for name in FIGURES[:2])
     notes = (
         f"27B shape in bf16 on one NVIDIA H200. Requests/s and TTFT p95 within {TARGET:.0%}: {inside} of"
@@ -198,9 +200,32 @@ def plan_simulation() -> str:
     return table(headings, rows) + "\n\n" + notes
 
 
+def plan_on_cpu() -> str:
+    """Return the table of simulated over measured figures."""
+    record = json.loads(CPU_RECORD.read_text("utf-8"))
+    rows = []
+    for turn, name in (("at_once", "all at once"), ("over_time", "arriving at half of that rate")):
+        found = [each[turn] for each in record["rounds"]]
+        ratios = []
+        for key in ("requests_per_s", "ttft_p50_ms"):
+            values = [each["simulated"][key] / each["measured"][key] for each in found]
+            ratios.append(f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
+        measured, simulated = zip(*(each["passes"] for each in found), strict=True)
+        passes = [", ".join(map(str, counts)) for counts in (measured, simulated)]
+        rows.append([name, *ratios, *passes])
+    headings = ["requests", "requests/s: simulated / measured", "TTFT p50", "passes, measured", "simulated"]
+    facts = record["environment"]
+    notes = (
+        f"{record['requests']} requests of {record['tokens'][0]} to {record['tokens'][1]} output tokens, mini model,"
+        f" float32, {len(record['rounds'])} rounds, on {facts['cpu']}, {facts['cpu_count']} cores. Record:"
+        " `benchmarks/records/plan-on-cpu.json`. Command: `python -m benchmarks.plan_on_cpu`"
+    )
+    return table(headings, rows) + "\n\n" + notes
+
+
 def main() -> None:
     rows = simulate_records()
-    RECORD.write_text(json.dumps({"rows": rows}, indent=1) + "\n", "utf-8")
+    RECORD.write_text(json.dumps({"factors_sha256": factors_digest(), "rows": rows}, indent=1) + "\n", "utf-8")
     for each in rows:
         ratios = ", ".join(f"{name} {each['ratios'][name]:.2f}" for name in FIGURES)
         print(f"{each['name']}: simulated / measured: {ratios}")

@@ -34,6 +34,7 @@ from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, 
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.plan_accuracy import plan_accuracy
+from benchmarks.plan_simulation import plan_on_cpu, plan_simulation
 from benchmarks.quantization_tables import quantization_27b, quantization_mini, quantization_products
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import (
@@ -63,6 +64,7 @@ PAGES = (
             "cluster.md",
             "robustness.md",
             "quantization.md",
+            "plan.md",
         )
     ),
     CARD,
@@ -345,6 +347,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantization-mini": quantization_mini,
     "quantization-products": quantization_products,
     "quantization-27b": quantization_27b,
+    "plan-simulation": plan_simulation,
+    "plan-on-cpu": plan_on_cpu,
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,

@@ -34,6 +34,7 @@ _BASES = {
     "demo": ["demo", "demo", "--count", "2"],
     "doctor": ["doctor", "--only", "limits"],
     "load": ["load", "http://127.0.0.1:9", "--images", "doc.png", "--ready-check-timeout-sec", "0"],  # no server there
+    "plan": ["plan", "--model", "4b", "--gpu", "l4", "--count", "2"],
     "quantize": ["quantize", "tiny", "quantized", "--quantization", "int8", "--no-verify"],
     "recommend": ["recommend", "run"],
     "report": ["report", "run"],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.plan_simulation import FIGURES, RECORD, TARGET, factors_digest
 from tests.engine.driving import TOKENS, requests
 
 from panscan import GenerateRunner
@@ -108,3 +110,9 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     assert simulated == runner.rows
     assert engine.preemptions == loop.stats().preemptions
     loop.close()
+
+
+def test_the_committed_simulation_has_the_current_factors() -> None:
+    record = json.loads(RECORD.read_text("utf-8"))
+    assert record["factors_sha256"] == factors_digest(), "run python -m benchmarks.plan_simulation"
+    assert all(abs(row["ratios"][name] - 1) <= TARGET for row in record["rows"] for name in FIGURES[:2])

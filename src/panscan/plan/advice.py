@@ -113,7 +113,7 @@ def command_words(
     if layout.variant.weights is not None:
         words += ["--quantization", layout.variant.weights]
     if gpu.capability is None:
-        words += ["--device", "cpu", "--dtype", layout.variant.dtype]
+        words += ["--device", "cpu"]
     elif reads_images:
         words += ["--preprocess", "device"]
     plain = EngineOptions()
@@ -163,6 +163,8 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " attention in both directions within an image. panscan's engine does it exactly.",
             )
         )
+    if gpu.note:
+        found.append(Caution("gpu", f"{gpu.label}: {gpu.note}."))
     biggest = max((each.variant.tensor_parallel_size for each in layouts if each.speed), default=1)
     if biggest > 1 and gpu.link.startswith("PCIe"):
         found.append(
@@ -211,12 +213,12 @@ def _more_gpus(inputs: PlanInputs) -> str | None:
 
 
 def _larger_gpu(inputs: PlanInputs) -> str | None:
-    for gpu in sorted(all_gpus().values(), key=lambda each: each.memory_bytes):
-        if gpu.capability is None or gpu.memory_bytes <= inputs.gpu.memory_bytes:
-            continue
-        for kind in inputs.kinds:
-            if kind_reason(kind, gpu) is None and any(
-                each.variant.weights == kind for each in _fits(replace(inputs, gpu=gpu))
-            ):
-                return f"--gpu {gpu.name} ({kind or 'bf16'})"
-    return None
+    found: dict[str, None] = {}  # the smallest GPU for each kind of weights, unquantised ones first
+    for kind in inputs.kinds:
+        for gpu in sorted(all_gpus().values(), key=lambda each: each.memory_bytes):
+            if gpu.capability is None or gpu.name == inputs.gpu.name or kind_reason(kind, gpu) is not None:
+                continue
+            if _fits(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None)):
+                found[f"--gpu {gpu.name} ({kind or 'bf16'})"] = None
+                break
+    return " or ".join(list(found)[:2]) or None

@@ -38,7 +38,9 @@ _CLOSE = 1.1  # ratio of the enclosing rates at which the search ends
 _MOST_LEVELS = 12
 _ALONE_RATE = 0.01  # requests per second at which none waits for another
 _BLOCK = 16  # tokens
-_SECONDS = 10.0  # after which no further layout is simulated
+_SECONDS = 30.0  # after which no further layout is simulated
+_MOST_ENGINES = 4  # of a simulation; larger fleets are as these, with their share of the requests
+_ABOVE_STEADY = 1.2  # times the steady rate that a replica may reach in a simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,8 @@ class FleetLevel:
     Args:
         rate: offered requests per second.
         replicas: engines that share the requests.
-        requests: number of requests.
-        requests_per_s: completed requests per second, from the first arrival to the last token.
+        requests: number of simulated requests.
+        requests_per_s: completed requests per second of the simulated engines, first arrival to last token.
         goodput: which requests meet the limits.
         percentiles_ms: by time (ttft, tpot, e2el): milliseconds by percentile; empty without an answered request.
         preemptions: how often a request gave its KV cache blocks back.
@@ -117,16 +119,21 @@ def size_fleets(
 ) -> list[Fleet]:
     """Return the fleets of layouts that fit, that with the fewest GPUs first.
 
-    Stops before the next layout after 10 seconds, with at least one fleet.
+    Layouts that cannot need fewer GPUs than one that was simulated are left out, as their requests per second with all
+    places taken tell. After 30 seconds the rest are left out too.
 
     Args:
         inputs: the mix and the sizes.
-        layouts: layouts that fit, best first.
+        layouts: layouts that fit.
         traffic: requests and limits.
         on_progress: called with what is simulated next.
     """
     started, fleets = time.monotonic(), list[Fleet]()
-    for number, layout in enumerate(layouts, 1):
+    for number, layout in enumerate(sorted(layouts, key=_rate_per_gpu, reverse=True), 1):
+        fewest = min((fleet.gpus for fleet in fleets if fleet.gpus is not None), default=inf)
+        size = layout.variant.tensor_parallel_size
+        if ceil(traffic.rate / (_ABOVE_STEADY * _rate_per_gpu(layout) * size)) * size >= fewest:
+            continue
         if fleets and time.monotonic() - started > _SECONDS:
             break
         on_progress(f"simulating layout {number} of {len(layouts)}")
@@ -136,10 +143,19 @@ def size_fleets(
     return [_ranged(inputs, best, traffic), *others]
 
 
+def _rate_per_gpu(layout: Layout) -> float:
+    """Return the requests per second and GPU with all places taken."""
+    assert layout.speed is not None  # it fits
+    return layout.speed.requests_per_s.value / layout.gpus
+
+
 def measure_level(
     inputs: PlanInputs, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
 ) -> FleetLevel:
     """Simulate replicas of a layout at a rate.
+
+    Of more than 4 replicas, 4 are simulated with their share of the requests; fewer where 512 requests are too few for
+    a queue to grow.
 
     Args:
         inputs: the mix and the sizes.
@@ -149,10 +165,10 @@ def measure_level(
         replicas: number of engines.
         level: which end of the predicted times counts.
     """
-    engine, count = _engine_maker(inputs, layout, level), _requests(rate, traffic)
-    engines = [engine(None) for _ in range(replicas)]
-    sketches = inputs.mix.requests(count, traffic.seed)
-    return level_of(route_arrivals(engines, sketches, traffic.arrivals(rate, count)), traffic, rate, engines)
+    maker, simulated = _engine_maker(inputs, layout, level), _engines(rate, replicas, traffic)
+    share = rate * simulated / replicas
+    engines, answered = _simulated(maker, inputs, traffic, share, [None] * simulated)
+    return replace(level_of(answered, traffic, share, engines), rate=rate, replicas=replicas)
 
 
 def level_of(
@@ -226,7 +242,7 @@ _ENDS: tuple[Level, ...] = ("low", "high")
 
 
 def _replicas(rate: float, rate_of_one: float) -> int | None:
-    count = ceil(rate / rate_of_one - 1e-9) if rate_of_one > 0 else REPLICAS.most + 1
+    count = max(1, ceil(rate / rate_of_one - 1e-9)) if rate_of_one > 0 else REPLICAS.most + 1
     return count if count <= REPLICAS.most else None
 
 
@@ -262,27 +278,49 @@ def _holds(
     maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float, replicas: int = 1
 ) -> bool:
     """Return whether replicas meet the limits at a rate; ends as soon as too many requests miss them."""
-    count = _requests(rate, traffic)
-    allowed, missed = count - ceil(traffic.attainment * count), 0
+    missed = allowed = 0
 
     def on_done(request: SimulatedRequest) -> bool:
         nonlocal missed
         missed += bool(missed_limits(_record(request), traffic.limits))
         return missed <= allowed
 
-    engines = [maker(on_done) for _ in range(replicas)]
-    sketches = inputs.mix.requests(count, traffic.seed)
-    answered = route_arrivals(engines, sketches, traffic.arrivals(rate, count))
+    simulated = _engines(rate, replicas, traffic)
+    share = rate * simulated / replicas
+    count = _requests(share, traffic)
+    allowed = count - ceil(traffic.attainment * count)
+    engines, answered = _simulated(maker, inputs, traffic, share, [on_done] * simulated)
     if any(engine.stopped for engine in engines):
         return False
-    return level_of(answered, traffic, rate, engines).goodput.reaches(traffic.attainment)
+    return level_of(answered, traffic, share, engines).goodput.reaches(traffic.attainment)
+
+
+def _simulated(
+    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float,
+    on_done: Sequence[OnDone],
+) -> tuple[list[SimulatedEngine], list[SimulatedRequest]]:  # fmt: skip
+    """Return engines, one for each callback, and the requests after they have answered them."""
+    engines, count = [maker(each) for each in on_done], _requests(rate, traffic)
+    sketches = inputs.mix.requests(count, traffic.seed)
+    # At lower rates too, no request waits for another; and time stamps of centuries would lose their digits.
+    return engines, route_arrivals(engines, sketches, traffic.arrivals(max(rate, _ALONE_RATE), count))
 
 
 def _requests(rate: float, traffic: Traffic) -> int:
-    """Return the number of requests of a level: enough for a growing queue to miss the limits on delays."""
+    """Return the number of requests of a level."""
+    return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * _seconds(traffic))))
+
+
+def _engines(rate: float, replicas: int, traffic: Traffic) -> int:
+    """Return how many of the replicas to simulate."""
+    of_one = max(1.0, rate / replicas * _seconds(traffic))
+    return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
+
+
+def _seconds(traffic: Traffic) -> float:
+    """Return the seconds of a level: enough for a growing queue to miss the limits on delays."""
     delays = [limit for name, limit in traffic.limits.items() if name != "tpot"]
-    seconds = max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
-    return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * seconds)))
+    return max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
 
 
 def _record(request: SimulatedRequest) -> dict[str, Any]:

@@ -190,11 +190,12 @@ class ClockTimes:
 
 
 def find_layouts(inputs: PlanInputs) -> list[Layout]:
-    """Return all layouts of a inputs: those that fit, best first, then those that do not, in order of their size.
+    """Return all layouts: those that fit, best first, then those that do not, in order of their size.
 
-    A tensor-parallel group uses 1, 2, 4 or 8 GPUs, and replicas use as many of the GPUs as they can.
+    A tensor-parallel group uses 1, 2, 4 or 8 GPUs (or one CPU), and replicas use as many of the GPUs as they can.
     """
-    sizes = [size for size in (1, 2, 4, 8) if size <= min(inputs.count, GPUS_PER_HOST)]
+    most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
+    sizes = [size for size in (1, 2, 4, 8) if size <= most]
     found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
     fitting = [each for each in found if each is not None and each.speed is not None]
     others = [each for each in found if each is not None and each.speed is None]
@@ -211,7 +212,8 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
     """
     gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
     try:
-        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size)
+        dtype = "fp32" if gpu.capability is None else "bf16"  # the engine's own choices
+        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size, dtype)
     except SettingError:
         return None
     memory = memory_plan(variant, gpu, options)
@@ -226,7 +228,7 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
 def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto") -> str | None:
     """Return why a GPU does not support a kind of weights; None if it does."""
     if gpu.capability is not None and "bf16" not in gpu.flops_per_s:
-        return f"{gpu.name} has no bf16 products; panscan runs there in float32, which is not predicted"
+        return f"{gpu.name} has no bf16 products, and its other types are not predicted"
     return gpu.refusal(kind, kv_cache_dtype)
 
 

@@ -96,7 +96,7 @@ class EngineSizes:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request, and when what happened to it, in seconds of the simulated clock.
+    """One request with its time stamps, in seconds of the simulated clock.
 
     Args:
         sketch: its tokens, image blocks and answer length.

@@ -1,0 +1,187 @@
+"""Simulated against measured on a CPU: the mini model's engine, and the simulation fed with the same run's pass times.
+
+    python -m benchmarks.plan_on_cpu
+
+Each round answers the same requests twice, all at once and as they arrive at half of that rate. The time of a pass is
+fitted to the passes of the turn (a constant, and a share per decode row, prefill row and view); what is compared is
+the rest: scheduling, preparation and waiting. Writes ``benchmarks/records/plan-on-cpu.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from panscan.bench.workload import Source, build_workload, request_of
+from panscan.core import Request, Result, Stamps, View, now
+from panscan.engine.loop import Loop, Worker
+from panscan.engine.model_runner import Launched, ModelRunner
+from panscan.engine.options import EngineOptions
+from panscan.engine.request_state import RequestState
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.sequence import PromptLayout
+from panscan.engine.views import PixelRef
+from panscan.images.samples import write_samples
+from panscan.model.checkpoint import Loaded
+from panscan.model.load import load_for
+from panscan.plan.mix import RequestSketch
+from panscan.plan.simulate import EngineSizes, SimulatedEngine, route_arrivals
+from panscan.records.environment import environment
+from panscan.settings import settings_from
+
+RECORD = Path(__file__).parent / "records" / "plan-on-cpu.json"
+SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "runner": "engine", "ignore_eos": True}
+REQUESTS, ROUNDS, TOKENS, AHEAD = 24, 3, (4, 48), 8
+OPTIONS = EngineOptions(prefill_chunk_size=1024, kv_cache_gb=0.2, prefix_caching=False)
+
+
+class TimedRunner:
+    """A model runner that keeps the size and the seconds of each pass."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.facts = runner, runner.facts
+        self.passes: list[tuple[int, int, int, float]] = []
+
+    def execute(self, batch: FlatBatch) -> Launched:
+        """Compute a pass; a CPU returns when it is done."""
+        started = time.perf_counter()
+        launched = self._runner.execute(batch)
+        decode = sum(each.position > 0 for each in batch.sampling)
+        self.passes.append((decode, batch.rows - decode, len(batch.encode), time.perf_counter() - started))
+        return launched
+
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+        return self._runner.put(levels, views)
+
+    def forget(self, refs: Iterable[PixelRef]) -> None:
+        self._runner.forget(refs)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTimes:
+    """Pass times of one round: seconds = factors . (1, decode rows, prefill rows, views)."""
+
+    factors: tuple[float, ...]
+    prepare: float
+
+    @classmethod
+    def of(cls, passes: Sequence[tuple[int, int, int, float]], prepare: float) -> FittedTimes:
+        sizes = np.array([(1, *each[:3]) for each in passes], float)
+        seconds = np.array([each[3] for each in passes])
+        return cls(tuple(np.linalg.lstsq(sizes, seconds, rcond=None)[0].tolist()), prepare)
+
+    def pass_seconds(
+        self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
+    ) -> float:
+        rows = sum(end - start for start, end in prefill)
+        return max(1e-4, float(np.dot(self.factors, (1, len(decode_contexts), rows, views))))
+
+    def prepare_seconds(self, views: int) -> float:
+        return self.prepare
+
+
+def answered(loaded: Loaded, asked: Sequence[Request], arrivals: Sequence[float]) -> tuple[list[Result], TimedRunner]:
+    """Return the results of requests that arrive at these times, and the runner that computed them."""
+    runner = TimedRunner(ModelRunner(loaded, OPTIONS))
+    worker = Worker(lambda: Loop(loaded, OPTIONS, runner), AHEAD)
+    done: SimpleQueue[Result] = SimpleQueue()
+    started = now()
+    for number, (request, arrival) in enumerate(zip(asked, arrivals, strict=True)):
+        time.sleep(max(0.0, started + arrival - now()))
+        worker.accept(RequestState(number, request, Stamps(accepted=now()), lambda _: None, done.put, 0))
+    results = sorted((done.get() for _ in asked), key=lambda result: int(result.id))
+    worker.close()
+    return results, runner
+
+
+def compared(
+    loaded: Loaded, asked: Sequence[Request], sketches: Sequence[RequestSketch], rate: float | None
+) -> dict[str, Any]:
+    """Return measured and simulated requests/s and median TTFT of one turn; at once without a rate."""
+    count = len(asked)
+    gaps = np.random.default_rng(0).exponential(1.0, count)
+    arrivals = [0.0] * count if rate is None else (np.cumsum(gaps) / rate).tolist()
+    results, runner = answered(loaded, asked, arrivals)
+    stamps = [result.stamps for result in results]
+    prepare = statistics.median(
+        each.preprocessed - each.preparing for each in stamps if each.preprocessed and each.preparing
+    )
+    sizes = EngineSizes(
+        global_blocks=runner.facts.blocks[0], local_blocks=runner.facts.blocks[1], window=runner.facts.window,
+        prefill_chunk_size=OPTIONS.prefill_chunk_size, prefix_caching=False, overlap=False, ahead=AHEAD,
+    )  # fmt: skip
+    engine = SimulatedEngine(sizes, FittedTimes.of(runner.passes, prepare))
+    first = min(each.accepted for each in stamps)
+    simulated = route_arrivals([engine], sketches, [each.accepted - first for each in stamps])
+    return {
+        "measured": figures(
+            [each.tokens[-1] - first for each in stamps], [each.tokens[0] - each.accepted for each in stamps]
+        ),
+        "simulated": figures([each.tokens[-1] for each in simulated], [each.ttft for each in simulated]),
+        "passes": [len(runner.passes), len(engine.passes)],
+    }
+
+
+def figures(ends: Sequence[float], ttft: Sequence[float]) -> dict[str, float]:
+    return {"requests_per_s": len(ends) / max(ends), "ttft_p50_ms": 1e3 * statistics.median(ttft)}
+
+
+def requests_of(folder: Path) -> list[Request]:
+    """Return requests about sample documents with answers of different lengths."""
+    source = Source(dataset=str(write_samples(folder)), num_samples=REQUESTS)
+    lengths = np.random.default_rng(0).integers(*TOKENS, REQUESTS, endpoint=True).tolist()
+    settings = settings_from(SETTINGS)
+    found = []
+    for number, (item, tokens) in enumerate(zip(build_workload(source, on_problem=print), lengths, strict=True)):
+        request = request_of(item, settings, source)
+        found.append(
+            replace(request, id=str(number), sampling=replace(request.sampling, max_new_tokens=tokens, ignore_eos=True))
+        )
+    return found
+
+
+def sketch_of(loaded: Loaded, request: Request) -> RequestSketch:
+    """Return what the scheduler knows of a request."""
+    state = RequestState(0, request, Stamps(accepted=now()), lambda _: None, lambda _: None, 0)
+    runner = ModelRunner(loaded, OPTIONS)
+    Loop(loaded, OPTIONS, runner).preparer.prepare(state)
+    assert state.sequence is not None  # it is prepared
+    layout = PromptLayout(state.sequence.layout.spans)
+    return RequestSketch(list(state.sequence.ids), layout, request.sampling.max_new_tokens)
+
+
+def main() -> None:
+    import tempfile
+
+    loaded = load_for(settings_from(SETTINGS))
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        asked = requests_of(Path(folder) / "samples")
+        sketches = [sketch_of(loaded, request) for request in asked]
+        answered(loaded, asked, [0.0] * len(asked))  # warms up
+        for number in range(ROUNDS):
+            at_once = compared(loaded, asked, sketches, None)
+            over_time = compared(loaded, asked, sketches, at_once["measured"]["requests_per_s"] / 2)
+            rounds.append({"at_once": at_once, "over_time": over_time})
+            for name, each in rounds[-1].items():
+                ratios = {key: each["simulated"][key] / each["measured"][key] for key in each["measured"]}
+                print(number, name, {key: round(value, 3) for key, value in ratios.items()}, each["passes"], flush=True)
+    record = {"requests": REQUESTS, "tokens": TOKENS, "rounds": rounds, "environment": environment(), **SETTINGS}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""``panscan plan`` on the command line: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.conftest import noise
+
+from panscan.cli.main import run
+
+PLAN = ["plan", "--model", "27b", "--gpu", "a100-40gb", "--count", "10"]
+
+
+def test_the_recommendation_comes_first_with_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLAN) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Recommended: ") and "(exact" in lines[0]
+    commands = [line.strip() for line in lines if line.startswith("  panscan ")]
+    assert [command.split()[1] for command in commands] == ["serve", "batch", "serve"]
+    assert "--quantization int8" in commands[2] and any(line.startswith("Faster, but not exact: ") for line in lines)
+    assert any("has no fp8 products" in line for line in lines)
+    assert lines[-1].startswith("basis: no record of this GPU")
+
+
+def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*PLAN, "--json", "--goal", "latency", "--quantization", "none"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    best = data["recommended"]
+    assert best["exact"] and best["commands"]["serve"].startswith("panscan serve --model google/gemma-3-27b-it")
+    assert best["ttft_ms"]["low"] < best["ttft_ms"]["value"] < best["ttft_ms"]["high"]
+    assert {each["weights"] for each in data["layouts"]} == {"bf16"}
+    assert [each["tensor_parallel_sizes"] for each in data["does_not_fit"]] == [[1]]
+
+
+def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--seed",
+        "-1",
+        "--request-rate",
+        "9",
+        "--goodput",
+        "ttft:2000",
+        "tpot:400",
+        "--output-tokens",
+        "4",
+        "--json",
+    ]
+    assert run(["plan", "--model", "27b", "--gpu", "h200", "--quantization", "none", *words]) == 0
+    [fleet] = json.loads(capsys.readouterr().out)["fleets"]
+    assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2)
+    assert set(fleet["level"]["percentiles_ms"]) == {"ttft", "tpot", "e2el"}
+
+
+def test_views_are_counted_on_the_given_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise(896, 2688).save(tmp_path / "tall.png")
+    noise(400, 400).save(tmp_path / "square.png")
+    assert run([*PLAN, "--json", "--images", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["mix"]["pages"] == [
+        {"views": 1, "share": 1.0},
+        {"views": 4, "share": 1.0},
+    ]
+
+
+def test_a_model_that_fits_nowhere_ends_with_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "27b", "--gpu", "l4", "--json"]) == 4
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["recommended"] is None
+    assert "this would fit: --count 2" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "a100-40g"], "did you mean 'a100-40gb'?"),
+        (["--gpu", "l4", "--model", "28b"], "did you mean '27b'?"),
+        (["--gpu", "l4", "--count", "0"], "--count is out of range"),
+        (["--gpu", "l4", "--quantization", "int9"], "did you mean 'int8'?"),
+        (["--gpu", "l4", "--goodput", "ttft:5"], "--goodput needs --request-rate"),
+        (["--gpu", "l4", "--request-rate", "1", "--goodput", "tfft:5"], "did you mean 'ttft'?"),
+        (["--gpu", "l4", "--request-rate", "1", "--goodput", ""], "--goodput has no limit"),
+        (["--gpu", "l4", "more"], "unexpected argument 'more'"),
+        (["--gpu", "l4", "--output-tokens", "9-3"], "write 3-9"),
+        (["--gpu", "l4", "--output-tokens", "1000000"], "ends at 131,072"),
+        (["--gpu", "l4", "--images", "x.png", "--view-mix", "1"], "exclude each other"),
+        (["--measure", "--gpu", "h200"], "remove --gpu"),
+        ([], "--gpu is missing"),
+    ],
+)
+def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = [] if "--model" in words else ["--model", "27b"]
+    assert run(["plan", *model, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
