@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 from panscan.analysis.cells import number_text
 from panscan.report.formatting import times
 from panscan.trace.figures import StepTime, Summary
 from panscan.trace.tables import Cell, FigureTable
-from panscan.trace.wording import filler_name, milliseconds, short_name
+from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 
-__all__ = ["ComparedFigure", "Comparison", "compare", "comparison_tables"]
+__all__ = ["ComparedFigure", "Comparison", "compare", "comparison_tables", "letters"]
 
 _MOST = 15  # rows of kernels and of functions
 _SMALLEST = 0.01  # part of the largest row of a table
@@ -74,8 +75,13 @@ def comparison_tables(comparison: Comparison) -> Iterator[FigureTable]:
                 continue
             values = tuple(Cell(number_text(value), value=value) for value in figure.values)
             rows.append((Cell(figure.name, full=figure.full), *values, *_change(figure)))
-        headings = ("", *comparison.names, *(("change", "") if change else ()))
+        headings = ("", *letters(comparison), *(("change", "") if change else ()))
         yield FigureTable(group, headings, tuple(rows))
+
+
+def letters(comparison: Comparison) -> tuple[str, ...]:
+    """Return the column titles of the traces: A, B and so on."""
+    return tuple(ascii_uppercase[: len(comparison.names)])
 
 
 def _change(figure: ComparedFigure) -> tuple[Cell, Cell]:
@@ -84,6 +90,10 @@ def _change(figure: ComparedFigure) -> tuple[Cell, Cell]:
         return Cell(""), Cell("")
     sign = "+" if difference > 0 else ""
     relative = f"{100 * difference / first:+.1f}%" if first else ""
+    if first and difference >= 9 * first:
+        relative = times((first + difference) / first)
+    if relative in ("+0.0%", "-0.0%"):
+        return Cell("0", value=difference), Cell("0%", value=0.0)
     return Cell(f"{sign}{number_text(difference)}", value=difference), Cell(relative)
 
 
@@ -167,7 +177,7 @@ def _fillers(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
 
 def _kernels(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     tables = [{each.name: each.total_ms for each in summary.kernels} for summary in summaries]
-    titles = {name: short_name(name) for table in tables for name in table}
+    titles = short_names(dict.fromkeys(name for table in tables for name in table))
     complete = all(summary.other_kernels_ms < 1e-6 for summary in summaries)
     yield from _largest("Kernels, ms in the whole trace", tables, titles, complete=complete)
 

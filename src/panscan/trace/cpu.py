@@ -69,10 +69,16 @@ def operator_times(columns: Columns, thread: int, most: int) -> tuple[OperatorTi
     )
 
 
-def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ...]:
+def idle_fillers(columns: Columns, thread: int, idle: Spans, windows: Spans) -> tuple[Filler, ...]:
     """Return what a thread does in idle intervals: every function with idle time, most self time first.
 
-    Idle time without any CPU event is a filler without a name. Times are milliseconds over all intervals.
+    Idle time without any CPU event is a filler without a name. Times are sums over all intervals.
+
+    Args:
+        columns: events of the trace.
+        thread: index of the thread.
+        idle: idle intervals, all within ``windows``.
+        windows: intervals in which time on the stack counts.
     """
     stack = _Stack.of(columns, np.flatnonzero(columns.cpu.thread == thread))
     size = len(columns.names)
@@ -80,6 +86,7 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ..
     self_us = np.bincount(stack.name, stack.own(shared), size)
     outermost = stack.outermost
     total_us = np.bincount(stack.name[outermost], shared[outermost], size)
+    stack_us = np.bincount(stack.name[outermost], windows.overlap(stack.start[outermost], stack.end[outermost]), size)
     weighted = np.bincount(stack.name[outermost], (shared * stack.depth)[outermost], size)
     depth = weighted / np.maximum(total_us, 1e-9)
     kind = np.zeros(size, dtype=np.int64)
@@ -87,13 +94,13 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ..
     found = [
         Filler(
             columns.names[name], _KIND_NAMES[int(kind[name])], float(self_us[name]) / 1e3, float(total_us[name]) / 1e3,
-            float(depth[name]),
+            float(stack_us[name]) / 1e3, float(depth[name]),
         )
         for name in np.flatnonzero(total_us > 0).tolist()
     ]  # fmt: skip
     rest = idle.total / 1e3 - sum(each.self_ms for each in found)
     if rest > 1e-6:
-        found.append(Filler(NOTHING, "", rest, rest, 0.0))
+        found.append(Filler(NOTHING, "", rest, rest, rest, 0.0))
     return tuple(sorted(found, key=lambda each: -each.self_ms))
 
 

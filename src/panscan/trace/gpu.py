@@ -11,7 +11,7 @@ from panscan.trace.columns import KERNEL, RUNTIME, Columns, Floats, Ints
 from panscan.trace.figures import GpuTime, IdleSplit
 from panscan.trace.intervals import Spans
 
-__all__ = ["KINDS", "Launches", "activity_kinds", "gpu_times", "launches_of"]
+__all__ = ["KINDS", "Launches", "activity_kinds", "gpu_times", "launch_calls", "launches_of"]
 
 KINDS = ("compute", "communication", "memory")
 _COMPUTE, _COMMUNICATION, _MEMORY = range(3)
@@ -53,7 +53,9 @@ def gpu_times(columns: Columns, kinds: Ints) -> tuple[GpuTime, ...]:
         kinds: kind of each activity (:func:`activity_kinds`).
     """
     lanes = columns.gpu.lanes
-    launched = _launch_starts(columns)
+    calls = launch_calls(columns)
+    launched = np.full(len(calls), np.nan)
+    launched[calls >= 0] = columns.cpu.start[calls[calls >= 0]]
     found = []
     for device in sorted({device for device, _ in lanes}, key=lambda text: (len(text), text)):
         own = [index for index, (each, _) in enumerate(lanes) if each == device]
@@ -75,18 +77,15 @@ def launches_of(columns: Columns) -> Launches:
     return Launches(ordered(kernel), ordered(graph))
 
 
-def _launch_starts(columns: Columns) -> Floats:
-    """Return when the runtime call that launched each activity began; NaN where the trace does not have it."""
+def launch_calls(columns: Columns) -> Ints:
+    """Return the runtime call that launched each activity, as indices into the CPU columns; -1: not in the trace."""
     calls = np.flatnonzero(columns.cpu.correlation >= 0)
     calls = calls[np.argsort(columns.cpu.correlation[calls], kind="stable")]
     ids = columns.cpu.correlation[calls]
-    starts = np.full(len(columns.gpu.start), np.nan)
     if not len(ids):
-        return starts
+        return np.full(len(columns.gpu.start), -1, dtype=np.int64)
     at = np.minimum(np.searchsorted(ids, columns.gpu.correlation), len(ids) - 1)
-    known = ids[at] == columns.gpu.correlation
-    starts[known] = columns.cpu.start[calls[at[known]]]
-    return starts
+    return np.where(ids[at] == columns.gpu.correlation, calls[at], -1)
 
 
 def _gpu_time(columns: Columns, device: str, rows: Ints, kinds: Ints, launched: Floats) -> GpuTime:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from panscan.analysis.cells import number_text
 from panscan.report.formatting import percent
 from panscan.trace.figures import GpuTime, KernelTime, StepTime, Summary
-from panscan.trace.wording import bandwidth, ceiling, filler_name, milliseconds, rate, short_name
+from panscan.trace.wording import bandwidth, ceiling, filler_name, milliseconds, rate, short_name, short_names
 
 __all__ = ["Cell", "FigureTable", "tables_of"]
 
@@ -159,15 +159,16 @@ def _kernels(summary: Summary, top: int | None) -> FigureTable:
     known = any(each.bytes_per_s or each.flops_per_s for each in summary.kernels[:top])
     rates = ("GB/s", "TFLOP/s", "of the limit") if known else ()
     headings = ("kernel", "type", "count", "ms", "mean us", "share", *rates)
-    rows = tuple(_kernel(each, known) for each in summary.kernels[:top])
+    labels = short_names(each.name for each in summary.kernels[:top])
+    rows = tuple(_kernel(each, labels[each.name], known) for each in summary.kernels[:top])
     others = summary.other_kernels_ms + sum(each.total_ms for each in summary.kernels[len(rows) :])
     note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
     return FigureTable("Kernels with most time", headings, rows, note)
 
 
-def _kernel(each: KernelTime, known: bool) -> tuple[Cell, ...]:
+def _kernel(each: KernelTime, label: str, known: bool) -> tuple[Cell, ...]:
     cells = (
-        Cell(short_name(each.name), full=each.name), Cell(each.kind), Cell(str(each.count), value=each.count),
+        Cell(label, full=each.name), Cell(each.kind), Cell(str(each.count), value=each.count),
         _ms(each.total_ms), _ms(each.mean_us), Cell(percent(each.share), value=each.share),
     )  # fmt: skip
     if not known:
