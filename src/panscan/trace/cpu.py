@@ -6,31 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from panscan.trace.columns import ANNOTATION, OPERATOR, PYTHON, RUNTIME, Columns, Floats, Ints
-from panscan.trace.figures import CpuTime, Filler, OperatorTime
-from panscan.trace.gpu import Launches
-from panscan.trace.intervals import Spans, nesting
+from panscan.trace.columns import ANNOTATION, OPERATOR, PYTHON, RUNTIME, Columns
+from panscan.trace.figures import NOTHING, CpuTime, Filler, OperatorTime
+from panscan.trace.intervals import Floats, Ints, Spans, nesting
 
-__all__ = ["NOTHING", "cpu_time", "idle_fillers", "main_thread", "operator_spans", "operator_times"]
-
-NOTHING = ""
-"""Name of the filler for idle time without any CPU event."""
+__all__ = ["cpu_time", "idle_fillers", "operator_spans", "operator_times"]
 
 _KIND_NAMES = {OPERATOR: "operator", RUNTIME: "runtime", ANNOTATION: "annotation", PYTHON: "python"}
-
-
-def main_thread(columns: Columns, launches: Launches) -> int | None:
-    """Return the thread that launches most kernels and graphs, else the one with most time in operators."""
-    cpu = columns.cpu
-    if not len(cpu.start):
-        return None
-    for rows in (np.concatenate((launches.kernels, launches.graphs)), np.flatnonzero(cpu.kind == RUNTIME)):
-        if len(rows):
-            return int(np.bincount(cpu.thread[rows]).argmax())
-    rows = np.flatnonzero(cpu.kind == OPERATOR)
-    if not len(rows):
-        rows = np.arange(len(cpu.start))
-    return int(np.bincount(cpu.thread[rows], (cpu.end - cpu.start)[rows]).argmax())
 
 
 def operator_spans(columns: Columns, thread: int) -> Spans:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime", "StepTime",
-    "Summary",
+    "NOTHING", "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime",
+    "StepTime", "Summary",
 ]  # fmt: skip
+
+NOTHING = ""
+"""Name of the filler for idle time without any CPU event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
-from panscan.trace.columns import KERNEL, RUNTIME, Columns, Floats, Ints
+from panscan.trace.columns import KERNEL, Columns
 from panscan.trace.figures import GpuTime, IdleSplit
-from panscan.trace.intervals import Spans
+from panscan.trace.intervals import Floats, Ints, Spans
+from panscan.trace.launches import launch_calls
 
-__all__ = ["KINDS", "Launches", "activity_kinds", "gpu_times", "launch_calls", "launches_of"]
+__all__ = ["KINDS", "activity_kinds", "gpu_times"]
 
 KINDS = ("compute", "communication", "memory")
 _COMPUTE, _COMMUNICATION, _MEMORY = range(3)
@@ -21,16 +21,6 @@ _COLLECTIVE = re.compile(
 )
 _COPY = re.compile(r"^(hip)?mem(cpy|set)", re.IGNORECASE)
 _KERNEL_WAIT_US = 30.0  # HolisticTraceAnalysis's consecutive_kernel_delay, which it compares with microseconds
-_LAUNCH = re.compile(r"^(cuda|cu|hip|hipModule|hipExt|hipExtModule|xpu)LaunchKernel|^cudaLaunchCooperativeKernel")
-_GRAPH_LAUNCH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
-
-
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """Kernel and graph launches by the CPU, as indices into the CPU columns, in order of their start."""
-
-    kernels: Ints
-    graphs: Ints
 
 
 def activity_kinds(columns: Columns) -> Ints:
@@ -62,30 +52,6 @@ def gpu_times(columns: Columns, kinds: Ints) -> tuple[GpuTime, ...]:
         rows = np.flatnonzero(np.isin(columns.gpu.lane, own))
         found.append(_gpu_time(columns, device, rows, kinds[rows], launched[rows]))
     return tuple(found)
-
-
-def launches_of(columns: Columns) -> Launches:
-    """Return the runtime calls that launch kernels and graphs."""
-    kernel = np.array([bool(_LAUNCH.match(name)) for name in columns.names] or [False])
-    graph = np.array([bool(_GRAPH_LAUNCH.match(name)) for name in columns.names] or [False])
-    runtime = columns.cpu.kind == RUNTIME
-
-    def ordered(wanted: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Ints:
-        rows = np.flatnonzero(runtime & wanted[columns.cpu.name])
-        return rows[np.argsort(columns.cpu.start[rows], kind="stable")]
-
-    return Launches(ordered(kernel), ordered(graph))
-
-
-def launch_calls(columns: Columns) -> Ints:
-    """Return the runtime call that launched each activity, as indices into the CPU columns; -1: not in the trace."""
-    calls = np.flatnonzero(columns.cpu.correlation >= 0)
-    calls = calls[np.argsort(columns.cpu.correlation[calls], kind="stable")]
-    ids = columns.cpu.correlation[calls]
-    if not len(ids):
-        return np.full(len(columns.gpu.start), -1, dtype=np.int64)
-    at = np.minimum(np.searchsorted(ids, columns.gpu.correlation), len(ids) - 1)
-    return np.where(ids[at] == columns.gpu.correlation, calls[at], -1)
 
 
 def _gpu_time(columns: Columns, device: str, rows: Ints, kinds: Ints, launched: Floats) -> GpuTime:

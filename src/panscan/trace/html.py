@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from panscan.report.formatting import clean, percent, templates
 from panscan.trace.compare import compare, comparison_tables, letters
 from panscan.trace.figures import Summary
-from panscan.trace.tables import Cell, tables_of
+from panscan.trace.tables import TableCell, tables_of
 from panscan.trace.wording import milliseconds
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _sort_value(cell: Cell) -> str:
+def _sort_value(cell: TableCell) -> str:
     return cell.text if cell.value is None else repr(cell.value)
 
 

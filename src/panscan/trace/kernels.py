@@ -9,9 +9,10 @@ import numpy as np
 
 from panscan.core import SettingError
 from panscan.plan.gpus import Gpu, all_gpus, gpu_named
-from panscan.trace.columns import OPERATOR, Columns, Floats, Ints
+from panscan.trace.columns import OPERATOR, Columns
 from panscan.trace.figures import KernelTime, ProductTime
 from panscan.trace.gpu import KINDS
+from panscan.trace.intervals import Floats, Ints
 from panscan.trace.products import Product
 
 __all__ = ["gpu_of", "kernel_times", "product_times"]

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 from panscan.analysis.cells import number_text
 from panscan.report.formatting import clean, percent
-from panscan.trace.cpu import NOTHING
-from panscan.trace.figures import Filler, StepTime, Summary
+from panscan.trace.figures import NOTHING, Filler, StepTime, Summary
 
 __all__ = ["bandwidth", "ceiling", "filler_name", "headline", "milliseconds", "rate", "short_name", "short_names"]
 
