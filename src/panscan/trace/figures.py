@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime", "StepTime",
-    "Summary",
+    "NOTHING", "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime",
+    "StepTime", "Summary",
 ]  # fmt: skip
+
+NOTHING = ""
+"""Name of the filler for idle time without any CPU event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Filler:
         kind: "operator", "runtime", "annotation", "python" or "" (nothing recorded).
         self_ms: idle time while this function is innermost.
         total_ms: idle time while it is on the stack.
+        stack_ms: time on the stack, whether the GPU is idle or not.
         depth: mean number of functions around it.
     """
 
@@ -96,6 +100,7 @@ class Filler:
     kind: str
     self_ms: float
     total_ms: float
+    stack_ms: float
     depth: float
 
 
@@ -115,8 +120,9 @@ class StepTime:
         graph_launches: CUDA graph launches per step.
         copies: copies and fills on the GPU per step.
         thread: the thread that launches, or the one with most operators.
-        fillers: what that thread does in the idle time: the functions with most idle time, innermost first.
-        cause: the innermost function with at least half of the idle time; None: none has that much.
+        fillers: what the CPU does in the idle time, on the thread that launches what ends it; most self time first.
+        cause: the innermost function with at least half of the idle time that does not run all the time; None: there
+            is none.
     """
 
     name: str
@@ -229,14 +235,15 @@ class Summary:
         span_ms: from the first to the last event.
         events: number of timed events.
         gpu_name: of the first GPU, where the trace has it.
+        limits: the GPU whose data sheet rates are compared with; None: unknown GPU.
         gpus: one per GPU; empty: no GPU events.
         phases: by phase, in the order of their start; empty: no ``panscan.*`` ranges.
         steps: the mean decode step.
-        kernels: activities with most time, most first.
+        kernels: activities by name, longest total first.
         other_kernels_ms: time of all others.
-        products: matrix products with most time; empty: no shapes recorded.
+        products: matrix products, longest total first; empty: no shapes recorded.
         cpu: the main thread; None: no CPU events.
-        operators: operators with most self time, most first.
+        operators: operators by name, longest self time first.
     """
 
     name: str
@@ -245,6 +252,7 @@ class Summary:
     span_ms: float
     events: int
     gpu_name: str | None
+    limits: str | None
     gpus: tuple[GpuTime, ...]
     phases: tuple[PhaseTime, ...]
     steps: StepTime | None

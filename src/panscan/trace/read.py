@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 from panscan.core import InputError
 
-__all__ = ["Trace", "open_trace"]
+__all__ = ["TraceFile", "open_trace"]
 
 _CHUNK = 1 << 18  # bytes per read; the reader holds about twice as many characters
 _LONGEST = 1 << 24  # characters of one event or metadata value
@@ -29,8 +29,8 @@ _AGAIN = "copy the file again, or let the profiler finish writing it"
 _FIX = "expected a trace that torch.profiler or Chrome wrote"
 
 
-class Trace:
-    """The events of one trace file, read anew by every iteration, and the metadata beside them.
+class TraceFile:
+    """The events of one trace file, and the metadata beside them. Every iteration reads the file again.
 
     Args:
         path: a JSON file, plain or gzip, or a zip archive with one of these.
@@ -90,11 +90,11 @@ class Trace:
             raise InputError(f"{self.path}: JSON, but not a trace: no traceEvents ({has}): {_FIX}")
 
 
-def open_trace(path: str | Path) -> Trace:
+def open_trace(path: str | Path) -> TraceFile:
     """Return a trace file as a stream of events; the file is opened when these are read.
 
     Raises:
-        InputError: there is no such file, or it is no regular file.
+        InputError: the file does not exist, or is not a regular file.
     """
     path = Path(path)
     try:
@@ -107,7 +107,7 @@ def open_trace(path: str | Path) -> Trace:
         raise InputError(f"{path} is a folder: name a trace file in it, such as trace.json.gz")
     if not stat.S_ISREG(mode):
         raise InputError(f"{path} is not a regular file: save the trace to a file first")
-    return Trace(path)
+    return TraceFile(path)
 
 
 class _Reader:
@@ -120,7 +120,7 @@ class _Reader:
         self._text, self._at, self._ended, self._count = "", 0, False, 0
 
     def peek(self) -> str:
-        """Return the next character that is no space; empty at the end of the file."""
+        """Return the next non-space character without reading it; empty at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._at)
             self._at = match.end() if match else self._at
@@ -155,7 +155,7 @@ class _Reader:
                 return
             event = self.value("an event")
             if not isinstance(event, dict):
-                raise InputError(f"{self._path}: JSON, but not a trace: element {self._count} is no event: {_FIX}")
+                raise InputError(f"{self._path}: JSON, but not a trace: element {self._count} is not an event: {_FIX}")
             self._count += 1
             yield event
             if may_end and not self.peek():
