@@ -9,9 +9,20 @@ from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings, axes
 
-__all__ = ["Gemma3nRunner"]
+__all__ = ["Gemma3nRunner", "require_gemma3n_settings"]
 
 _NOT_HERE = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size")
+
+
+def require_gemma3n_settings(settings: Settings) -> None:
+    """Refuse settings that Gemma 3n does not have here.
+
+    Raises:
+        UnsupportedError: naming the first of them.
+    """
+    for name in _NOT_HERE:
+        if getattr(settings, name) != axes()[name].default:
+            raise UnsupportedError(f"--{axes()[name].flag} is not supported for Gemma 3n: leave it out")
 
 
 class Gemma3nRunner(GenerateRunner):
@@ -25,9 +36,7 @@ class Gemma3nRunner(GenerateRunner):
             ModelError: the checkpoint is not available.
             UnsupportedError: a setting that Gemma 3n does not have here, or a missing device or package.
         """
-        for name in _NOT_HERE:
-            if getattr(settings, name) != axes()[name].default:
-                raise UnsupportedError(f"--{axes()[name].flag} is not supported for Gemma 3n: leave it out")
+        require_gemma3n_settings(settings)
         device = resolve_device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
         runner = cls(load_gemma3n(settings.model, device, dtype, settings.revision), settings)
