@@ -81,28 +81,29 @@ def test_generate_and_the_engine_have_all_phases_and_agree_with_panscan_trace(
     assert all(name in (folder / "summary.html").read_text() for name in ("dynamic", "engine"))
 
 
-def test_a_batch_on_the_engine_with_shapes_memory_and_stacks(tmp_path: Path) -> None:
+def test_a_batch_on_the_engine_with_shapes_and_stacks(tmp_path: Path) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
     folder = profile(
-        tmp_path, "--model", "tiny", "--runner", "engine", "--batch-size", "2",
-        "--record-shapes", "--memory", "--stacks",
+        tmp_path, str(tmp_path / "doc.png"), "--model", "tiny", "--runner", "engine", "--batch-size", "2",
+        "--record-shapes", "--stacks",
     )  # fmt: skip
     events = events_of(folder / "engine.json.gz")
     found = ranges_of(folder / "engine.json.gz")
     assert found["panscan.load"] == found["panscan.preprocess"] == 2
     assert found["panscan.decode"] >= TOKENS - 1
     assert any("Input Dims" in event.get("args", {}) for event in events)
-    assert any(event["name"] == "[memory]" for event in events)
     assert any(event.get("cat") == "python_function" for event in events)
 
 
 def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = profile(tmp_path, "--model", str(gemma3n), "--mode", "dynamic,static")
+    folder = profile(tmp_path, "--model", str(gemma3n), "--mode", "dynamic,static", "--memory")
     said = capsys.readouterr()
     assert "no pan and scan and no panscan engine" in said.err
     assert "prepare_inputs_for_generation" in (folder / "summary.json").read_text()
     for mode in ("dynamic", "static"):
         found = ranges_of(folder / f"{mode}.json.gz")
         assert (found["panscan.prefill"], found["panscan.decode"], found["panscan.vision"]) == (1, TOKENS - 1, 0)
+        assert any(event["name"] == "[memory]" for event in events_of(folder / f"{mode}.json.gz"))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_what_gemma3n_lacks_is_refused(
         (["--runner", "engine", "--attention", "eager"], 2, "--attention is for --runner generate"),
         (["--runner", "generate", "--kv-cache-gb", "1"], 4, "--kv-cache-gb is for --runner engine"),
         (["--tensor-parallel-size", "2"], 4, "--tensor-parallel-size 2: a profile sees one process; use 1"),
+        (["--memory", "--runner", "engine"], 2, "--memory is for --runner generate"),
         (["--output-tokens", "3", "--max-new-tokens", "3"], 2, "are the same option"),
         (["--output-tokens", "0"], 2, "--max-new-tokens is out of range"),
         (["-p", " "], 2, "--prompt is empty"),
