@@ -21,6 +21,7 @@ from panscan.cli.options import (
     external_images_option,
     first_process,
     given_values,
+    import_libraries,
     json_schema_option,
     max_pages_option,
     one_preset,
@@ -125,10 +126,9 @@ def command(**options: Any) -> int:
     from panscan.batch.job import changed_versions, difference
     from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import Answered
-    from panscan.model.runtime import quiet_libraries
 
     show_warnings(errors())
-    quiet_libraries()
+    given_values(options)  # a mistyped value is refused before documents are searched for
     mode = _mode(options)
     console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
     with console.status("finding documents"):
@@ -293,6 +293,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     settings = Settings(**{**preset, **given_values(options), "runner": "engine"})
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
+    import_libraries()
     return Job(
         settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
         prompt=prompt,

@@ -57,6 +57,8 @@ def command(
         raise SettingError(f"trace takes 1 to {_MOST_FILES} files, got {len(files)}")
     if html is not None and html.is_dir():
         raise SettingError(f"--html {html} is a folder: name a file")
+    if html is not None and any(html.resolve() == Path(path).resolve() for path in files):
+        raise SettingError(f"--html {html} would replace a trace: name another file")
     limits = gpu_named(gpu) if gpu is not None else None
     traces = [open_trace(path) for path in files]
     summaries = []

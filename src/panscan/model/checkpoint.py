@@ -31,6 +31,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
 from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
+from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.stored import load_stored, stored_scheme
 
@@ -215,7 +216,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
 
 
 def load_random(
-    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
+    name: str, shape: str | Shape, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
     how: WeightFormat | None = None,
 ) -> Loaded:  # fmt: skip
     """A model of a released shape with random weights, for speed without a download.

@@ -80,15 +80,14 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ..
     self_us = np.bincount(stack.name, stack.own(shared), size)
     outermost = stack.outermost
     total_us = np.bincount(stack.name[outermost], shared[outermost], size)
-    weighted = np.bincount(stack.name, shared * stack.depth, size) / np.maximum(
-        np.bincount(stack.name, shared, size), 1e-9
-    )
+    weighted = np.bincount(stack.name[outermost], (shared * stack.depth)[outermost], size)
+    depth = weighted / np.maximum(total_us, 1e-9)
     kind = np.zeros(size, dtype=np.int64)
     kind[stack.name] = stack.kind
     found = [
         Filler(
             columns.names[name], _KIND_NAMES[int(kind[name])], float(self_us[name]) / 1e3, float(total_us[name]) / 1e3,
-            float(weighted[name]),
+            float(depth[name]),
         )
         for name in np.flatnonzero(total_us > 0).tolist()
     ]  # fmt: skip

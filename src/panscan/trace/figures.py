@@ -109,7 +109,7 @@ class StepTime:
         step_ms: mean wall time.
         busy_ms: of that, with activity on any GPU; without a GPU: in an operator on the main thread.
         idle_ms: the rest.
-        gap_ms: mean of the longest idle stretch of each step.
+        gap_ms: mean of the longest idle stretch that begins in each step; it may end in the next one.
         kernels: GPU kernels that start in a step.
         kernel_launches: kernel launches by the CPU per step.
         graph_launches: CUDA graph launches per step.

@@ -101,6 +101,8 @@ def open_trace(path: str | Path) -> Trace:
         mode = path.stat().st_mode
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(f"{str(path)!r}: not a path: {error}") from error
     if stat.S_ISDIR(mode):
         raise InputError(f"{path} is a folder: name a trace file in it, such as trace.json.gz")
     if not stat.S_ISREG(mode):

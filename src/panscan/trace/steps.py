@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from panscan.core import InputError
-from panscan.settings import nearest
-from panscan.trace.columns import ANNOTATION, KERNEL, PYTHON, Columns, Floats, Ints
+from panscan.trace.columns import ANNOTATION, KERNEL, Columns, Floats, Ints
 from panscan.trace.cpu import idle_fillers, thread_name
 from panscan.trace.figures import Filler, PhaseTime, StepTime
 from panscan.trace.gpu import Launches
@@ -30,8 +28,6 @@ class Windows:
 
     Args:
         name: what one is called.
-        spans: disjoint windows, in order.
-        count: number of windows; touching windows are one in ``spans``.
         start, end: bounds of each window.
     """
 
@@ -73,26 +69,22 @@ def phase_times(columns: Columns, busy: Spans, launches: Launches) -> tuple[Phas
 def step_windows(columns: Columns, step: str | None) -> Windows | None:
     """Return the windows of the steps, each from its start to the start of the next one.
 
-    The last step ends with its range, as does a step before another phase. Without it, the windows of the automatic
-    names are tried: ``panscan.decode``, ``ProfilerStep#N``, and ``prepare_inputs_for_generation`` of Transformers.
+    A step before another phase ends with its range. The last step is left out, unless it is the only one: the trace
+    does not show what follows it.
 
     Args:
         columns: events of the trace.
-        step: end of the name of the ranges that begin the steps; None: one of the automatic names.
+        step: name of the ranges or Python functions that begin the steps; None: ``panscan.decode``,
+            ``ProfilerStep#N`` or Transformers' ``prepare_inputs_for_generation``, the first that the trace has.
 
-    Raises:
-        InputError: no range has the name ``step``.
+    Returns:
+        None if no range has the name.
     """
-    for ending, title in _AUTOMATIC if step is None else ((step, "step"),):
-        indices = [index for index, name in enumerate(columns.names) if _named(name, ending)]
+    for name, title in _AUTOMATIC if step is None else ((step, "step"),):
+        indices = [index for index, each in enumerate(columns.names) if _named(each, name)]
         rows = np.flatnonzero(np.isin(columns.cpu.name, indices)) if indices else np.empty(0, dtype=np.int64)
-        if step is None and not ending.startswith(("panscan", "Profiler")):
-            rows = rows[columns.cpu.kind[rows] == PYTHON]
-        if len(rows) > (0 if step is not None or (title == "decode step" and ending == _DECODE) else 1):
+        if len(rows):
             return _windows(columns, rows, title)
-    if step is not None:
-        functions = {name.rpartition(": ")[2] for name in columns.names}
-        raise InputError(f"--step: no range of the trace is named {step!r}{nearest(step, functions)}")
     return None
 
 
@@ -108,7 +100,9 @@ def _windows(columns: Columns, rows: Ints, title: str) -> Windows:
     start, end = cpu.start[rows], cpu.end[rows]
     outer = np.concatenate(([True], start[1:] >= np.maximum.accumulate(end)[:-1]))  # not inside another step
     start, end = start[outer], end[outer]
-    following = np.append(start[1:], end[-1])
+    if len(start) == 1:
+        return Windows(title, start, end)
+    start, end, following = start[:-1], end[:-1], start[1:]
     others = [i for i, name in enumerate(columns.names) if name.startswith(PHASE) and name not in (_DECODE, _REQUEST)]
     between = np.sort(cpu.start[np.isin(cpu.name, others)])
     interrupted = np.searchsorted(between, following) > np.searchsorted(between, end)
@@ -125,12 +119,12 @@ def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, laun
         thread: the thread whose functions fill the idle time.
         launches: kernel and graph launches.
     """
-    count = len(windows.start)
+    gpu, cpu, count = columns.gpu, columns.cpu, len(windows.start)
     lengths = windows.end - windows.start
     active = busy.overlap(windows.start, windows.end)
-    idle = busy.gaps(float(windows.start[0]), float(windows.end.max())).within(windows.spans)
+    every = busy.gaps(float(windows.start[0]), max(float(windows.end[-1]), float(cpu.end.max())))
+    idle = every.within(windows.spans)
     fillers = tuple(_per_step(each, count) for each in idle_fillers(columns, thread, idle))
-    gpu, cpu = columns.gpu, columns.cpu
 
     def mean(times: Floats) -> float:
         times = np.sort(times)
@@ -143,7 +137,7 @@ def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, laun
         step_ms=float(lengths.mean()) / 1e3,
         busy_ms=float(active.mean()) / 1e3,
         idle_ms=float((lengths - active).mean()) / 1e3,
-        gap_ms=_longest_gaps(windows, idle) / 1e3,
+        gap_ms=_longest_gaps(windows, every) / 1e3,
         kernels=mean(gpu.start[gpu.kind == KERNEL]),
         kernel_launches=mean(cpu.start[launches.kernels]),
         graph_launches=mean(cpu.start[launches.graphs]),
@@ -159,10 +153,14 @@ def _per_step(filler: Filler, count: int) -> Filler:
 
 
 def _longest_gaps(windows: Windows, idle: Spans) -> float:
-    """Return the mean over all windows of the longest idle interval that begins in each, in microseconds."""
+    """Return the mean over all windows of the longest idle interval that begins in each, in microseconds.
+
+    An interval may end in the next window: that is the gap between two steps.
+    """
     longest = np.zeros(len(windows.start))
     at = np.searchsorted(windows.start, idle.start, side="right") - 1
-    np.maximum.at(longest, at, idle.end - idle.start)
+    inside = idle.start < windows.end[at]
+    np.maximum.at(longest, at[inside], (idle.end - idle.start)[inside])
     return float(longest.mean())
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from panscan.core import InputError
+from panscan.core import InputError, SettingError
 from panscan.plan.gpus import Gpu
+from panscan.settings import nearest
 from panscan.trace.columns import PYTHON, Columns, collect
 from panscan.trace.cpu import cpu_time, main_thread, operator_spans, operator_times
 from panscan.trace.figures import Filler, StepTime, Summary
@@ -42,7 +43,8 @@ def summarize(
         top: number of kernels, products and operators.
 
     Raises:
-        InputError: the file cannot be read, holds no trace or no timed events, or no range is named ``step``.
+        InputError: the file cannot be read, or holds no trace or no timed events.
+        SettingError: no range or function is named ``step``.
     """
     path = events.path if isinstance(events, Trace) else None
     title = name or (path.name if path else "trace")
@@ -53,7 +55,11 @@ def summarize(
     kinds, launches = activity_kinds(columns), launches_of(columns)
     thread = main_thread(columns, launches)
     busy = _busy(columns, thread)
-    windows = step_windows(columns, step) or _whole(columns, busy)
+    windows = step_windows(columns, step)
+    if windows is None and step is not None:
+        functions = {each.rpartition(": ")[2] for each in columns.names}
+        raise SettingError(f"--step: no range or function of {title} is named {step!r}{nearest(step, functions)}")
+    windows = windows or _whole(columns, busy)
     kernels, others = kernel_times(columns, kinds, gpu or known, top)
     facts = Summary(
         name=title,
