@@ -14,9 +14,9 @@ from tests.conftest import noise
 
 from panscan.cli.main import run
 from panscan.core import SettingError, UnsupportedError
-from panscan.model.gemma3n import gemma3n_config, random_gemma3n
 from panscan.model.phases import profiled
 from panscan.profile.modes import ENGINE, GENERATE_MODES, chosen_modes, mode_settings
+from panscan.runners.gemma3n import gemma3n_config, random_gemma3n
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 

@@ -12,7 +12,6 @@ import torch
 
 import panscan
 from panscan.core import Request, Result, SettingError, now
-from panscan.model.gemma3n import is_gemma3n
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.profile.capture import CaptureOptions, captured, start_profiler_once
@@ -20,7 +19,7 @@ from panscan.profile.modes import ENGINE, Mode, mode_settings
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import ready_runner
-from panscan.runners.gemma3n import Gemma3nRunner, require_gemma3n_settings
+from panscan.runners.gemma3n import Gemma3nRunner, is_gemma3n, require_gemma3n_settings
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
