@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -40,6 +41,7 @@ _BASES = {
     "report": ["report", "run"],
     "samples": ["samples", "more", "--count", "1"],
     "serve": ["serve", "--port=0", "--print-config"],  # it reads and checks every option, and ends
+    "trace": ["trace", "trace.json"],
     "verify": ["verify", "http://127.0.0.1:9", "--model", "tiny"],  # nothing listens there
 }
 _WEIGHTS = {"bench": 6, "batch": 5, "ask": 5, "demo": 0.3}
@@ -83,6 +85,8 @@ def furnish(folder: Path) -> None:
     (folder / "prompts.txt").write_text("What is it?\n")
     (folder / "grid.yaml").write_text("max_new_tokens: [1, 2]\n")
     (folder / "bomb.yaml").write_text("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n")
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
     (folder / "folder").mkdir()
     (folder / "empty").write_bytes(b"")
     (folder / "garbage").write_bytes(bytes(range(256)) * 8)

@@ -65,15 +65,16 @@ def command(
     for trace in traces:
         with errors().status(f"reading {trace.path.name}"):
             summaries.append(summarize(trace, gpu=limits, step=step, top=top if len(files) == 1 else _COMPARED))
+    if html is not None:
+        from panscan.trace.html import page
+
+        write_atomically(html, page(summaries, top=top).encode())
     if as_json:
         echo(json.dumps(_document(summaries), indent=2, allow_nan=False))
     else:
         _print(summaries)
     if html is not None:
-        from panscan.trace.html import page
-
-        write_atomically(html, page(summaries, top=top).encode())
-        (errors() if as_json else out()).print(f"page: {html}", soft_wrap=True)
+        errors().print(f"page: {html}", soft_wrap=True)
 
 
 def _document(summaries: list[Summary]) -> dict[str, object]:

@@ -6,21 +6,19 @@ import re
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from panscan.core import InputError
+from panscan.trace.intervals import Floats, Ints
 from panscan.trace.products import Product, product_of
 
 __all__ = [
-    "ANNOTATION", "FILL", "KERNEL", "OPERATOR", "PYTHON", "RUNTIME", "Columns", "CpuColumns", "Floats", "GpuColumns",
-    "Ints", "collect",
+    "ANNOTATION", "FILL", "KERNEL", "OPERATOR", "PYTHON", "RUNTIME", "Columns", "CpuColumns", "GpuColumns",
+    "collect",
 ]  # fmt: skip
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 
 OPERATOR, RUNTIME, ANNOTATION, PYTHON = range(4)
 """Kinds of CPU ranges."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 from panscan.analysis.cells import number_text
 from panscan.report.formatting import times
 from panscan.trace.figures import StepTime, Summary
-from panscan.trace.tables import Cell, FigureTable
-from panscan.trace.wording import filler_name, milliseconds, short_name
+from panscan.trace.tables import FigureTable, TableCell
+from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 
-__all__ = ["ComparedFigure", "Comparison", "compare", "comparison_tables"]
+__all__ = ["ComparedFigure", "TraceComparison", "compare", "comparison_tables", "letters"]
 
 _MOST = 15  # rows of kernels and of functions
 _SMALLEST = 0.01  # part of the largest row of a table
@@ -41,7 +42,7 @@ class ComparedFigure:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TraceComparison:
     """Traces side by side.
 
     Args:
@@ -55,16 +56,16 @@ class Comparison:
     figures: tuple[ComparedFigure, ...]
 
 
-def compare(summaries: Sequence[Summary]) -> Comparison:
+def compare(summaries: Sequence[Summary]) -> TraceComparison:
     """Return the figures of two or more traces side by side."""
     figures = [
         *_steps(summaries), *_phases(summaries), *_gpus(summaries), *_fillers(summaries), *_kernels(summaries),
         *_operators(summaries),
     ]  # fmt: skip
-    return Comparison(_names(summaries), _headline(summaries), tuple(figures))
+    return TraceComparison(_names(summaries), _headline(summaries), tuple(figures))
 
 
-def comparison_tables(comparison: Comparison) -> Iterator[FigureTable]:
+def comparison_tables(comparison: TraceComparison) -> Iterator[FigureTable]:
     """Yield one table per group of figures."""
     change = len(comparison.names) > 1
     for group in dict.fromkeys(figure.group for figure in comparison.figures):
@@ -72,19 +73,28 @@ def comparison_tables(comparison: Comparison) -> Iterator[FigureTable]:
         for figure in comparison.figures:
             if figure.group != group:
                 continue
-            values = tuple(Cell(number_text(value), value=value) for value in figure.values)
-            rows.append((Cell(figure.name, full=figure.full), *values, *_change(figure)))
-        headings = ("", *comparison.names, *(("change", "") if change else ()))
+            values = tuple(TableCell(number_text(value), value=value) for value in figure.values)
+            rows.append((TableCell(figure.name, full=figure.full), *values, *_change(figure)))
+        headings = ("", *letters(comparison), *(("change", "") if change else ()))
         yield FigureTable(group, headings, tuple(rows))
 
 
-def _change(figure: ComparedFigure) -> tuple[Cell, Cell]:
+def letters(comparison: TraceComparison) -> tuple[str, ...]:
+    """Return the column titles of the traces: A, B and so on."""
+    return tuple(ascii_uppercase[: len(comparison.names)])
+
+
+def _change(figure: ComparedFigure) -> tuple[TableCell, TableCell]:
     difference, first = figure.difference, figure.values[0]
     if difference is None or first is None:
-        return Cell(""), Cell("")
+        return TableCell(""), TableCell("")
     sign = "+" if difference > 0 else ""
     relative = f"{100 * difference / first:+.1f}%" if first else ""
-    return Cell(f"{sign}{number_text(difference)}", value=difference), Cell(relative)
+    if first and difference >= 9 * first:
+        relative = times((first + difference) / first)
+    if relative in ("+0.0%", "-0.0%"):
+        return TableCell("0", value=difference), TableCell("0%", value=0.0)
+    return TableCell(f"{sign}{number_text(difference)}", value=difference), TableCell(relative)
 
 
 def _names(summaries: Sequence[Summary]) -> tuple[str, ...]:
@@ -167,7 +177,7 @@ def _fillers(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
 
 def _kernels(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     tables = [{each.name: each.total_ms for each in summary.kernels} for summary in summaries]
-    titles = {name: short_name(name) for table in tables for name in table}
+    titles = short_names(dict.fromkeys(name for table in tables for name in table))
     complete = all(summary.other_kernels_ms < 1e-6 for summary in summaries)
     yield from _largest("Kernels, ms in the whole trace", tables, titles, complete=complete)
 

@@ -6,31 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from panscan.trace.columns import ANNOTATION, OPERATOR, PYTHON, RUNTIME, Columns, Floats, Ints
-from panscan.trace.figures import CpuTime, Filler, OperatorTime
-from panscan.trace.gpu import Launches
-from panscan.trace.intervals import Spans, nesting
+from panscan.trace.columns import ANNOTATION, OPERATOR, PYTHON, RUNTIME, Columns
+from panscan.trace.figures import NOTHING, CpuTime, Filler, OperatorTime
+from panscan.trace.intervals import Floats, Ints, Spans, nesting
 
-__all__ = ["NOTHING", "cpu_time", "idle_fillers", "main_thread", "operator_spans", "operator_times"]
-
-NOTHING = ""
-"""Name of the filler for idle time without any CPU event."""
+__all__ = ["cpu_time", "idle_fillers", "operator_spans", "operator_times"]
 
 _KIND_NAMES = {OPERATOR: "operator", RUNTIME: "runtime", ANNOTATION: "annotation", PYTHON: "python"}
-
-
-def main_thread(columns: Columns, launches: Launches) -> int | None:
-    """Return the thread that launches most kernels and graphs, else the one with most time in operators."""
-    cpu = columns.cpu
-    if not len(cpu.start):
-        return None
-    for rows in (np.concatenate((launches.kernels, launches.graphs)), np.flatnonzero(cpu.kind == RUNTIME)):
-        if len(rows):
-            return int(np.bincount(cpu.thread[rows]).argmax())
-    rows = np.flatnonzero(cpu.kind == OPERATOR)
-    if not len(rows):
-        rows = np.arange(len(cpu.start))
-    return int(np.bincount(cpu.thread[rows], (cpu.end - cpu.start)[rows]).argmax())
 
 
 def operator_spans(columns: Columns, thread: int) -> Spans:
@@ -69,10 +51,16 @@ def operator_times(columns: Columns, thread: int, most: int) -> tuple[OperatorTi
     )
 
 
-def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ...]:
+def idle_fillers(columns: Columns, thread: int, idle: Spans, windows: Spans) -> tuple[Filler, ...]:
     """Return what a thread does in idle intervals: every function with idle time, most self time first.
 
-    Idle time without any CPU event is a filler without a name. Times are milliseconds over all intervals.
+    Idle time without any CPU event is a filler without a name. Times are sums over all intervals.
+
+    Args:
+        columns: events of the trace.
+        thread: index of the thread.
+        idle: idle intervals, all within ``windows``.
+        windows: intervals in which time on the stack counts.
     """
     stack = _Stack.of(columns, np.flatnonzero(columns.cpu.thread == thread))
     size = len(columns.names)
@@ -80,6 +68,7 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ..
     self_us = np.bincount(stack.name, stack.own(shared), size)
     outermost = stack.outermost
     total_us = np.bincount(stack.name[outermost], shared[outermost], size)
+    stack_us = np.bincount(stack.name[outermost], windows.overlap(stack.start[outermost], stack.end[outermost]), size)
     weighted = np.bincount(stack.name[outermost], (shared * stack.depth)[outermost], size)
     depth = weighted / np.maximum(total_us, 1e-9)
     kind = np.zeros(size, dtype=np.int64)
@@ -87,13 +76,13 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans) -> tuple[Filler, ..
     found = [
         Filler(
             columns.names[name], _KIND_NAMES[int(kind[name])], float(self_us[name]) / 1e3, float(total_us[name]) / 1e3,
-            float(depth[name]),
+            float(stack_us[name]) / 1e3, float(depth[name]),
         )
         for name in np.flatnonzero(total_us > 0).tolist()
     ]  # fmt: skip
     rest = idle.total / 1e3 - sum(each.self_ms for each in found)
     if rest > 1e-6:
-        found.append(Filler(NOTHING, "", rest, rest, 0.0))
+        found.append(Filler(NOTHING, "", rest, rest, rest, 0.0))
     return tuple(sorted(found, key=lambda each: -each.self_ms))
 
 

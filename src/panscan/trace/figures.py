@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime", "StepTime",
-    "Summary",
+    "NOTHING", "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime",
+    "StepTime", "Summary",
 ]  # fmt: skip
+
+NOTHING = ""
+"""Name of the filler for idle time without any CPU event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Filler:
         kind: "operator", "runtime", "annotation", "python" or "" (nothing recorded).
         self_ms: idle time while this function is innermost.
         total_ms: idle time while it is on the stack.
+        stack_ms: time on the stack, whether the GPU is idle or not.
         depth: mean number of functions around it.
     """
 
@@ -96,6 +100,7 @@ class Filler:
     kind: str
     self_ms: float
     total_ms: float
+    stack_ms: float
     depth: float
 
 
@@ -115,8 +120,9 @@ class StepTime:
         graph_launches: CUDA graph launches per step.
         copies: copies and fills on the GPU per step.
         thread: the thread that launches, or the one with most operators.
-        fillers: what that thread does in the idle time: the functions with most idle time, innermost first.
-        cause: the innermost function with at least half of the idle time; None: none has that much.
+        fillers: what the CPU does in the idle time, on the thread that launches what ends it; most self time first.
+        cause: the innermost function with at least half of the idle time that does not run all the time; None: there
+            is none.
     """
 
     name: str

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
-from panscan.trace.columns import KERNEL, RUNTIME, Columns, Floats, Ints
+from panscan.trace.columns import KERNEL, Columns
 from panscan.trace.figures import GpuTime, IdleSplit
-from panscan.trace.intervals import Spans
+from panscan.trace.intervals import Floats, Ints, Spans
+from panscan.trace.launches import launch_calls
 
-__all__ = ["KINDS", "Launches", "activity_kinds", "gpu_times", "launches_of"]
+__all__ = ["KINDS", "activity_kinds", "gpu_times"]
 
 KINDS = ("compute", "communication", "memory")
 _COMPUTE, _COMMUNICATION, _MEMORY = range(3)
@@ -21,16 +21,6 @@ _COLLECTIVE = re.compile(
 )
 _COPY = re.compile(r"^(hip)?mem(cpy|set)", re.IGNORECASE)
 _KERNEL_WAIT_US = 30.0  # HolisticTraceAnalysis's consecutive_kernel_delay, which it compares with microseconds
-_LAUNCH = re.compile(r"^(cuda|cu|hip|hipModule|hipExt|hipExtModule|xpu)LaunchKernel|^cudaLaunchCooperativeKernel")
-_GRAPH_LAUNCH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
-
-
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """Kernel and graph launches by the CPU, as indices into the CPU columns, in order of their start."""
-
-    kernels: Ints
-    graphs: Ints
 
 
 def activity_kinds(columns: Columns) -> Ints:
@@ -53,40 +43,15 @@ def gpu_times(columns: Columns, kinds: Ints) -> tuple[GpuTime, ...]:
         kinds: kind of each activity (:func:`activity_kinds`).
     """
     lanes = columns.gpu.lanes
-    launched = _launch_starts(columns)
+    calls = launch_calls(columns)
+    launched = np.full(len(calls), np.nan)
+    launched[calls >= 0] = columns.cpu.start[calls[calls >= 0]]
     found = []
     for device in sorted({device for device, _ in lanes}, key=lambda text: (len(text), text)):
         own = [index for index, (each, _) in enumerate(lanes) if each == device]
         rows = np.flatnonzero(np.isin(columns.gpu.lane, own))
         found.append(_gpu_time(columns, device, rows, kinds[rows], launched[rows]))
     return tuple(found)
-
-
-def launches_of(columns: Columns) -> Launches:
-    """Return the runtime calls that launch kernels and graphs."""
-    kernel = np.array([bool(_LAUNCH.match(name)) for name in columns.names] or [False])
-    graph = np.array([bool(_GRAPH_LAUNCH.match(name)) for name in columns.names] or [False])
-    runtime = columns.cpu.kind == RUNTIME
-
-    def ordered(wanted: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Ints:
-        rows = np.flatnonzero(runtime & wanted[columns.cpu.name])
-        return rows[np.argsort(columns.cpu.start[rows], kind="stable")]
-
-    return Launches(ordered(kernel), ordered(graph))
-
-
-def _launch_starts(columns: Columns) -> Floats:
-    """Return when the runtime call that launched each activity began; NaN where the trace does not have it."""
-    calls = np.flatnonzero(columns.cpu.correlation >= 0)
-    calls = calls[np.argsort(columns.cpu.correlation[calls], kind="stable")]
-    ids = columns.cpu.correlation[calls]
-    starts = np.full(len(columns.gpu.start), np.nan)
-    if not len(ids):
-        return starts
-    at = np.minimum(np.searchsorted(ids, columns.gpu.correlation), len(ids) - 1)
-    known = ids[at] == columns.gpu.correlation
-    starts[known] = columns.cpu.start[calls[at[known]]]
-    return starts
 
 
 def _gpu_time(columns: Columns, device: str, rows: Ints, kinds: Ints, launched: Floats) -> GpuTime:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from panscan.report.formatting import clean, percent, templates
-from panscan.trace.compare import compare, comparison_tables
+from panscan.trace.compare import compare, comparison_tables, letters
 from panscan.trace.figures import Summary
-from panscan.trace.tables import Cell, tables_of
+from panscan.trace.tables import TableCell, tables_of
 from panscan.trace.wording import milliseconds
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
             title=title or ", ".join(summary.name for summary in summaries),
             summaries=summaries,
             comparison=comparison,
+            letters=letters(comparison) if comparison else (),
             compared=list(comparison_tables(comparison)) if comparison else [],
             tables=[list(tables_of(summary, top=top)) for summary in summaries],
             bars=[_bars(summary) for summary in summaries],
@@ -58,7 +59,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _sort_value(cell: Cell) -> str:
+def _sort_value(cell: TableCell) -> str:
     return cell.text if cell.value is None else repr(cell.value)
 
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from panscan.core import SettingError
 from panscan.plan.gpus import Gpu, all_gpus, gpu_named
-from panscan.trace.columns import OPERATOR, Columns, Floats, Ints
+from panscan.trace.columns import OPERATOR, Columns
 from panscan.trace.figures import KernelTime, ProductTime
 from panscan.trace.gpu import KINDS
+from panscan.trace.intervals import Floats, Ints
 from panscan.trace.products import Product
 
 __all__ = ["gpu_of", "kernel_times", "product_times"]
@@ -31,16 +32,18 @@ def gpu_of(metadata: Mapping[str, Any]) -> tuple[str | None, Gpu | None]:
             gpu = gpu_named(" ".join(words[:count]))
         except SettingError:
             continue
-        return name, _by_memory(gpu, words[0], memory)
+        return name, _variant(gpu, name, memory)
     return name, None
 
 
-def _by_memory(gpu: Gpu, model: str, memory: object) -> Gpu | None:
-    """Return the variant of a GPU model with the memory that the trace reports; None: there is no such variant."""
+def _variant(gpu: Gpu, name: str, memory: object) -> Gpu | None:
+    """Return the variant of a GPU model with the form and memory that the trace reports; None: there is none."""
+    model = gpu.name.split("-pcie")[0].removesuffix("-40gb").removesuffix("-80gb")
+    variants = [gpu, *(each for each in all_gpus().values() if each.name.startswith(f"{model}-"))]
+    form = [each for each in variants if ("pcie" in each.name) == ("pcie" in name.lower())] or variants
     if not isinstance(memory, int) or memory <= 0:
-        return gpu
-    variants = [gpu, *(each for each in all_gpus().values() if each.name.split("-")[0] == model.lower())]
-    return next((each for each in variants if abs(each.memory_bytes / memory - 1) < 0.1), None)
+        return form[0]
+    return next((each for each in form if abs(each.memory_bytes / memory - 1) < 0.1), None)
 
 
 def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> tuple[tuple[KernelTime, ...], float]:

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 from panscan.core import InputError
 
-__all__ = ["Trace", "open_trace"]
+__all__ = ["TraceFile", "open_trace"]
 
 _CHUNK = 1 << 18  # bytes per read; the reader holds about twice as many characters
 _LONGEST = 1 << 24  # characters of one event or metadata value
@@ -29,7 +29,7 @@ _AGAIN = "copy the file again, or let the profiler finish writing it"
 _FIX = "expected a trace that torch.profiler or Chrome wrote"
 
 
-class Trace:
+class TraceFile:
     """The events of one trace file, read anew by every iteration, and the metadata beside them.
 
     Args:
@@ -90,7 +90,7 @@ class Trace:
             raise InputError(f"{self.path}: JSON, but not a trace: no traceEvents ({has}): {_FIX}")
 
 
-def open_trace(path: str | Path) -> Trace:
+def open_trace(path: str | Path) -> TraceFile:
     """Return a trace file as a stream of events; the file is opened when these are read.
 
     Raises:
@@ -107,7 +107,7 @@ def open_trace(path: str | Path) -> Trace:
         raise InputError(f"{path} is a folder: name a trace file in it, such as trace.json.gz")
     if not stat.S_ISREG(mode):
         raise InputError(f"{path} is not a regular file: save the trace to a file first")
-    return Trace(path)
+    return TraceFile(path)
 
 
 class _Reader:

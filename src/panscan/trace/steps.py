@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from panscan.trace.columns import ANNOTATION, KERNEL, Columns, Floats, Ints
+from panscan.trace.columns import ANNOTATION, KERNEL, Columns
 from panscan.trace.cpu import idle_fillers, thread_name
 from panscan.trace.figures import Filler, PhaseTime, StepTime
-from panscan.trace.gpu import Launches
-from panscan.trace.intervals import Spans
+from panscan.trace.intervals import Floats, Ints, Spans
+from panscan.trace.launches import Launches, launch_calls
 
 __all__ = ["PHASE", "Windows", "phase_times", "step_time", "step_windows"]
 
@@ -20,6 +20,7 @@ PHASE = "panscan."
 _REQUEST, _DECODE = "panscan.request", "panscan.decode"
 _AUTOMATIC = ((_DECODE, "decode step"), ("ProfilerStep", "step"), ("prepare_inputs_for_generation", "decode step"))
 _CAUSE_SHARE = 0.5  # of the idle time
+_ALWAYS = 0.98  # of the time of the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +117,14 @@ def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, laun
         columns: events of the trace.
         windows: steps.
         busy: when a GPU is active, or the main thread is in an operator if there is no GPU.
-        thread: the thread whose functions fill the idle time.
+        thread: the thread that launches most, or has most operators.
         launches: kernel and graph launches.
     """
     gpu, cpu, count = columns.gpu, columns.cpu, len(windows.start)
     lengths = windows.end - windows.start
     active = busy.overlap(windows.start, windows.end)
     every = busy.gaps(float(windows.start[0]), max(float(windows.end[-1]), float(cpu.end.max())))
-    idle = every.within(windows.spans)
-    fillers = tuple(_per_step(each, count) for each in idle_fillers(columns, thread, idle))
+    fillers = tuple(_per_step(each, count) for each in _fillers(columns, windows, every, thread))
 
     def mean(times: Floats) -> float:
         times = np.sort(times)
@@ -144,12 +144,42 @@ def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, laun
         copies=mean(gpu.start[gpu.kind != KERNEL]),
         thread=thread_name(columns, thread),
         fillers=fillers,
-        cause=_cause(fillers),
+        cause=_cause(fillers, float(lengths.mean()) / 1e3),
+    )
+
+
+def _fillers(columns: Columns, windows: Windows, idle: Spans, thread: int) -> list[Filler]:
+    """Return what the CPU does in idle time within the windows, most self time first.
+
+    A gap belongs to the thread that launches the activity after it, or to ``thread`` if that is unknown.
+    """
+    following = np.searchsorted(columns.gpu.start, idle.end, side="left")
+    known = following < len(columns.gpu.start)
+    calls = np.full(len(following), -1, dtype=np.int64)
+    calls[known] = launch_calls(columns)[following[known]]
+    threads = np.where(calls >= 0, columns.cpu.thread[calls], thread)
+    found: dict[str, Filler] = {}
+    for each in np.unique(threads).tolist():
+        own = Spans(idle.start[threads == each], idle.end[threads == each]).within(windows.spans)
+        for filler in idle_fillers(columns, each, own, windows.spans):
+            found[filler.name] = _sum(found[filler.name], filler) if filler.name in found else filler
+    return sorted(found.values(), key=lambda filler: -filler.self_ms)
+
+
+def _sum(one: Filler, other: Filler) -> Filler:
+    """Return the same function on two threads as one."""
+    larger = max(one, other, key=lambda filler: filler.total_ms)
+    return replace(
+        larger,
+        self_ms=one.self_ms + other.self_ms,
+        total_ms=one.total_ms + other.total_ms,
+        stack_ms=max(one.stack_ms, other.stack_ms),
     )
 
 
 def _per_step(filler: Filler, count: int) -> Filler:
-    return replace(filler, self_ms=filler.self_ms / count, total_ms=filler.total_ms / count)
+    times = {name: getattr(filler, name) / count for name in ("self_ms", "total_ms", "stack_ms")}
+    return replace(filler, **times)
 
 
 def _longest_gaps(windows: Windows, idle: Spans) -> float:
@@ -164,13 +194,15 @@ def _longest_gaps(windows: Windows, idle: Spans) -> float:
     return float(longest.mean())
 
 
-def _cause(fillers: tuple[Filler, ...]) -> Filler | None:
-    """Return the innermost function with at least half of the idle time; None: none has that much."""
-    total = sum(each.self_ms for each in fillers)
-    large = [each for each in fillers if each.total_ms >= _CAUSE_SHARE * total > 0 and not _is_frame(each)]
+def _cause(fillers: tuple[Filler, ...], step_ms: float) -> Filler | None:
+    """Return the innermost function with at least half of the idle time; None: none has that much.
+
+    Functions that are on the stack all the time, such as the loop over the steps, explain nothing.
+    """
+    least = _CAUSE_SHARE * sum(each.self_ms for each in fillers)
+    large = [
+        each
+        for each in fillers
+        if each.name and each.total_ms >= least > 0 and each.stack_ms < _ALWAYS * step_ms and each.kind != "annotation"
+    ]
     return max(large, key=lambda each: (each.depth, each.total_ms), default=None)
-
-
-def _is_frame(filler: Filler) -> bool:
-    """Return whether a range only marks a phase or a script, and explains nothing."""
-    return filler.name.startswith((PHASE, "ProfilerStep")) or filler.name.endswith(": <module>")

@@ -12,12 +12,13 @@ from panscan.core import InputError, SettingError
 from panscan.plan.gpus import Gpu
 from panscan.settings import nearest
 from panscan.trace.columns import PYTHON, Columns, collect
-from panscan.trace.cpu import cpu_time, main_thread, operator_spans, operator_times
+from panscan.trace.cpu import cpu_time, operator_spans, operator_times
 from panscan.trace.figures import Filler, StepTime, Summary
-from panscan.trace.gpu import activity_kinds, gpu_times, launches_of
+from panscan.trace.gpu import activity_kinds, gpu_times
 from panscan.trace.intervals import Spans
 from panscan.trace.kernels import gpu_of, kernel_times, product_times
-from panscan.trace.read import Trace
+from panscan.trace.launches import launches_of, main_thread
+from panscan.trace.read import TraceFile
 from panscan.trace.steps import PHASE, Windows, phase_times, step_time, step_windows
 from panscan.trace.wording import headline
 
@@ -25,7 +26,7 @@ __all__ = ["Summary", "summarize"]
 
 
 def summarize(
-    events: Trace | Iterable[Mapping[str, Any]],
+    events: TraceFile | Iterable[Mapping[str, Any]],
     *,
     name: str | None = None,
     gpu: Gpu | None = None,
@@ -46,12 +47,12 @@ def summarize(
         InputError: the file cannot be read, or holds no trace or no timed events.
         SettingError: no range or function is named ``step``.
     """
-    path = events.path if isinstance(events, Trace) else None
+    path = events.path if isinstance(events, TraceFile) else None
     title = name or (path.name if path else "trace")
     columns = collect(events)
     if not len(columns.gpu.start) and not len(columns.cpu.start):
         raise InputError(f"{path or title}: the trace has no timed events: profile at least one step")
-    gpu_name, known = gpu_of(events.metadata if isinstance(events, Trace) else {})
+    gpu_name, known = gpu_of(events.metadata if isinstance(events, TraceFile) else {})
     kinds, launches = activity_kinds(columns), launches_of(columns)
     thread = main_thread(columns, launches)
     busy = _busy(columns, thread)

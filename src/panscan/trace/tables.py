@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from panscan.analysis.cells import number_text
 from panscan.report.formatting import percent
 from panscan.trace.figures import GpuTime, KernelTime, StepTime, Summary
-from panscan.trace.wording import bandwidth, ceiling, filler_name, milliseconds, rate, short_name
+from panscan.trace.wording import bandwidth, ceiling, filler_name, milliseconds, rate, short_name, short_names
 
-__all__ = ["Cell", "FigureTable", "tables_of"]
+__all__ = ["FigureTable", "TableCell", "tables_of"]
 
 _SMALLEST_SHARE = 0.05  # of the idle time: functions on the stack with less are not shown
 _FILLERS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """One cell of a table.
 
     Args:
@@ -44,7 +44,7 @@ class FigureTable:
 
     title: str
     headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
     note: str = ""
 
 
@@ -63,21 +63,25 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[FigureTab
             yield table
 
 
-def _ms(value: float) -> Cell:
-    return Cell(number_text(value), value=value)
+def _ms(value: float) -> TableCell:
+    return TableCell(number_text(value), value=value)
 
 
-def _share(part: float, whole: float) -> Cell:
+def _count(value: int) -> TableCell:
+    return TableCell(str(value), value=value)
+
+
+def _share(part: float, whole: float) -> TableCell:
     share = part / whole if whole > 0 else 0.0
-    return Cell(percent(share), value=share)
+    return TableCell(percent(share), value=share)
 
 
 def _phases(summary: Summary) -> FigureTable:
     on = "GPU" if summary.gpus else "CPU"
     rows = tuple(
         (
-            Cell(phase.name), Cell(str(phase.count), value=phase.count), _ms(phase.total_ms), _ms(phase.busy_ms),
-            _ms(phase.idle_ms), _share(phase.idle_ms, phase.total_ms), Cell(str(phase.launches), value=phase.launches),
+            TableCell(phase.name), _count(phase.count), _ms(phase.total_ms), _ms(phase.busy_ms),
+            _ms(phase.idle_ms), _share(phase.idle_ms, phase.total_ms), _count(phase.launches),
         )
         for phase in summary.phases
     )  # fmt: skip
@@ -103,13 +107,13 @@ def _steps(summary: Summary) -> FigureTable:
             ("copies and fills", number_text(steps.copies)),
         ]
     title = f"Mean {steps.name} of {steps.count}"
-    return FigureTable(title, ("", "mean"), tuple((Cell(name), Cell(text)) for name, text in pairs))
+    return FigureTable(title, ("", "mean"), tuple((TableCell(name), TableCell(text)) for name, text in pairs))
 
 
 def _gpus(gpus: Sequence[GpuTime]) -> FigureTable:
     rows = tuple(
         (
-            Cell(f"GPU {gpu.device}"), _ms(gpu.span_ms), _ms(gpu.compute_ms), _ms(gpu.communication_ms),
+            TableCell(f"GPU {gpu.device}"), _ms(gpu.span_ms), _ms(gpu.compute_ms), _ms(gpu.communication_ms),
             _ms(gpu.memory_ms), _ms(gpu.idle_ms), _share(gpu.idle_ms, gpu.span_ms), _ms(gpu.idle.host_wait_ms),
             _ms(gpu.idle.kernel_wait_ms), _ms(gpu.idle.other_ms),
         )
@@ -128,7 +132,7 @@ def _fillers(summary: Summary) -> FigureTable:
         return FigureTable("", (), ())
     named = [each for each in steps.fillers if each.self_ms >= 0.005 * steps.idle_ms > 0][:_FILLERS]
     rows = tuple(
-        (Cell(filler_name(each), full=each.name), _ms(each.self_ms), _share(each.self_ms, steps.idle_ms))
+        (TableCell(filler_name(each), full=each.name), _ms(each.self_ms), _share(each.self_ms, steps.idle_ms))
         for each in named
     )
     return FigureTable(f"{_idle_title(summary, steps)}: innermost function", ("function", "ms", "of the idle"), rows)
@@ -142,7 +146,7 @@ def _callers(summary: Summary) -> FigureTable:
     large = [each for each in large if each.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
     large = sorted(large, key=lambda each: (-each.total_ms, each.depth))[: 2 * _FILLERS]
     rows = tuple(
-        (Cell(filler_name(each).removesuffix(" (outside operators)"), full=each.name), _ms(each.total_ms),
+        (TableCell(filler_name(each).removesuffix(" (outside operators)"), full=each.name), _ms(each.total_ms),
          _share(each.total_ms, steps.idle_ms))
         for each in large
     )  # fmt: skip
@@ -159,29 +163,30 @@ def _kernels(summary: Summary, top: int | None) -> FigureTable:
     known = any(each.bytes_per_s or each.flops_per_s for each in summary.kernels[:top])
     rates = ("GB/s", "TFLOP/s", "of the limit") if known else ()
     headings = ("kernel", "type", "count", "ms", "mean us", "share", *rates)
-    rows = tuple(_kernel(each, known) for each in summary.kernels[:top])
+    labels = short_names(each.name for each in summary.kernels[:top])
+    rows = tuple(_kernel(each, labels[each.name], known) for each in summary.kernels[:top])
     others = summary.other_kernels_ms + sum(each.total_ms for each in summary.kernels[len(rows) :])
     note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
     return FigureTable("Kernels with most time", headings, rows, note)
 
 
-def _kernel(each: KernelTime, known: bool) -> tuple[Cell, ...]:
+def _kernel(each: KernelTime, label: str, known: bool) -> tuple[TableCell, ...]:
     cells = (
-        Cell(short_name(each.name), full=each.name), Cell(each.kind), Cell(str(each.count), value=each.count),
-        _ms(each.total_ms), _ms(each.mean_us), Cell(percent(each.share), value=each.share),
+        TableCell(label, full=each.name), TableCell(each.kind), _count(each.count),
+        _ms(each.total_ms), _ms(each.mean_us), TableCell(percent(each.share), value=each.share),
     )  # fmt: skip
     if not known:
         return cells
     figures = (bandwidth(each.bytes_per_s), rate(each.flops_per_s), ceiling(each.ceiling_share))
-    return cells + tuple(Cell(text.partition(" ")[0]) for text in figures)
+    return cells + tuple(TableCell(text.partition(" ")[0]) for text in figures)
 
 
 def _products(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(
         (
-            Cell(each.label), Cell(str(each.count), value=each.count), _ms(each.total_ms),
-            _ms(each.bytes_per_s / 1e9), _ms(each.flops_per_s / 1e12), Cell(each.bound or ""),
-            Cell(ceiling(each.ceiling_share)),
+            TableCell(each.label), _count(each.count), _ms(each.total_ms),
+            _ms(each.bytes_per_s / 1e9), _ms(each.flops_per_s / 1e12), TableCell(each.bound or ""),
+            TableCell(ceiling(each.ceiling_share)),
         )
         for each in summary.products[:top]
     )  # fmt: skip
@@ -192,7 +197,7 @@ def _products(summary: Summary, top: int | None) -> FigureTable:
 
 def _operators(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(
-        (Cell(short_name(each.name), full=each.name), Cell(str(each.count), value=each.count), _ms(each.self_ms),
+        (TableCell(short_name(each.name), full=each.name), _count(each.count), _ms(each.self_ms),
          _ms(each.total_ms))
         for each in summary.operators[:top]
     )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from panscan.report.formatting import cut
-from panscan.trace.compare import compare, comparison_tables
+from panscan.report.formatting import clean, cut
+from panscan.trace.compare import compare, comparison_tables, letters
 from panscan.trace.figures import Summary
 from panscan.trace.tables import FigureTable, tables_of
 
@@ -34,7 +34,10 @@ def comparison_lines(summaries: Sequence[Summary], *, width: int = _WIDTH) -> li
     """Return several summaries side by side as lines of text: the headlines, then one table per group of figures."""
     comparison = compare(summaries)
     found = [f"{comparison.headline}."]
-    found += [f"{name}: {summary.headline}." for name, summary in zip(comparison.names, summaries, strict=True)]
+    found += [
+        f"{letter}: {clean(name)}: {summary.headline}."
+        for letter, name, summary in zip(letters(comparison), comparison.names, summaries, strict=True)
+    ]
     for table in comparison_tables(comparison):
         found += ["", *table_lines(table, width=width)]
     notes = dict.fromkeys(note for summary in summaries for note in summary.notes)

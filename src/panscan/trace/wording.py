@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 from panscan.analysis.cells import number_text
 from panscan.report.formatting import clean, percent
-from panscan.trace.cpu import NOTHING
-from panscan.trace.figures import Filler, StepTime, Summary
+from panscan.trace.figures import NOTHING, Filler, StepTime, Summary
 
-__all__ = ["bandwidth", "ceiling", "filler_name", "headline", "milliseconds", "rate", "short_name"]
+__all__ = ["bandwidth", "ceiling", "filler_name", "headline", "milliseconds", "rate", "short_name", "short_names"]
 
+_LONGEST = 60  # characters of a name
 _IDLE_WORTH_WORDS = 0.05  # share of the step
 _PYTHON = re.compile(r"^(?P<path>.*[\\/])?(?P<file>[^\\/]+)\((?P<line>\d+)\): (?P<function>.+)$")
+_FUNCTOR = re.compile(r"\b(\w*Functor\w*|\w+_kernel_(?:cuda|impl)|\w+Ops)\b")
 _BRACKETS = re.compile(r"<[^<>]*>|\([^()]*\)|\{[^{}]*\}")
 _WAITS = re.compile(r"(Synchronize|EventQuery|StreamQuery|aten::item|aten::_local_scalar_dense)")
 
@@ -41,12 +44,13 @@ def _reason(steps: StepTime) -> str:
     if cause is not None:
         verb = "waits in" if _WAITS.search(cause.name) else "runs"
         return f"; {milliseconds(cause.total_ms)} of that while the CPU {verb} {_function(cause.name)}"
-    if steps.fillers and steps.fillers[0].name == NOTHING:
-        return f"; {milliseconds(steps.fillers[0].self_ms)} of that with no CPU event recorded"
-    if steps.fillers:
-        first = steps.fillers[0]
-        return f"; no function fills half of that, {_function(first.name)} most ({milliseconds(first.self_ms)})"
-    return ""
+    if not steps.fillers:
+        return ""
+    first = steps.fillers[0]
+    if first.name == NOTHING:
+        return f"; {milliseconds(first.self_ms)} of that with no CPU event recorded"
+    where = " itself" if first.kind in ("annotation", "python") else ""
+    return f"; {milliseconds(first.self_ms)} of that in {_function(first.name)}{where}, more than in any other function"
 
 
 def _cpu_headline(summary: Summary, steps: StepTime, per: str) -> str:
@@ -65,7 +69,7 @@ def _function(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return a name to read: no paths, no template arguments and parameters, at most 60 characters."""
+    """Return a name to read: no paths, template arguments or parameters, except for the functor of a generic kernel."""
     name = clean(name)
     if match := _PYTHON.match(name):
         return f"{match['function']} ({match['file']}:{match['line']})"
@@ -74,8 +78,25 @@ def short_name(name: str) -> str:
         before = ""
         while before != plain:
             before, plain = plain, _BRACKETS.sub("", plain)
-    plain = plain.strip() or name
-    return plain if len(plain) <= 60 else f"{plain[:40]}…{plain[-19:]}"
+        plain = plain.rpartition("at::native::")[2]
+    functors = _FUNCTOR.findall(name.partition("<")[2])
+    if functors and functors[-1] not in plain:
+        plain = f"{cut_middle(plain, _LONGEST - 24)} ({functors[-1][:24]})"
+    return cut_middle(plain.strip() or name)
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return short names that differ: where they would not, names with their template arguments, cut in the middle."""
+    short = {name: short_name(name) for name in names}
+    seen = Counter(short.values())
+    return {
+        name: text if seen[text] == 1 else cut_middle(clean(name).removeprefix("void ")) for name, text in short.items()
+    }
+
+
+def cut_middle(text: str, most: int = _LONGEST) -> str:
+    """Return at most so many characters; an ellipsis stands for the middle."""
+    return text if len(text) <= most else f"{text[: 2 * most // 3]}…{text[-(most - 2 * most // 3 - 1) :]}"
 
 
 def filler_name(filler: Filler) -> str:
