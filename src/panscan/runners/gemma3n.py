@@ -14,8 +14,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from panscan.core import ModelError, SettingError, UnsupportedError
+from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
 from panscan.images.pixels import PixelSpec
+from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model, refuse_downloaded_kernels
 from panscan.model.config import generation_config
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
@@ -157,7 +158,8 @@ def _prepared(read: Read, loaded: Loaded) -> Prepared:
     ids = inputs["input_ids"][0].tolist()
     image_tokens = ids.count(reader.processor.image_token_id)
     pixels = inputs["pixel_values"].to(loaded.device, loaded.dtype)
-    return Prepared(read.request, [], Prompt(ids, image_tokens), pixels)
+    plans = [plan_views(*image.size, PanAndScan(enabled=False)) for image in read.images]
+    return Prepared(read.request, plans, Prompt(ids, image_tokens), pixels)
 
 
 def _model_type(name: str, revision: str | None) -> str | None:
