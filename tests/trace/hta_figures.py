@@ -1,7 +1,7 @@
 """Write ``hta_figures.json``: what HolisticTraceAnalysis reports for the traces of :mod:`tests.trace.kineto`.
 
-HolisticTraceAnalysis needs JupyterLab and about 80 more packages, so that it is no development dependency. To write the
-figures again, in an environment of its own::
+HolisticTraceAnalysis installs JupyterLab and about 80 other packages (500 MB), so it is not a development dependency.
+To write the figures again, use a separate environment::
 
     python -m venv /tmp/hta && /tmp/hta/bin/pip install HolisticTraceAnalysis==0.5.0
     PYTHONPATH=. /tmp/hta/bin/python tests/trace/hta_figures.py

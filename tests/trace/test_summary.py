@@ -69,7 +69,7 @@ def test_launches_per_step_as_kernels_and_as_a_graph(decode: Summary) -> None:
 
 
 def test_gpu_time_by_kind_over_overlapping_streams() -> None:
-    """Compute hides communication, and both hide copies; what is left of a copy is memory time."""
+    """Compute hides communication, and both hide copies; the rest of a copy is memory time."""
     trace = KinetoTrace()
     trace.launch(0, [("gemm", 100, 100)], stream=7)
     trace.launch(10, [("ncclDevKernel_AllReduce", 150, 100)], stream=20)

@@ -16,17 +16,17 @@ from panscan.trace.intervals import Floats, Ints
 from panscan.trace.products import Product, product_of
 
 __all__ = [
-    "ANNOTATION", "FILL", "KERNEL", "OPERATOR", "PYTHON", "RUNTIME", "Columns", "CpuColumns", "GpuColumns",
+    "ANNOTATION", "COPY", "KERNEL", "OPERATOR", "PYTHON", "RUNTIME", "Columns", "CpuColumns", "GpuColumns",
     "collect",
 ]  # fmt: skip
 
 OPERATOR, RUNTIME, ANNOTATION, PYTHON = range(4)
 """Kinds of CPU ranges."""
 
-KERNEL, COPY, FILL = range(3)
-"""Kinds of GPU activities."""
+KERNEL, COPY = range(2)
+"""Kinds of GPU activities: kernels, and copies or fills."""
 
-_GPU_KINDS = {"kernel": KERNEL, "gpu_memcpy": COPY, "memcpy": COPY, "gpu_memset": FILL, "memset": FILL}
+_GPU_KINDS = {"kernel": KERNEL, "gpu_memcpy": COPY, "memcpy": COPY, "gpu_memset": COPY, "memset": COPY}
 _CPU_KINDS = {"user_annotation": ANNOTATION, "python_function": PYTHON, "runtime": RUNTIME}
 _IGNORED = ("gpu_user_annotation", "cuda_sync", "trace", "ac2g", "overhead", "cuda_profiler_range")
 _MOST_EVENTS = 50_000_000  # on CPUs, and on GPUs: about 2 GB of columns
@@ -48,7 +48,7 @@ class GpuColumns:
     Args:
         start, end: microseconds since the first event of the trace.
         name: indices into :attr:`Columns.names`.
-        kind: KERNEL, COPY or FILL.
+        kind: KERNEL or COPY.
         lane: indices into ``lanes``.
         correlation: ids that a runtime call shares with what it launched; -1: none.
         external: ids that an operator shares with what it launched; -1: none.

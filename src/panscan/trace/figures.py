@@ -235,14 +235,15 @@ class Summary:
         span_ms: from the first to the last event.
         events: number of timed events.
         gpu_name: of the first GPU, where the trace has it.
+        limits: the GPU whose data sheet rates are compared with; None: unknown GPU.
         gpus: one per GPU; empty: no GPU events.
         phases: by phase, in the order of their start; empty: no ``panscan.*`` ranges.
         steps: the mean decode step.
-        kernels: activities with most time, most first.
+        kernels: activities by name, longest total first.
         other_kernels_ms: time of all others.
-        products: matrix products with most time; empty: no shapes recorded.
+        products: matrix products, longest total first; empty: no shapes recorded.
         cpu: the main thread; None: no CPU events.
-        operators: operators with most self time, most first.
+        operators: operators by name, longest self time first.
     """
 
     name: str
@@ -251,6 +252,7 @@ class Summary:
     span_ms: float
     events: int
     gpu_name: str | None
+    limits: str | None
     gpus: tuple[GpuTime, ...]
     phases: tuple[PhaseTime, ...]
     steps: StepTime | None

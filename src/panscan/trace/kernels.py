@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from panscan.core import SettingError
 from panscan.plan.gpus import Gpu, all_gpus, gpu_named
@@ -47,7 +49,7 @@ def _variant(gpu: Gpu, name: str, memory: object) -> Gpu | None:
 
 
 def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> tuple[tuple[KernelTime, ...], float]:
-    """Return the activities with most time by name, and the milliseconds of all others.
+    """Return the activities that take longest, by name, and the milliseconds of all others.
 
     Args:
         columns: events of the trace.
@@ -60,14 +62,14 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
         return (), 0.0
     duration = data.end - data.start
     total, count = np.bincount(data.name, duration, size), np.bincount(data.name, minlength=size)
-    moved, work, known = _recorded_work(columns, gpu)
+    work = _recorded_work(columns, gpu)
     first_kind = np.zeros(size, dtype=np.int64)
     first_kind[data.name] = kinds
     found = []
     order = np.argsort(-total, kind="stable")[:most]
     for name in order[count[order] > 0].tolist():
         seconds = float(total[name]) / 1e6
-        whole = known[name] == count[name] and seconds > 0
+        whole = work.activities[name] == count[name] and seconds > 0
         found.append(
             KernelTime(
                 name=columns.names[name],
@@ -76,47 +78,57 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
                 total_ms=seconds * 1e3,
                 mean_us=float(total[name] / count[name]),
                 share=float(total[name] / max(duration.sum(), 1e-9)),
-                bytes_per_s=float(moved[name]) / seconds if whole and moved[name] else None,
-                flops_per_s=float(work[0][name]) / seconds if whole and work[0][name] else None,
-                ceiling_share=float(work[1][name]) / seconds if whole and work[1][name] else None,
+                bytes_per_s=float(work.bytes[name]) / seconds if whole and work.bytes[name] else None,
+                flops_per_s=float(work.flops[name]) / seconds if whole and work.flops[name] else None,
+                ceiling_share=float(work.least_s[name]) / seconds if whole and work.least_s[name] else None,
             )
         )
     return tuple(found), float(total.sum()) / 1e3 - sum(each.total_ms for each in found)
 
 
-def _recorded_work(columns: Columns, gpu: Gpu | None) -> tuple[Floats, tuple[Floats, Floats], Ints]:
-    """Return bytes, (FLOPs, least seconds) and the number of activities with known work, by name.
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Recorded work by name; each array has one element per name.
 
-    The work of an operator that launches several kernels belongs to none of them.
+    Args:
+        bytes: of copies, fills and matrix products.
+        flops: of matrix products.
+        least_s: seconds that the GPU needs for the matrix products at its limits; 0: unknown.
+        activities: number of activities whose work is known.
     """
-    data, size = columns.gpu, len(columns.names)
+
+    bytes: Floats
+    flops: Floats
+    least_s: Floats
+    activities: Floats
+
+
+def _recorded_work(columns: Columns, gpu: Gpu | None) -> _Work:
+    """Return the work that the trace has. That of an operator with several kernels is not split among them."""
+    data, products = columns.gpu, columns.products
     product = _products_of_activities(columns)
-    _, inverse, copies = np.unique(data.external, return_inverse=True, return_counts=True)
-    product = np.where(copies[inverse] == 1, product, -1)
-    flops, read, least = (np.array([*values, 0.0]) for values in _limits(columns.products, gpu))
-    moved = np.where(product >= 0, read[product], data.bytes)
-    known = np.bincount(data.name, (product >= 0) | (data.bytes > 0), size).astype(np.int64)
+    _, inverse, kernels = np.unique(data.external, return_inverse=True, return_counts=True)
+    product = np.where(kernels[inverse] == 1, product, len(products))
+    flops = np.array([*(each.flops for each in products), 0.0])
+    moved = np.array([*(each.bytes for each in products), 0.0])
+    least = np.array([*(max(_bounds(each, gpu).values(), default=0.0) for each in products), 0.0])
 
-    def summed(values: Floats) -> Floats:
-        return np.bincount(data.name, values, size).astype(np.float64)
+    def by_name(values: npt.NDArray[Any]) -> Floats:
+        return np.bincount(data.name, values, len(columns.names)).astype(np.float64)
 
-    return summed(moved), (summed(flops[product]), summed(least[product])), known
+    known = (product < len(products)) | (data.bytes > 0)
+    return _Work(by_name(moved[product] + data.bytes), by_name(flops[product]), by_name(least[product]), by_name(known))
 
 
 def _products_of_activities(columns: Columns) -> Ints:
-    """Return the matrix product that launched each activity; -1: none, or its shapes are not recorded."""
+    """Return the matrix product that launched each activity; the number of products: none, or without shapes."""
+    none = len(columns.products)
     ids = np.array(sorted(columns.product_of_external), dtype=np.int64)
     if not len(ids):
-        return np.full(len(columns.gpu.start), -1, dtype=np.int64)
+        return np.full(len(columns.gpu.start), none, dtype=np.int64)
     products = np.array([columns.product_of_external[each] for each in ids.tolist()], dtype=np.int64)
     at = np.minimum(np.searchsorted(ids, columns.gpu.external), len(ids) - 1)
-    return np.where(ids[at] == columns.gpu.external, products[at], -1)
-
-
-def _limits(products: tuple[Product, ...], gpu: Gpu | None) -> tuple[list[float], list[float], list[float]]:
-    """Return FLOPs, bytes and least seconds on a GPU (0: unknown) of one call of each product."""
-    least = [max(_bounds(each, gpu).values(), default=0.0) for each in products]
-    return [each.flops for each in products], [each.bytes for each in products], least
+    return np.where(ids[at] == columns.gpu.external, products[at], none)
 
 
 def _bounds(product: Product, gpu: Gpu | None) -> dict[str, float]:
@@ -127,7 +139,7 @@ def _bounds(product: Product, gpu: Gpu | None) -> dict[str, float]:
 
 
 def product_times(columns: Columns, gpu: Gpu | None, most: int) -> tuple[ProductTime, ...]:
-    """Return the matrix products with most time; on a trace without GPU events, the time of the operators.
+    """Return the matrix products that take longest; on a trace without GPU events, the time of the operators.
 
     Args:
         columns: events of the trace.
@@ -139,7 +151,7 @@ def product_times(columns: Columns, gpu: Gpu | None, most: int) -> tuple[Product
     size = len(columns.products)
     if len(columns.gpu.start):
         product = _products_of_activities(columns)
-        rows = np.flatnonzero(product >= 0)
+        rows = np.flatnonzero(product < size)
         total = np.bincount(product[rows], (columns.gpu.end - columns.gpu.start)[rows], size)
         calls = np.unique(np.stack((product[rows], columns.gpu.external[rows])), axis=1)[0]
         count = np.bincount(calls, minlength=size)

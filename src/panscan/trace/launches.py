@@ -49,7 +49,7 @@ def launch_calls(columns: Columns) -> Ints:
 
 
 def main_thread(columns: Columns, launches: Launches) -> int | None:
-    """Return the thread that launches most kernels and graphs, else the one with most time in operators."""
+    """Return the thread with the most kernel and graph launches, else the one that is longest in operators."""
     cpu = columns.cpu
     if not len(cpu.start):
         return None

@@ -58,7 +58,7 @@ def product_of(operator: str, shapes: object, types: object) -> Product | None:
         types: its ``Input type``.
 
     Returns:
-        None if the operator is no matrix product, or its shapes or types were not recorded.
+        None if the operator is not a matrix product, or its shapes or types were not recorded.
     """
     if operator not in _OPERATORS or not isinstance(shapes, list) or not isinstance(types, list):
         return None

@@ -30,7 +30,7 @@ _FIX = "expected a trace that torch.profiler or Chrome wrote"
 
 
 class TraceFile:
-    """The events of one trace file, read anew by every iteration, and the metadata beside them.
+    """The events of one trace file, and the metadata beside them. Every iteration reads the file again.
 
     Args:
         path: a JSON file, plain or gzip, or a zip archive with one of these.
@@ -94,7 +94,7 @@ def open_trace(path: str | Path) -> TraceFile:
     """Return a trace file as a stream of events; the file is opened when these are read.
 
     Raises:
-        InputError: there is no such file, or it is no regular file.
+        InputError: the file does not exist, or is not a regular file.
     """
     path = Path(path)
     try:
@@ -120,7 +120,7 @@ class _Reader:
         self._text, self._at, self._ended, self._count = "", 0, False, 0
 
     def peek(self) -> str:
-        """Return the next character that is no space; empty at the end of the file."""
+        """Return the next non-space character without reading it; empty at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._at)
             self._at = match.end() if match else self._at
@@ -155,7 +155,7 @@ class _Reader:
                 return
             event = self.value("an event")
             if not isinstance(event, dict):
-                raise InputError(f"{self._path}: JSON, but not a trace: element {self._count} is no event: {_FIX}")
+                raise InputError(f"{self._path}: JSON, but not a trace: element {self._count} is not an event: {_FIX}")
             self._count += 1
             yield event
             if may_end and not self.peek():

@@ -53,32 +53,37 @@ def summarize(
     if not len(columns.gpu.start) and not len(columns.cpu.start):
         raise InputError(f"{path or title}: the trace has no timed events: profile at least one step")
     gpu_name, known = gpu_of(events.metadata if isinstance(events, TraceFile) else {})
+    if step is not None and step_windows(columns, step) is None:
+        functions = {each.rpartition(": ")[2] for each in columns.names}
+        raise SettingError(f"--step: no range or function of {title} is named {step!r}{nearest(step, functions)}")
+    facts = replace(_summary(columns, gpu or known, step, top), name=title, gpu_name=gpu_name)
+    return replace(facts, headline=headline(facts))
+
+
+def _summary(columns: Columns, gpu: Gpu | None, step: str | None, top: int) -> Summary:
+    """Return a summary that lacks the names and the headline."""
     kinds, launches = activity_kinds(columns), launches_of(columns)
     thread = main_thread(columns, launches)
     busy = _busy(columns, thread)
-    windows = step_windows(columns, step)
-    if windows is None and step is not None:
-        functions = {each.rpartition(": ")[2] for each in columns.names}
-        raise SettingError(f"--step: no range or function of {title} is named {step!r}{nearest(step, functions)}")
-    windows = windows or _whole(columns, busy)
-    kernels, others = kernel_times(columns, kinds, gpu or known, top)
-    facts = Summary(
-        name=title,
+    windows = step_windows(columns, step) or _whole(columns, busy)
+    kernels, others = kernel_times(columns, kinds, gpu, top)
+    return Summary(
+        name="",
         headline="",
-        notes=_notes(columns, windows, gpu_name, gpu or known),
+        notes=_notes(columns, windows, gpu),
         span_ms=_end(columns) / 1e3,
         events=len(columns.gpu.start) + len(columns.cpu.start),
-        gpu_name=gpu_name,
+        gpu_name=None,
+        limits=gpu.label if gpu is not None else None,
         gpus=gpu_times(columns, kinds) if len(columns.gpu.start) else (),
         phases=phase_times(columns, busy, launches),
         steps=None if thread is None else _shorter(step_time(columns, windows, busy, thread, launches), top),
         kernels=kernels,
         other_kernels_ms=others,
-        products=product_times(columns, gpu or known, top),
+        products=product_times(columns, gpu, top),
         cpu=None if thread is None else cpu_time(columns, thread),
         operators=() if thread is None else operator_times(columns, thread, top),
     )
-    return replace(facts, headline=headline(facts))
 
 
 def _busy(columns: Columns, thread: int | None) -> Spans:
@@ -109,15 +114,15 @@ def _most(fillers: Sequence[Filler], order: str, top: int) -> list[Filler]:
     return sorted(fillers, key=lambda each: -float(getattr(each, order)))[:top]
 
 
-def _notes(columns: Columns, windows: Windows, gpu_name: str | None, gpu: Gpu | None) -> tuple[str, ...]:
+def _notes(columns: Columns, windows: Windows, gpu: Gpu | None) -> tuple[str, ...]:
     """Return what the trace lacks, and what to record to get it."""
     notes = []
     if not len(columns.gpu.start):
         notes.append("no GPU events: busy means that the main thread is in an operator")
     elif not (columns.cpu.correlation >= 0).any():
         notes.append("no runtime calls: host wait is unknown; profile with CPU activity too")
-    elif gpu_name is not None and gpu is None:
-        notes.append(f"{gpu_name}: limits unknown; name the GPU with --gpu to compare rates with them")
+    elif gpu is None:
+        notes.append("unknown GPU: name it with --gpu to compare rates with its limits")
     if not any(name.startswith(PHASE) for name in columns.names):
         notes.append("no panscan.* ranges, so no table of phases: panscan profile records them")
     if windows.name == "trace":

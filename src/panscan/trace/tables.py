@@ -167,7 +167,7 @@ def _kernels(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(_kernel(each, labels[each.name], known) for each in summary.kernels[:top])
     others = summary.other_kernels_ms + sum(each.total_ms for each in summary.kernels[len(rows) :])
     note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
-    return FigureTable("Kernels with most time", headings, rows, note)
+    return FigureTable("Kernels by total time", headings, rows, note)
 
 
 def _kernel(each: KernelTime, label: str, known: bool) -> tuple[TableCell, ...]:
@@ -191,7 +191,7 @@ def _products(summary: Summary, top: int | None) -> FigureTable:
         for each in summary.products[:top]
     )  # fmt: skip
     headings = ("product", "count", "ms", "GB/s", "TFLOP/s", "bound", "of the limit")
-    note = f"Limits: data sheet of {summary.gpu_name}." if any(each.bound for each in summary.products) else ""
+    note = f"Limits: data sheet of {summary.limits}." if any(each.bound for each in summary.products) else ""
     return FigureTable("Matrix products, from recorded shapes", headings, rows, note)
 
 

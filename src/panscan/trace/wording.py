@@ -32,7 +32,7 @@ def headline(summary: Summary) -> str:
     subject = "The GPU is" if len(summary.gpus) == 1 else "All GPUs are"
     whole = milliseconds(steps.step_ms)
     if steps.idle_ms < _IDLE_WORTH_WORDS * steps.step_ms:
-        most = f"; most time: {short_name(summary.kernels[0].name)}" if summary.kernels else ""
+        most = f"; longest kernel in total: {short_name(summary.kernels[0].name)}" if summary.kernels else ""
         one = "The GPU is" if len(summary.gpus) == 1 else "A GPU is"
         return f"{one} busy for {percent(steps.busy_ms / max(steps.step_ms, 1e-12))} of {whole} {per}{most}"
     text = f"{subject} idle for {milliseconds(steps.idle_ms)} of {whole} {per}"
