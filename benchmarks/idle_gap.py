@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from panscan.core import PanscanError, Request, now
-from panscan.model.gemma3n import E2B, gemma3n_config, random_gemma3n
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.runtime import quiet_libraries
 from panscan.profile.capture import CaptureOptions, start_profiler_once
@@ -35,7 +34,7 @@ from panscan.profile.run import Profiled, checked_modes, profile_modes, profile_
 from panscan.profile.workload import profiled_requests
 from panscan.records.environment import environment
 from panscan.records.store import write_atomically
-from panscan.runners.gemma3n import Gemma3nRunner
+from panscan.runners.gemma3n import E2B, Gemma3nRunner, gemma3n_config, random_gemma3n
 from panscan.settings import Settings
 
 _LARGEST_TRACE = 5_000_000  # bytes of a trace that is kept

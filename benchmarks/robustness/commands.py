@@ -36,6 +36,7 @@ _BASES = {
     "doctor": ["doctor", "--only", "limits"],
     "load": ["load", "http://127.0.0.1:9", "--images", "doc.png", "--ready-check-timeout-sec", "0"],  # no server there
     "plan": ["plan", "--model", "4b", "--gpu", "l4", "--count", "2"],
+    "profile": ["profile", "doc.png", "-p", "What?", "--runner", "engine", "--output-tokens", "2", "--model", "tiny"],
     "quantize": ["quantize", "tiny", "quantized", "--quantization", "int8", "--no-verify"],
     "recommend": ["recommend", "run"],
     "report": ["report", "run"],

@@ -67,11 +67,16 @@ prints its summary again. See docs/profile.md.
 @click.command("profile", epilog=EPILOG, short_help="Profile a warm request: what the GPU waited for.")
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
 @click.option("-p", "--prompt", help="The question.  [default: one that suits the drawn documents]")
-@click.option("--runner", "runners", default=None, help="generate, engine, or both as a comma list.  [default: both]")
+@click.option(
+    "--runner",
+    "runners",
+    default=None,
+    help="generate, engine, or both as a comma list.  [default: both; with --memory: generate]",
+)
 @click.option("--mode", "modes", default=None, help="Modes of generate(), comma list, or all.  [default: dynamic]")
 @click.option("--output-tokens", "output_tokens", help="The same as --max-new-tokens.")
 @click.option("--record-shapes", is_flag=True, help="Record the shapes of tensors: a larger trace.")
-@click.option("--memory", is_flag=True, help="Record allocations: a larger trace.")
+@click.option("--memory", is_flag=True, help="Record allocations of generate(): a larger trace.")
 @click.option("--stacks", is_flag=True, help="Record Python functions: a much larger and slower trace.")
 @click.option("--output-dir", default="profiles", show_default=True, help="Directory for profile directories.")
 @url_options
@@ -135,7 +140,10 @@ def _modes(options: dict[str, Any], settings: Settings, given: Collection[str]) 
         if named := [name for name in _VIEWS if name in given]:
             raise SettingError(f"--{named[0].replace('_', '-')}: Gemma 3n has no pan and scan; leave it out")
         errors().print(f"{_GEMMA3N}: profiling Transformers' generate()", style="dim", soft_wrap=True)
-    modes = chosen_modes(runners or (["generate"] if gemma3n else list(RUNNERS)), _names("--mode", options["modes"]))
+    if options["memory"] and "engine" in runners:
+        raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
+    usual = ["generate"] if gemma3n or options["memory"] else list(RUNNERS)
+    modes = chosen_modes(runners or usual, _names("--mode", options["modes"]))
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{idle[0].replace('_', '-')} is for --runner generate: leave it out")
     return modes

@@ -139,7 +139,8 @@ class Loop:
         if step is None:
             return self.land()
         try:
-            inflight = self._launch(step)
+            with host_work("engine: launch"):
+                inflight = self._launch(step)
         except _LostImageError as lost:  # that request's own failure: the others are scheduled again
             self.end(lost.state, "error", lost.reason)
             self.land()
@@ -153,7 +154,8 @@ class Loop:
             return True
         self._count(step)
         self.land()
-        self._scheduler.advance(step)
+        with host_work("engine: schedule"):
+            self._scheduler.advance(step)
         self._inflight = inflight
         if not self._overlap or any(self._states[each].looks_back for each in inflight.sampled if each in self._states):
             self.land()

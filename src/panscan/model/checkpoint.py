@@ -43,6 +43,7 @@ __all__ = [
     "Reader",
     "already_quantized",
     "checkpoint_files",
+    "checkpoint_source",
     "drop_weights",
     "load_config",
     "load_model",
@@ -54,6 +55,8 @@ __all__ = [
     "load_shard_of",
     "open_stored",
     "quantization_method",
+    "ready_model",
+    "refuse_downloaded_kernels",
     "stored_format",
     "stored_scheme_of",
 ]
@@ -522,7 +525,7 @@ def _weight_files(source: str, revision: str | None) -> dict[str, str]:
 
 
 def ready_model(model: Any, reader: Reader) -> Loaded:
-    """A model made ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
+    """Make a model ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
     model.eval().requires_grad_(False)
     stored = model.generation_config
     kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
@@ -535,6 +538,11 @@ def ready_model(model: Any, reader: Reader) -> Loaded:
 
 
 def checkpoint_source(name: str) -> str:
+    """Return the directory or hub id that a model's name stands for.
+
+    Raises:
+        ModelError: it can be neither.
+    """
     if (bundled := bundled_directory(name)) is not None:
         return str(bundled)
     path = Path(name).expanduser()
@@ -553,15 +561,28 @@ def _config(name: str, source: str, revision: str | None) -> Any:
     stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
     if (kind := stored.get("model_type", TEXT_MODEL)) not in (IMAGE_MODEL, TEXT_MODEL):
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {kind!r} model")
+    refuse_downloaded_kernels(name, stored)
+    config = AutoConfig.from_pretrained(source, revision=revision, **_NO_CODE)
+    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # without one in the file it follows from the name
+        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
+    return config
+
+
+def refuse_downloaded_kernels(name: str, stored: Any) -> None:
+    """Refuse a configuration that names an attention kernel of the hub, which is code.
+
+    Args:
+        name: of the checkpoint, for the message.
+        stored: contents of ``config.json``.
+
+    Raises:
+        ModelError: it names one.
+    """
     if (kernel := _kernel_in(stored)) is not None:
         raise ModelError(
             f"--model {name}: config.json names code to download ({kernel!r}), which panscan does not run: remove its"
             " attn_implementation"
         )
-    config = AutoConfig.from_pretrained(source, revision=revision, **_NO_CODE)
-    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # without one in the file it follows from the name
-        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
-    return config
 
 
 def _kernel_in(stored: Any) -> str | None:

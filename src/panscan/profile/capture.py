@@ -29,7 +29,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What a trace contains besides time: tensor shapes, allocations, Python stacks. Each makes it larger."""
+    """What a trace contains besides time; each makes it larger.
+
+    Args:
+        record_shapes: shapes of tensors.
+        memory: allocations, of the thread that starts the profiler alone.
+        stacks: Python functions.
+    """
 
     record_shapes: bool = False
     memory: bool = False
@@ -43,7 +49,10 @@ def captured(
     options: CaptureOptions,
     facts: Callable[[Found], Mapping[str, Any]],
 ) -> Found:
-    """Profile one call in all threads of this process and write the trace; return what the call returned.
+    """Profile one call and write the trace; return what the call returned.
+
+    The trace has all threads of this process. With ``options.memory`` it has only the calling one: PyTorch records no
+    allocations otherwise.
 
     Args:
         work: what to profile; marked as ``panscan.request``, up to the moment when the device has finished.
@@ -90,7 +99,7 @@ def _profiler(device: torch.device, options: CaptureOptions) -> profile:
         profile_memory=options.memory,
         with_stack=options.stacks,
         # The engine computes in one thread and prepares requests in others; by default only this one is recorded.
-        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=not options.memory),
     )
 
 

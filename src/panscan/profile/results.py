@@ -15,7 +15,7 @@ from panscan.trace.figures import Summary
 from panscan.trace.html import page
 from panscan.trace.read import open_trace
 from panscan.trace.summary import summarize
-from panscan.trace.tables import Cell, FigureTable
+from panscan.trace.tables import FigureTable, TableCell
 from panscan.trace.text import comparison_lines, lines, table_lines
 
 __all__ = ["PAGE_NAME", "SUMMARY_NAME", "document", "printed", "summary_of", "write_results"]
@@ -83,7 +83,7 @@ def _timing_table(profiles: Sequence[Profiled], summaries: Sequence[Summary]) ->
         values += [step.busy_ms, step.idle_ms] if decodes and step is not None else [None, None]
         gpu_step = step if decodes and summary.gpus else None
         values.append(None if gpu_step is None else gpu_step.kernel_launches + gpu_step.graph_launches)
-        rows.append((Cell(profiled.mode.label), *(Cell(number_text(value), value=value) for value in values)))
+        rows.append((TableCell(profiled.mode.label), *(TableCell(number_text(value), value=value) for value in values)))
     note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
     return FigureTable("Time per token", _HEADINGS, tuple(rows), note)
 

@@ -12,7 +12,6 @@ import torch
 
 import panscan
 from panscan.core import Request, Result, SettingError, now
-from panscan.model.gemma3n import is_gemma3n
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.profile.capture import CaptureOptions, captured, start_profiler_once
@@ -20,7 +19,7 @@ from panscan.profile.modes import ENGINE, Mode, mode_settings
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import ready_runner
-from panscan.runners.gemma3n import Gemma3nRunner
+from panscan.runners.gemma3n import Gemma3nRunner, is_gemma3n, require_gemma3n_settings
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
@@ -93,11 +92,12 @@ def checked_modes(settings: Settings, modes: Sequence[Mode]) -> list[tuple[Mode,
     """
     on_gpu = resolve_device(settings.device).type == "cuda"
     found = [(mode, mode_settings(settings, mode, on_gpu=on_gpu)) for mode in modes]
-    if not runs_gemma3n(settings):
-        if ENGINE not in modes:
-            require_supported(settings)  # refuses what only the engine has
-        for _, chosen in found:
-            require_supported(chosen)
+    if ENGINE not in modes:
+        require_supported(settings)  # refuses what only the engine has
+    if runs_gemma3n(settings):
+        require_gemma3n_settings(settings)
+    for _, chosen in found:
+        require_supported(chosen)
     return found
 
 

@@ -11,8 +11,8 @@ from panscan.images.files import expand_images
 from panscan.images.samples import document_name, encode_document
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import load_config
-from panscan.model.gemma3n import gemma3n_reads_images, is_gemma3n
 from panscan.model.shapes import SHAPES
+from panscan.runners.gemma3n import gemma3n_reads_images, is_gemma3n
 from panscan.settings import Settings
 
 __all__ = ["profiled_requests", "repeats_documents"]

@@ -13,7 +13,7 @@ from panscan.model.phases import PHASE_PREFIX, profiled
 __all__ = ["marked_steps"]
 
 _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-_SETUP, _CHOOSE = "generate(): configuration and cache", "generate(): next token and stopping criteria"
+_SETUP, _CHOOSE = "generate: configuration and cache", "generate: next token and stopping criteria"
 
 
 class marked_steps:  # noqa: N801 - used as a context manager, like a function
