@@ -20,7 +20,7 @@ from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
-from panscan.core import InputError, RecordsError, SettingError
+from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment
 from panscan.records.load_runs import is_load_run

@@ -13,8 +13,8 @@ from PIL import Image
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
-    from panscan.model.attention_check import AttentionResponse
     from panscan.model.checkpoint import Loaded
+    from panscan.runners.attention_check import AttentionResponse
 
 __all__ = [
     "attention",
@@ -39,9 +39,9 @@ _PROMPTS = ("What?", "What is the total?", "What is the total of this receipt, a
 
 @cache
 def _tiny() -> Loaded:
-    from panscan.model.attention_check import tiny_model
     from panscan.model.machine import resolve_device
     from panscan.model.runtime import quiet_libraries
+    from panscan.runners.attention_check import tiny_model
 
     quiet_libraries()
     return tiny_model(resolve_device("auto"))
@@ -49,7 +49,7 @@ def _tiny() -> Loaded:
 
 @cache
 def _response(implementation: str) -> AttentionResponse:
-    from panscan.model.attention_check import attention_response
+    from panscan.runners.attention_check import attention_response
 
     try:
         return attention_response(_tiny(), implementation)
@@ -116,7 +116,7 @@ def flash_masks() -> Iterator[CheckFinding]:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from panscan.model.attention_check import FLASH_MASK
+    from panscan.runners.attention_check import FLASH_MASK
 
     installed = [name for name in ("flash_attn", "flash_attn_interface", "kernels") if find_spec(name) is not None]
     label = f"attn_implementation='flash_attention_2' (3, 4) in Transformers {version('transformers')}"
