@@ -21,6 +21,7 @@ __all__ = [
     "attention_finding",
     "compilation",
     "flash_masks",
+    "flex_attention",
     "generate_batch",
     "image_processor",
     "padding",
@@ -31,30 +32,33 @@ __all__ = [
 
 _DEAF = 0.01  # of eager's response: an implementation that responds less does not attend to later image tokens
 _LEAKS = 1e-3
+_SAME = {"fp32": 0.99, "bf16": 0.95}  # cosine of final states; the tiny model amplifies rounding
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-_PADDED = {"cpu": 1e-4, "cuda": 0.05}  # of the largest logit; float32 on a CPU, bfloat16 on a GPU
+_PADDED = 1e-3  # of the largest logit
 _PAGE = (1700, 2200)  # pixels: a letter page at 200 dpi
 _PROMPTS = ("What?", "What is the total?", "What is the total of this receipt, and when was it paid?")
 
 
 @cache
-def _tiny() -> Loaded:
-    from panscan.model.machine import resolve_device
+def _tiny(dtype: str = "fp32") -> Loaded:
+    """Return the tiny model in a precision, on the device that panscan chooses by default."""
+    from panscan.model.machine import resolve_device, resolve_dtype
     from panscan.model.runtime import quiet_libraries
     from panscan.runners.attention_check import tiny_model
 
     quiet_libraries()
-    return tiny_model(resolve_device("auto"))
+    device = resolve_device("auto")
+    return tiny_model(device, resolve_dtype(dtype, device))
 
 
 @cache
-def _response(implementation: str) -> AttentionResponse:
+def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
     from panscan.runners.attention_check import attention_response
 
     try:
-        return attention_response(_tiny(), implementation)
+        return attention_response(_tiny(dtype), implementation)
     finally:
-        _tiny().model.set_attn_implementation("sdpa")
+        _tiny(dtype).model.set_attn_implementation("sdpa")
 
 
 def transformers() -> Iterator[CheckFinding]:
@@ -74,39 +78,56 @@ def transformers() -> Iterator[CheckFinding]:
 
 def attention() -> Iterator[CheckFinding]:
     """Check that image tokens attend to each other in both directions, with each implementation that runs here."""
-    from panscan.model.support import attention_reason
-
-    device = _tiny().device
-    for name in ("eager", "sdpa", "flex_attention", *_FLASH):
-        if name == "flex_attention" and device.type != "cuda":
-            yield not_checked(f"{name}: compiles for minutes on a CPU")
-        elif (reason := attention_reason(name, device, _tiny().dtype)) is not None:
-            yield not_checked(f"{name}: {reason.removeprefix(name).strip()}")
-        else:
-            try:
-                found = _response(name)
-            except (ImportError, ValueError, RuntimeError) as error:
-                yield not_checked(f"{name}: Transformers refuses it: {' '.join(str(error).split())[:150]}")
-                continue
-            yield attention_finding(name, found, _response("eager"))
+    for name in ("eager", "sdpa"):
+        yield _attention(name, "fp32")
+    for name in _FLASH:
+        yield _attention(name, "bf16")  # the kernels do not take float32
     yield not_checked("kernels of the hub (--attention owner/name): checking them would need the network")
 
 
-def attention_finding(name: str, found: AttentionResponse, eager: AttentionResponse) -> CheckFinding:
-    """Judge how an implementation responds, against the response of eager attention."""
+def flex_attention() -> Iterator[CheckFinding]:
+    """Check FlexAttention as :func:`attention` does; it compiles, so it takes longer."""
+    if _tiny().device.type == "cuda":
+        yield _attention("flex_attention", "fp32")
+    else:
+        yield not_checked("flex_attention: compiles length by length on a CPU, for minutes")
+
+
+def _attention(name: str, dtype: str) -> CheckFinding:
+    import torch
+
+    from panscan.model.support import attention_reason
+
+    if (reason := attention_reason(name, _tiny().device, torch.bfloat16)) is not None:
+        return not_checked(f"{name}: {reason.removeprefix(name).strip()}")
+    try:
+        found = _response(name, dtype)
+    except (ImportError, ValueError, RuntimeError) as error:
+        return not_checked(f"{name}: Transformers or the kernel refuses it: {' '.join(str(error).split())[:150]}")
+    return attention_finding(name, found, _response("eager", dtype), least=_SAME[dtype])
+
+
+def attention_finding(
+    name: str, found: AttentionResponse, eager: AttentionResponse, least: float = 0.99
+) -> CheckFinding:
+    """Judge how an implementation responds.
+
+    Args:
+        name: of the implementation.
+        found: its response.
+        eager: the response of eager attention in the same precision.
+        least: cosine of both final states that rounding explains.
+    """
     fix = "Use --attention sdpa or eager."
     if not found.image > _DEAF * eager.image:
         text = f"attn_implementation={name!r} drops Gemma 3's image mask: image tokens are causal"
-        return (
-            problem(text, "Install another version of Transformers.")
-            if name in ("eager", "sdpa")
-            else warning(text, fix)
-        )
+        if name in ("eager", "sdpa"):
+            return problem(text, "Install another version of Transformers.")
+        return warning(text, fix)
     if found.text > _LEAKS * found.image:
-        text = f"attn_implementation={name!r} lets text tokens attend to later tokens"
-        return problem(text, fix)
+        return problem(f"attn_implementation={name!r} lets text tokens attend to later tokens", fix)
     angle = float(found.last @ eager.last / (found.last.norm() * eager.last.norm()))
-    if angle < 0.99:
+    if not angle > least:
         return problem(f"attn_implementation={name!r}: final states differ from eager's (cosine {angle:.3f})", fix)
     return ok(f"attn_implementation={name!r}: image tokens attend in both directions, text tokens do not look ahead")
 
@@ -186,9 +207,9 @@ def padding() -> Iterator[CheckFinding]:
             f"Gemma's tokenizer pads on the {side}: generate() would continue after the padding",
             'Set tokenizer.padding_side = "left" in your own code; panscan pads on the left regardless.',
         )
-    error, most = padding_error(_tiny()), _PADDED.get(_tiny().device.type, 0.05)
+    error = padding_error(_tiny())
     fact = f"in a batch padded on the left, logits differ from a single request's by {error:.1e} of the largest"
-    yield ok(fact) if error < most else problem(fact, "Use --batch-size 1 with --runner generate, or the engine.")
+    yield ok(fact) if error < _PADDED else problem(fact, "Use --batch-size 1 with --runner generate, or the engine.")
 
 
 def image_processor() -> Iterator[CheckFinding]:

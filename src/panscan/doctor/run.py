@@ -25,6 +25,7 @@ TIMEOUT = 120.0
 LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "gpu": {"HF_HUB_OFFLINE": "1"},
     "gemma": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    "compile": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
 }
 """Environment variables of lanes. Libraries must not use the network, and threads of several lanes would wait for each
 other."""
