@@ -38,6 +38,7 @@ from panscan.settings import Settings, settings_from
 __all__ = ["main"]
 
 _TURNS = 3  # of what takes milliseconds, after one that warms up
+_WARM_UP = 24  # requests that run first: kernels are compiled for the row counts of their passes
 _FEW = 8  # requests of the middle decode batch
 
 
@@ -217,7 +218,7 @@ def _measure(bench: _Bench, requests: Sequence[Request], count: int, pages: Sequ
     """Measure with the default options, then with passes that hold the longest prompt."""
     settings = bench.settings
     save("engine", decisions=bench.open(settings))
-    bench.run([with_tokens(request, 4) for request in requests[:_FEW]])
+    bench.run([with_tokens(request, 4) for request in requests[:_WARM_UP]])
     save("warm-up")
     save("alone", alone=alone(bench, requests))
     few = bench.run([with_tokens(each, max(2, settings.sampling.max_new_tokens // 2)) for each in requests[:_FEW]])

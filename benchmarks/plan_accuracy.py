@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,16 +28,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as peo
 from benchmarks.markdown import table
 from benchmarks.plan_points import GPU, PHASES, Point, points, read_ceilings
 from panscan.plan.efficiency import Clock, Efficiency, Factors, committed_efficiency
-from panscan.plan.gpus import gpu_named
+from panscan.plan.gpus import all_gpus
 
-__all__ = ["PLAN_FILE", "TARGET", "errors", "fit", "main", "plan_accuracy"]
+__all__ = ["PLAN_FILE", "TARGET", "errors", "fit", "fit_factors", "main", "plan_accuracy"]
 
 PLAN_FILE = Path(__file__).parent.parent / "src" / "panscan" / "plan" / "efficiency.json"
 TARGET = 0.2
 """Relative error that the plan aims to stay within."""
 _TOLERANCE = 0.02  # relative difference of a factor that rounding and another NumPy explain
-_PRIOR_WEIGHT = 0.03  # of a factor's log against its prior: decides factors that no record determines
+_PRIOR_WEIGHT = 0.25  # of a factor's log against its prior: decides factors that no record determines
 _ROUNDS = 30
+_ENOUGH = 1e-6  # gained of the sum of squares in a round
 _STEP = 1e-4  # in logs, for derivatives
 _DIGITS = 3
 _QUANTILE = 0.9
@@ -54,16 +55,29 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
 """Of the table: phase and sizes; no sizes stands for all."""
 
 _PRIOR = Factors(
-    read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.7, read_int4_few=0.3,
-    compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, overlap=3, overlap_int8=1.5,
-    vision=0.7, attention=0.4, kv=1.0, activations=1.0,
-    layer_seconds=30e-6, pass_seconds=3e-4, vision_seconds=5e-4, launch_seconds=4e-4,
-    message_seconds=13e-6, link=0.6, prepare_seconds=2e-3,
+    read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.75, read_int4_few=0.3,
+    compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, vision=0.7, attention=0.4, kv=1.0, activations=0.8,
+    link=0.6, layer_seconds=35e-6, tail_seconds=80e-6, int4_few_seconds=40e-6, pass_seconds=3e-4, message_seconds=12e-6,
+    launch_seconds=4e-4, launch_ranks_seconds=8e-4, replay_seconds=1e-3, replay_ranks_seconds=2.7e-3,
+    sequence_ranks_seconds=3e-5,
+    prepare_seconds=2e-3, prepare_ranks_seconds=4e-3,
 )  # fmt: skip
 """Where the fit starts: the records of single products (products.json), of the tower, and of W1."""
 
 
 def fit(found: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
+    """Return the fitted efficiency, with its spread over all points.
+
+    Raises:
+        ValueError: no point is fitted.
+    """
+    fitted = tuple(sorted({point.record for point in found if point.fitted}))
+    held_out = tuple(sorted({point.record for point in found if not point.fitted}))
+    efficiency = Efficiency(GPU, ceilings, 0.0, fitted, held_out, fit_factors(found, ceilings))
+    return replace(efficiency, spread=_spread(found, efficiency))
+
+
+def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factors:
     """Return the factors that predict the fitted points best: least squares of relative errors, in logs.
 
     Raises:
@@ -74,21 +88,14 @@ def fit(found: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
         raise ValueError("no phase record to fit to: run benchmarks.phases")
     names = [item.name for item in fields(Factors)]
     prior = np.log([getattr(_PRIOR, name) for name in names])
-    held_out = tuple(sorted({point.record for point in found if not point.fitted}))
-    records = tuple(sorted({point.record for point in fitted}))
-
-    def efficiency(logs: Any, spread: float = 0.0) -> Efficiency:
-        values = {name: _rounded(math.exp(log)) for name, log in zip(names, logs, strict=True)}
-        return Efficiency(GPU, ceilings, spread, records, held_out, Factors(**values))
 
     def residuals(logs: Any) -> Any:
         factors = Factors(**dict(zip(names, map(float, np.exp(logs)), strict=True)))
-        trial = Efficiency(GPU, ceilings, 0.0, records, held_out, factors)
-        wrong = [_log_error(point, trial) for point in fitted]
-        return np.array([*wrong, *(_PRIOR_WEIGHT * (logs - prior))])
+        trial = Efficiency(GPU, ceilings, 0.0, (), (), factors)
+        return np.array([*(_log_error(point, trial) for point in fitted), *(_PRIOR_WEIGHT * (logs - prior))])
 
     logs = _least_squares(residuals, prior)
-    return efficiency(logs, _spread(found, efficiency(logs)))
+    return Factors(**{name: _rounded(math.exp(log)) for name, log in zip(names, logs, strict=True)})
 
 
 def errors(found: Sequence[Point], efficiency: Efficiency) -> list[float]:
@@ -97,7 +104,7 @@ def errors(found: Sequence[Point], efficiency: Efficiency) -> list[float]:
 
 
 def _log_error(point: Point, efficiency: Efficiency) -> float:
-    return math.log(point.predict(Clock(gpu_named(GPU), point.variant, efficiency=efficiency)) / point.measured)
+    return math.log(point.predict(Clock(all_gpus()[GPU], point.variant, efficiency=efficiency)) / point.measured)
 
 
 def _spread(found: Sequence[Point], efficiency: Efficiency) -> float:
@@ -123,7 +130,7 @@ def _least_squares(residuals: Callable[[Any], Any], start: Any) -> Any:
             return at
         gained = wrong @ wrong - tried @ tried
         at, wrong, damping = at + step, tried, damping / 10
-        if gained < 1e-9:
+        if gained < _ENOUGH:
             return at
     return at
 

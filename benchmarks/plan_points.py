@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import floor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ from panscan.model.shapes import SHAPES
 from panscan.plan.cost import Variant
 from panscan.plan.efficiency import Clock
 from panscan.plan.memory import memory_plan
-from panscan.plan.mix import PageShare, RequestMix
+from panscan.plan.mix import PageShare, WorkloadMix
 from panscan.plan.simulate import EngineSizes, simulate_burst
 
 __all__ = ["FITTED", "GPU", "PHASES", "RECORDS", "Point", "points", "read_ceilings"]
@@ -29,9 +30,12 @@ _OLDER = (
     "w1-27b.json", "w1-27b-fp8.json", "w1-27b-int8.json", "w1-27b-int4.json", "w1-27b-tp2.json",
     "w1-27b-tp2-40gb.json", "w1-27b-fp8-tp2.json", "w4-4b.json",
 )  # fmt: skip
-FITTED = ("27b:bf16:1", "27b:fp8:1", "27b:int8:1", "27b:int4:1", "27b:bf16:2", "4b:bf16:1")
+FITTED = (
+    "27b:bf16:1", "27b:fp8:1", "27b:int8:1", "27b:int4:1", "4b:bf16:1", "4b:int4:1", "27b:bf16:2", "27b:fp8:2",
+    "4b:bf16:2",
+)  # fmt: skip
 """Configurations of the phase records whose vision, prefill and decode times the factors are fitted to."""
-PHASES = ("vision", "prefill", "decode", "prepare", "TTFT", "W1")
+PHASES = ("vision", "prefill", "decode", "mixed", "prepare", "TTFT", "W1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +81,20 @@ class _W1:
         """Return the step in the middle of the answers, when all requests decode."""
         return clock.pass_seconds([self.prompt_tokens + output_tokens // 2] * requests).value
 
+    def mixed(self, requests: int, prompts: float, clock: Clock) -> float:
+        """Return a pass that decodes requests and computes prompts with their views; means may be fractions."""
+        tokens, views = round(prompts * self.prompt_tokens), prompts * self.views
+        chunks = [(0, self.prompt_tokens), (0, tokens - self.prompt_tokens)]
+        context = self.prompt_tokens + self.output_tokens // 4
+        low = floor(views)
+        first, second = (clock.pass_seconds([context] * requests, chunks, count).value for count in (low, low + 1))
+        return first + (views - low) * (second - first)
+
     def rate(self, requests: int, options: EngineOptions, clock: Clock) -> float:
         """Return the requests per second of a simulated engine that gets all requests at once."""
         variant = clock.variant
         tokens = (self.output_tokens, self.output_tokens)
-        mix = RequestMix((PageShare(self.views, 1.0),), 0, tokens)
+        mix = WorkloadMix((PageShare(self.views, 1.0),), 0, tokens)
         mix = replace(mix, text_tokens=self.prompt_tokens - mix.prompt_tokens(self.views))
         memory = memory_plan(variant, clock.gpu, options)
         sizes = EngineSizes(
@@ -93,12 +106,16 @@ class _W1:
         return requests / max(each.tokens[-1] for each in simulated)
 
 
+_ASKED = _W1(views=4, prompt_tokens=1102, output_tokens=128)
+
+
 def _vision(views: int, clock: Clock) -> float:
     return clock.vision_seconds(views).value
 
 
-def _prefill(tokens: int, clock: Clock) -> float:
-    return clock.pass_seconds((), [(0, tokens)]).value
+def _prefill(tokens: int, views: int, clock: Clock) -> float:
+    """Return the time from the encoded views to the end of the pass, which the host launches meanwhile."""
+    return clock.pass_seconds((), [(0, tokens)], views).value - clock.vision_seconds(views).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +139,7 @@ def points(folder: Path = RECORDS) -> list[Point]:
     for path in sorted(folder.glob("phases-*.json")):
         record = json.loads(path.read_bytes())
         for name, part in record["configurations"].items():
-            if part["error"] is None:
+            if "w1" in part:
                 found += _phases(path.name, name, part)
     for name in _OLDER:
         if (folder / name).exists():
@@ -168,7 +185,9 @@ class _Source:
         stages = {name: each["median"] / 1e3 for name, each in alone["stages_ms"].items()}
         prepare, tokens = stages["load"] + stages["preprocess"], asked.prompt_tokens
         yield self.point("prepare", asked.views, prepare, asked.prepare, fitted=True)
-        yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens), fitted=True)
+        vision = partial(_vision, asked.views)
+        yield self.point("vision", asked.views, stages["vision"], vision, fitted=True)
+        yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens, asked.views), fitted=True)
         yield self.point("TTFT", tokens, alone["ttft_ms"]["median"] / 1e3, asked.ttft)
 
     def decode(self, asked: _W1, step: Mapping[str, Any], output_tokens: int) -> Iterator[Point]:
@@ -176,6 +195,17 @@ class _Source:
         if step["ms_per_step"] is not None:
             predict = partial(asked.decode, step["batch"], output_tokens)
             yield self.point("decode", step["batch"], step["ms_per_step"] / 1e3, predict, fitted=True)
+
+    def mixed(self, asked: _W1, passes: Sequence[Sequence[float]]) -> Point:
+        """Return the mean of the passes of a W1 run that decode and prefill, in the second half of its prompts."""
+        requests = int(max(tokens for _, tokens in passes))
+        before, until = (
+            next(at for at, (_, tokens) in enumerate(passes) if tokens >= part * requests) for part in (0.5, 1)
+        )
+        seconds = (passes[until][0] - passes[before][0]) / 1e3 / (until - before)
+        prompts = (passes[until][1] - passes[before][1]) / (until - before)
+        predict = partial(asked.mixed, round(0.75 * requests), prompts)
+        return self.point("mixed", requests, seconds, predict, fitted=True)
 
     def vision(self, views: int, ms_per_view: Mapping[str, Any]) -> Point:
         return self.point("vision", views, views * ms_per_view["median"] / 1e3, partial(_vision, views), fitted=True)
@@ -185,16 +215,17 @@ class _Source:
 
 
 def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterator[Point]:
-    """Yield the points of one configuration of a phase record."""
-    source, asked = _Source(record, configuration, configuration in FITTED), _W1(**part["work"])
+    """Yield the points of one configuration of a phase record, as far as it was measured."""
+    source, asked = _Source(record, configuration, configuration in FITTED), _ASKED
     yield from source.alone(asked, part["alone"])
+    yield source.mixed(asked, part["w1"]["passes"])
     for step in (part["alone"]["step"], part["decode"], part["w1"]["step"]):
         yield from source.decode(asked, step, step["output_tokens"])
-    for prompt in part["long_prompts"]:
+    for prompt in part.get("long_prompts", ()):
         tokens = prompt["prompt_tokens"]
         yield source.vision(prompt["views"], prompt["vision_ms_per_view"])
-        if tokens != asked.prompt_tokens:
-            yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, partial(_prefill, tokens))
+        predict = partial(_prefill, tokens, prompt["views"])
+        yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, predict, fitted=True)
     yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
 
 

@@ -30,11 +30,13 @@ VERBS = {
     "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
     "load": "Measure an OpenAI-compatible endpoint under traffic.",
     "plan": "Predict which layouts of a model fit on GPUs, and how fast.",
+    "profile": "Profile a warm request: what the GPU waited for.",
     "quantize": "Write a quantised checkpoint, or audit one.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
     "serve": "Serve an OpenAI-compatible API and a playground.",
+    "trace": "Summarise profiler traces: GPU busy, idle, and why.",
     "verify": "Check what any endpoint computes, with a diagnosis.",
 }
 

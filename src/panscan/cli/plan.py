@@ -338,7 +338,7 @@ def _print(found: _Answer) -> None:
     for each in found.rejections:
         sizes = " or ".join(map(str, each.tensor_parallel_sizes))
         plural = "s" if each.tensor_parallel_sizes != (1,) else ""
-        out().print(f"does not fit: {each.weights} on {sizes} GPU{plural} per replica: {each.reason}", soft_wrap=True)
+        out().print(f"not possible: {each.weights} on {sizes} GPU{plural} per replica: {each.reason}", soft_wrap=True)
     for caution in found.cautions:
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
     if found.fitting:
@@ -361,7 +361,7 @@ def _headline(found: _Answer) -> list[str]:
             return lines[:1]
     lines += ["", *(f"  {found.command(verb, advice.layout)}" for verb in _verbs(found))]
     if advice.faster is not None and advice.gain is not None:
-        better = "requests/s" if inputs.goal == "throughput" else "the speed of one request"
+        better = "the requests/s" if inputs.goal == "throughput" else "the speed of one request"
         lines += [
             "",
             f"Faster, but not exact: {_named(found, advice.faster)}: {_promise(found, advice.faster)}, {advice.gain:.1f}x"

@@ -39,6 +39,7 @@ from panscan.linear.quantized import QuantizedLinear
 from panscan.linear.tuning import choose_methods
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import ALONE, Ranks
 from panscan.model.support import fp8_cache_reason
@@ -388,7 +389,8 @@ class ModelRunner:
         like = torch.empty(
             0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device
         )  # fmt: skip
-        self._features.encode(batch.encode, like)
+        with phase("vision"):
+            self._features.encode(batch.encode, like)
         if self._device.type != "cuda":
             synchronize(self._device)
         return start, _Moment.of(self._device)

@@ -22,26 +22,13 @@ __all__ = [
     "TextShape",
     "VisionShape",
     "decoder_working_bytes",
-    "quantized_bytes",
+    "shape_named",
+    "split_reason",
     "vision_working_bytes",
 ]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""
-_BNB_BLOCK = 64
-
-
-def quantized_bytes(quantization: str | None, group_size: int | None = None) -> float | None:
-    """Return the bytes per weight of a quantised matrix, including group scales; None without quantisation.
-
-    Per-channel scales are ignored: they add four bytes to thousands of weights.
-
-    Args:
-        quantization: value of ``--quantization``.
-        group_size: int4 group size; None: 128.
-    """
-    stored = {"fp8": 1.0, "int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / _BNB_BLOCK}
-    return 0.5 + 2 / (group_size or 128) if quantization == "int4" else stored.get(quantization or "")
 
 
 def decoder_working_bytes(
@@ -78,6 +65,25 @@ def vision_working_bytes(*, patches: int, hidden: int, intermediate: int, views:
         width: bytes of an activation.
     """
     return views * patches * (4 * hidden + 3 * intermediate) * width * 3 // 2
+
+
+def split_reason(*, heads: int, kv_heads: int, intermediate: int, size: int) -> str | None:
+    """Return why a decoder cannot be split over ``size`` ranks, and the sizes that divide it; None if it can.
+
+    Args:
+        heads: attention heads.
+        kv_heads: heads of keys and values.
+        intermediate: width of the MLP.
+        size: number of ranks, at least 1.
+    """
+    counts = {"attention heads": heads, "KV heads": kv_heads, "MLP columns": intermediate}
+    if all(count % size == 0 for count in counts.values()):
+        return None
+    fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
+    has = ", ".join(f"{count} {name}" for name, count in counts.items())
+    *others, last = map(str, fitting)
+    use = f"{', '.join(others)} or {last}" if others else last
+    return f"--tensor-parallel-size {size} does not divide the model's {has}: use {use}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +242,7 @@ class Shape:
         linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
         return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
 
-    def decode_bytes(
-        self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2,
-        bytes_per_quantized: float | None = None,
-    ) -> float:  # fmt: skip
+    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
         """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
 
         Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
@@ -248,15 +251,10 @@ class Shape:
         Args:
             context: tokens of each request.
             batch: number of requests.
-            bytes_per_weight: bytes per unquantised weight.
+            bytes_per_weight: bytes per weight.
             bytes_per_value: bytes per element of a key or value.
-            bytes_per_quantized: bytes per weight of the layers' matrices; None if they are not quantised.
         """
-        matrices = self.text.layers * self.text.layer_matrices()
-        weights = self.text.parameters() * bytes_per_weight
-        if bytes_per_quantized is not None:
-            weights -= matrices * (bytes_per_weight - bytes_per_quantized)
-        return weights + batch * self.kv_bytes(context, bytes_per_value)
+        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
 
     def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
         """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
@@ -327,3 +325,9 @@ SHAPES: dict[str, Shape] = {
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
 """The published shapes, and those of :data:`BUNDLED`."""
+
+
+def shape_named(model: str) -> Shape | None:
+    """Return the shape of a model by its name, such as ``27b`` or ``google/gemma-3-27b-it``; None if it names none."""
+    name = model.lower()
+    return SHAPES.get(name) or next((shape for size, shape in SHAPES.items() if f"gemma-3-{size}" in name), None)

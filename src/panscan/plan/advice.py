@@ -74,12 +74,19 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
         return None
     exact = next((each for each in fitting if each.exact), None)
     if exact is None:
-        excluded = not any(each.exact for each in asked)
-        why = "--quantization excludes unquantised weights" if excluded else "unquantised weights do not fit"
-        return LayoutAdvice(fitting[0], f"not exact: {why}")
+        return LayoutAdvice(fitting[0], f"not exact: {_why_inexact(asked)}")
     gain = _figure(exact, goal) / _figure(fitting[0], goal)
     rule = "exact: unquantised weights, which give the reference's answers"
     return LayoutAdvice(exact, rule, fitting[0], gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
+
+
+def _why_inexact(layouts: Sequence[Layout]) -> str:
+    """Return why no exact layout is recommended."""
+    if any(each.exact for each in layouts):
+        return "unquantised weights do not fit"
+    if all(each.variant.weights for each in layouts):
+        return "--quantization excludes unquantised weights"
+    return "--kv-cache-dtype fp8 rounds keys and values"
 
 
 def command_words(
@@ -140,7 +147,7 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
             )
         )
-    if gpu.capability is not None and "fp8" not in gpu.flops_per_s:
+    if gpu.capability is not None and gpu.capability >= (8, 0) and "fp8" not in gpu.flops_per_s:
         found.append(
             Caution(
                 "fp8",
@@ -156,8 +163,6 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " attention in both directions within an image. panscan's engine does it exactly.",
             )
         )
-    if "bf16" not in gpu.flops_per_s:
-        found.append(Caution("fp16", f"{gpu.label} has no bf16 products, and Gemma 3's activations overflow fp16."))
     biggest = max((each.variant.tensor_parallel_size for each in layouts if each.speed), default=1)
     if biggest > 1 and gpu.link.startswith("PCIe"):
         found.append(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import ceil
 
 from panscan.core import SettingError
 from panscan.engine.scheduling.kv_sizes import KVShape
-from panscan.model.shapes import Shape, TextShape
-from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, WEIGHT_KINDS, nearest
+from panscan.model.shapes import Shape, TextShape, split_reason
+from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, RANGES, WEIGHT_KINDS, nearest
 
 __all__ = ["DTYPE_BYTES", "Variant", "Work", "pass_work", "vision_work"]
 
@@ -60,7 +61,7 @@ class Variant:
                 raise SettingError(f"--{flag} takes {names}; got {value!r}{nearest(str(value), map(str, known))}")
         self._check_split()
         if self.weights == "int4":
-            self._groups()
+            self.int4_group_size()
 
     @property
     def width(self) -> int:
@@ -86,15 +87,7 @@ class Variant:
 
     def layer_bytes(self) -> int:
         """Return the bytes of one decoder layer's matrices on one GPU, scales included."""
-        if self.weights is None:
-            return self.width * sum(inputs * outputs for inputs, outputs in self.matrices())
-        if self.weights == "int4":
-            groups = self._groups()
-            return sum(
-                outputs * (ceil(inputs / _INT4_BLOCK) * _INT4_BLOCK // 2 + inputs // groups * self.width)
-                for inputs, outputs in self.matrices()
-            )
-        return sum(outputs * (inputs + _SCALE_BYTES) for inputs, outputs in self.matrices())
+        return _layer_bytes(self)
 
     def text_bytes(self) -> int:
         """Return the bytes of the decoder on one GPU: layers, norms, and the embedding, which is the output matrix."""
@@ -117,8 +110,12 @@ class Variant:
         token = 2 * text.kv_heads // self.tensor_parallel_size * text.head_size * width
         return KVShape(text.global_layers * token, text.local_layers * token)
 
-    def _groups(self) -> int:
-        """Return the int4 group size."""
+    def int4_group_size(self) -> int:
+        """Return the input channels per int4 scale.
+
+        Raises:
+            SettingError: the size does not divide every matrix.
+        """
         widths = {inputs for inputs, _ in self.matrices()}
         fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
         if self.group_size in fitting:
@@ -132,13 +129,10 @@ class Variant:
 
     def _check_split(self) -> None:
         text, size = self.text, self.tensor_parallel_size
-        counts = (text.heads, text.kv_heads, text.intermediate)
-        if size < 1 or any(count % size for count in counts):
-            fitting = [str(each) for each in range(1, text.kv_heads + 1) if not any(count % each for count in counts)]
-            raise SettingError(
-                f"--tensor-parallel-size {size} does not divide the model's {text.heads} attention heads,"
-                f" {text.kv_heads} KV heads and {text.intermediate} MLP columns; use {', '.join(fitting)}"
-            )
+        RANGES["tensor_parallel_size"].check("--tensor-parallel-size", size)
+        reason = split_reason(heads=text.heads, kv_heads=text.kv_heads, intermediate=text.intermediate, size=size)
+        if reason is not None:
+            raise SettingError(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +212,33 @@ def pass_work(
     pairs, read = _attention(text, decode_contexts, prefill, views * variant.shape.block_pairs())
     inner = text.head_size * (6 * text.heads + 4 * text.kv_heads) + 6 * text.intermediate
     states = text.layers * (12 * text.hidden + inner / size)
-    weights = variant.text_bytes() - (0 if sampled else variant.vocabulary() * text.hidden * width)
+    unread = 0 if sampled else variant.vocabulary() * text.hidden * width
     summed = 2 * (size - 1) / size * rows * text.hidden * width * (1 + 2 * text.layers)
     joined = (size - 1) * sampled * variant.vocabulary() * width
     return Work(
         products=layers if quantized else 0.0,
         dense=logits + (0.0 if quantized else layers),
         attention=4.0 * text.heads * text.head_size * pairs / size,
-        weight_bytes=weights,
+        weight_bytes=variant.text_bytes() - unread,
         kv_bytes=(read[0] + rows) * token_bytes.global_bytes + (read[1] + rows) * token_bytes.local_bytes,
         activation_bytes=rows * states * width,
         link_bytes=summed + joined,
         reductions=(1 + 2 * text.layers + (sampled > 0)) if size > 1 else 0,
     )
+
+
+@lru_cache(maxsize=256)  # a simulation asks for every pass
+def _layer_bytes(variant: Variant) -> int:
+    matrices = variant.matrices()
+    if variant.weights is None:
+        return variant.width * sum(inputs * outputs for inputs, outputs in matrices)
+    if variant.weights == "int4":
+        group = variant.int4_group_size()
+        return sum(
+            outputs * (ceil(inputs / _INT4_BLOCK) * _INT4_BLOCK // 2 + inputs // group * variant.width)
+            for inputs, outputs in matrices
+        )
+    return sum(outputs * (inputs + _SCALE_BYTES) for inputs, outputs in matrices)
 
 
 def _attention(

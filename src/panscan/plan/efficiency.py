@@ -3,8 +3,8 @@
 A pass takes the longer of two times: what the GPU computes, and what the host needs to launch its kernels. The GPU's
 time is a sum:
 
-- products of the decoder layers, from their FLOPs and from the weights that they read, whichever takes longer
-  (smoothly: the norm of both times with exponent ``overlap``); the output matrix likewise;
+- products of the decoder layers, from their FLOPs and from the weights that they read: the norm of both times, little
+  more than the longer one; the output matrix likewise;
 - attention: FLOPs in prefill, keys and values read in decode; elementwise kernels: activations read and written;
 - the latency of each layer's chain of kernels, and the fixed work of a pass (embedding, sampling, inputs);
 - between GPUs, a latency for each message, and the bytes sent.
@@ -16,20 +16,24 @@ its own. ``efficiency.json`` holds the factors; ``benchmarks/plan_accuracy.py`` 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Self
 
+from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
-from panscan.plan.gpus import Gpu, gpu_named
+from panscan.plan.gpus import Gpu, all_gpus
 
 __all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_efficiency"]
 
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights
-_RECORDED_CHUNK_ROWS = 512  # prefill rows of a CUDA graph; see panscan.engine.graphs
+_OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
+_OPTIONS = EngineOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +59,25 @@ class Factors:
         read_int4: the same for int4 weights in products of up to 2 rows.
         read_int4_few: the same in products of 3 to 64 rows, which dequantise in registers.
         compute_bf16: rate of products of many rows.
-        compute_fp8: the same for fp8, relative to twice the ceiling.
-        compute_int8: the same for int8, relative to twice the ceiling.
-        overlap: exponent of the norm of compute and read times; infinite: the longer one alone counts.
-        overlap_int8: the same for int8.
+        compute_fp8: the same for fp8, relative to the data sheet's ratio to bf16.
+        compute_int8: the same for int8.
         vision: rate of the vision tower, attention included.
         attention: rate of attention in prefill.
         kv: bandwidth at which decode reads keys and values.
         activations: bandwidth of elementwise kernels.
-        layer_seconds: latency of one layer's kernels.
-        pass_seconds: fixed time of a pass.
-        vision_seconds: fixed time of encoding a batch of views.
-        launch_seconds: host time to launch the kernels of one layer one by one.
-        message_seconds: latency of one message between GPUs.
         link: bandwidth between GPUs, relative to the data sheet's.
+        layer_seconds: latency of one layer's kernels in a CUDA graph.
+        tail_seconds: the same in passes launched kernel by kernel, whose products end in partly filled waves.
+        int4_few_seconds: additional latency of one layer's int4 products of 3 to 64 rows.
+        pass_seconds: fixed time of a pass.
+        message_seconds: latency of one message between GPUs.
+        launch_seconds: host time to launch one layer, of the tower or the decoder, kernel by kernel.
+        launch_ranks_seconds: the same with tensor parallelism.
+        replay_seconds: host time to prepare a pass and replay its CUDA graph.
+        replay_ranks_seconds: the same with tensor parallelism.
+        sequence_ranks_seconds: host time per request of a pass with tensor parallelism.
         prepare_seconds: host time to prepare one view.
+        prepare_ranks_seconds: the same with tensor parallelism, where pixels are sent to ranks.
     """
 
     read_bf16: float
@@ -80,19 +88,23 @@ class Factors:
     compute_bf16: float
     compute_fp8: float
     compute_int8: float
-    overlap: float
-    overlap_int8: float
     vision: float
     attention: float
     kv: float
     activations: float
-    layer_seconds: float
-    pass_seconds: float
-    vision_seconds: float
-    launch_seconds: float
-    message_seconds: float
     link: float
+    layer_seconds: float
+    tail_seconds: float
+    int4_few_seconds: float
+    pass_seconds: float
+    message_seconds: float
+    launch_seconds: float
+    launch_ranks_seconds: float
+    replay_seconds: float
+    replay_ranks_seconds: float
+    sequence_ranks_seconds: float
     prepare_seconds: float
+    prepare_ranks_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ class Efficiency:
 
     def reached(self) -> tuple[float, float]:
         """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
-        gpu = gpu_named(self.gpu)
+        gpu = all_gpus()[self.gpu]
         return self.ceilings[0] / gpu.flops_per_s["bf16"], self.ceilings[1] / gpu.bytes_per_s
 
 
@@ -244,7 +256,7 @@ class Clock:
         copied, kind = rates.bytes_per_s, variant.weights or "bf16"
         narrow = rates.of(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
         plain = rates.of(variant.dtype)
-        latency = factors.layer_seconds if rows <= _RECORDED_CHUNK_ROWS else factors.launch_seconds
+        latency = factors.layer_seconds if rows <= MOST_CHUNK_ROWS else self._launch
         found = {
             "compute": work.products / narrow
             + work.dense / (plain * factors.compute_bf16)
@@ -259,36 +271,70 @@ class Clock:
 
     def prepare_seconds(self, views: int) -> float:
         """Return the host time to prepare a request: to decode its images and to cut and scale their views."""
-        return views * self._factors.prepare_seconds
+        factors = self._factors
+        return views * (factors.prepare_ranks_seconds if self._split else factors.prepare_seconds)
+
+    @property
+    def _split(self) -> bool:
+        return self.variant.tensor_parallel_size > 1
+
+    @property
+    def _launch(self) -> float:
+        """Return the host time to launch a layer."""
+        return self._factors.launch_ranks_seconds if self._split else self._factors.launch_seconds
 
     def _pass(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, graph: bool | None
     ) -> float:
-        chunk_rows = sum(end - start for start, end in prefill)
-        rows = len(decode_contexts) + chunk_rows
-        vision = self._vision(views)
-        if not rows:
-            return vision
+        """Return the time of a pass, from the start of its vision batch or of the pass before.
+
+        The decoder starts when the GPU has encoded the views and the host has launched them and prepared the graph; a
+        pass without a graph ends no sooner than the host has launched its last layer.
+        """
+        singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
+        if not singles + others:
+            return self._vision(views)
+        rows = padded_rows(singles, others) if graph is not False else None
+        computed = self._decoder(decode_contexts, prefill, rows)
+        host = self._vision_host(views) + self._pass_host(singles + len(prefill))
+        if rows is None:
+            return max(self._vision(views) + computed, host + self.variant.text.layers * self._launch)
+        return max(self._vision_device(views), host) + computed if views else max(computed, host)
+
+    def _pass_host(self, requests: int) -> float:
+        """Return the host time of a pass without its launches."""
+        factors = self._factors
+        if self._split:
+            return factors.replay_ranks_seconds + requests * factors.sequence_ranks_seconds
+        return factors.replay_seconds
+
+    def _decoder(self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], rows: int | None) -> float:
+        """Return the time of the decoder on the GPU. ``rows``: of its CUDA graph; None: launched kernel by kernel."""
         factors, layers = self._factors, self.variant.text.layers
-        graph = chunk_rows <= _RECORDED_CHUNK_ROWS if graph is None else graph
-        host = 0.0 if graph else layers * factors.launch_seconds
         decode = pass_work(self.variant, decode_contexts=decode_contexts)
         chunks = pass_work(self.variant, prefill=prefill)
-        computed = (
-            layers * (self._layer_products(rows) + factors.layer_seconds)
-            + self._output(len(decode_contexts) + len(prefill))
+        sampled = len(decode_contexts) + len(prefill)
+        computed = rows or len(decode_contexts) + sum(end - start for start, end in prefill)
+        latency = factors.layer_seconds if rows else factors.tail_seconds
+        return (
+            layers * (self._layer_products(computed) + latency)
+            + self._output(sampled)
             + self._attention(decode, chunks)
             + self._between(decode.link_bytes + chunks.link_bytes, max(decode.reductions, chunks.reductions))
             + factors.pass_seconds
         )
-        return max(vision + computed, host)
 
     def _vision(self, views: int) -> float:
+        return max(self._vision_device(views), self._vision_host(views))
+
+    def _vision_host(self, views: int) -> float:
+        vision = self.variant.shape.vision
+        return vision.layers * self._launch if vision is not None and views else 0.0
+
+    def _vision_device(self, views: int) -> float:
         work = vision_work(self.variant, views)
-        if not work.dense:
-            return 0.0
         rate = self._rates.of(self.variant.dtype) * self._factors.vision
-        return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions) + self._factors.vision_seconds
+        return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
 
     def _layer_products(self, rows: int) -> float:
         """Return the time of one layer's products."""
@@ -300,7 +346,7 @@ class Clock:
         if kind != "bf16":
             compute = 2.0 * rows * matrices / (self._rates.of(kind) * getattr(factors, f"compute_{kind}"))
         read = variant.layer_bytes() / (self._rates.bytes_per_s * getattr(factors, f"read_{kind}"))
-        return _norm(compute, read, factors.overlap_int8 if kind == "int8" else factors.overlap)
+        return _norm(compute, read, _OVERLAP_INT8 if kind == "int8" else _OVERLAP)
 
     def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
         """Return the time of one layer's products with int4 weights, by the method for this many rows."""
@@ -308,16 +354,16 @@ class Clock:
         if rows <= _VECTOR_ROWS:
             return stored / (copied * factors.read_int4)
         if rows <= _FEW_ROWS:
-            return compute + stored / (copied * factors.read_int4_few)
+            return compute + stored / (copied * factors.read_int4_few) + factors.int4_few_seconds
         dense = matrices * self.variant.width
-        return _norm(compute, dense / (copied * factors.read_bf16), factors.overlap) + (stored + dense) / copied
+        return _norm(compute, dense / (copied * factors.read_bf16), _OVERLAP) + (stored + dense) / copied
 
     def _output(self, sampled: int) -> float:
         """Return the time of the output matrix for the rows whose logits are computed."""
         weights = self.variant.vocabulary() * self.variant.text.hidden
         compute = 2.0 * sampled * weights / (self._rates.of(self.variant.dtype) * self._factors.compute_bf16)
         read = weights * self.variant.width / (self._rates.bytes_per_s * self._factors.read_bf16)
-        return _norm(compute, read, self._factors.overlap)
+        return _norm(compute, read, _OVERLAP)
 
     def _attention(self, decode: Work, chunks: Work) -> float:
         """Return the time of attention and of the elementwise kernels."""
@@ -340,24 +386,40 @@ class Clock:
     def _widened(self, found: Efficiency, ceilings: bool) -> float:
         """Return the factor to both bounds: the records' spread; for another GPU also what a data sheet leaves open.
 
-        A GPU may reach all of its data sheet, or fall as far short of what is expected. Without CUDA, the factors are
-        those of other kernels: twice as far.
+        A GPU may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
+        far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
         """
         widening = 1 + found.spread
         if self.measured:
             return widening
-        if not ceilings:
-            widening /= min(found.reached())
+        gap = 1 / min(found.reached())
+        widening *= math.sqrt(gap) if ceilings else gap
         return widening if self.gpu.capability is not None else widening**2
 
     def _basis(self, found: Efficiency, ceilings: bool) -> str:
-        label = gpu_named(found.gpu).label
+        label = all_gpus()[found.gpu].label
         if self.measured:
             return f"records of {label}: within {found.spread:.0%} in nine of ten measurements"
         rates = "its measured ceilings" if ceilings else "its data sheet"
         return (
             f"no record of this GPU: {rates} with the efficiency of {label}; interval widened to x{self._widening:.2f}"
         )
+
+
+@cache
+def padded_rows(singles: int, others: int) -> int | None:
+    """Return the rows of the CUDA graph that a pass replays; None if it is launched kernel by kernel.
+
+    Args:
+        singles: decode rows.
+        others: rows of prefill chunks.
+    """
+    decode_rows = max(_OPTIONS.max_num_seqs, singles)
+    fitting = [
+        (rows, decode) for decode, rows in graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
+        if decode >= singles and rows >= others and bool(decode) == bool(singles) and bool(rows) == bool(others)
+    ]  # fmt: skip
+    return sum(min(fitting)) if fitting else None
 
 
 def _norm(compute: float, read: float, exponent: float) -> float:

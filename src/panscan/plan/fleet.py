@@ -31,7 +31,7 @@ ArrivalTimes = Callable[[float, int], Sequence[float]]
 
 REPLICAS = Range(whole=True, least=1, most=256)
 _PERCENTILES = (50, 90, 95, 99)
-_LEAST_REQUESTS, _MOST_REQUESTS = 64, 1000
+_LEAST_REQUESTS, _MOST_REQUESTS = 64, 512
 _LEAST_SECONDS, _DELAY_SHARE = 20.0, 11.0  # of a level; as for the levels of panscan load --find-max-rate
 _STEP = 1.4  # between rates while the highest one is not enclosed
 _CLOSE = 1.1  # ratio of the enclosing rates at which the search ends
@@ -198,18 +198,15 @@ def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
     if needed is None:
         alone = measure_level(inputs, layout, traffic, _ALONE_RATE)
         return Fleet(layout, None, (None, None), rate_of_one, alone, 0.0)
-    level = measure_level(inputs, layout, traffic, traffic.rate, needed)
     # Replicas behind one router balance their load: fewer of them may do.
-    while needed > 1 and level.goodput.reaches(traffic.attainment):
-        fewer = measure_level(inputs, layout, traffic, traffic.rate, needed - 1)
-        if not fewer.goodput.reaches(traffic.attainment):
-            break
-        needed, level = needed - 1, fewer
+    maker = _engine_maker(inputs, layout, "value")
+    while needed > 1 and _holds(maker, inputs, traffic, traffic.rate, needed - 1):
+        needed -= 1
+    level = measure_level(inputs, layout, traffic, traffic.rate, needed)
     while not level.goodput.reaches(traffic.attainment) and needed < REPLICAS.most:
         needed += 1
         level = measure_level(inputs, layout, traffic, traffic.rate, needed)
-    breaks_at = max(traffic.rate, needed * rate_of_one)
-    return Fleet(layout, needed, (needed, needed), rate_of_one, level, breaks_at)
+    return Fleet(layout, needed, (needed, needed), rate_of_one, level, max(traffic.rate, needed * rate_of_one))
 
 
 def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
@@ -262,9 +259,9 @@ def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: f
 
 
 def _holds(
-    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float
-) -> bool:  # fmt: skip
-    """Return whether one replica meets the limits at a rate; ends as soon as too many requests miss them."""
+    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float, replicas: int = 1
+) -> bool:
+    """Return whether replicas meet the limits at a rate; ends as soon as too many requests miss them."""
     count = _requests(rate, traffic)
     allowed, missed = count - ceil(traffic.attainment * count), 0
 
@@ -273,10 +270,12 @@ def _holds(
         missed += bool(missed_limits(_record(request), traffic.limits))
         return missed <= allowed
 
-    engine = maker(on_done)
+    engines = [maker(on_done) for _ in range(replicas)]
     sketches = inputs.mix.requests(count, traffic.seed)
-    answered = route_arrivals([engine], sketches, traffic.arrivals(rate, count))
-    return not engine.stopped and level_of(answered, traffic, rate, [engine]).goodput.reaches(traffic.attainment)
+    answered = route_arrivals(engines, sketches, traffic.arrivals(rate, count))
+    if any(engine.stopped for engine in engines):
+        return False
+    return level_of(answered, traffic, rate, engines).goodput.reaches(traffic.attainment)
 
 
 def _requests(rate: float, traffic: Traffic) -> int:

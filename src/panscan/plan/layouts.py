@@ -10,7 +10,7 @@ from typing import Literal
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
 from panscan.model.shapes import Shape
-from panscan.plan.cost import Variant
+from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.plan.efficiency import Clock, Interval
 from panscan.plan.gpus import Gpu
 from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
@@ -34,8 +34,12 @@ Goal = Literal["throughput", "latency"]
 Level = Literal["low", "value", "high"]
 GPUS_PER_HOST = 8
 """GPUs of one machine, which is the most that a tensor-parallel group uses."""
-_LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0), "int4": (8, 0)}
 _PREPARE_THREADS = 4  # see panscan.engine.loop
+_SERVED_SECONDS = 0.045
+"""From an HTTP request to the engine: body, base64, image file, processes. What requests that find the server idle take
+in load-27b.json, level rate-1.5, beyond their passes."""
+_SAME_TOKENS = 512  # decode tokens of a pass, whose keys and values are read in microseconds
+_MOST_KNOWN = 100_000
 _GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
 
 
@@ -154,22 +158,35 @@ class ClockTimes:
     Args:
         clock: predicts intervals.
         level: which part of each interval counts.
+        served: whether requests come over HTTP.
     """
 
-    def __init__(self, clock: Clock, level: Level = "value") -> None:
-        self._clock, self._level = clock, level
+    def __init__(self, clock: Clock, level: Level = "value", *, served: bool = True) -> None:
+        self._clock, self._level, self._served = clock, level, served
+        self._window = clock.variant.text.window
+        self._known: dict[tuple[object, ...], float] = {}
 
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
     ) -> float:
-        """See :class:`panscan.plan.simulate.PassTimes`."""
-        interval = self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
-        seconds: float = getattr(interval, self._level)
-        return seconds
+        """See :class:`panscan.plan.simulate.PassTimes`.
+
+        Passes with the same chunks and about the same number of decode tokens take the same time.
+        """
+        window = self._window
+        seen = sum(decode_contexts) // _SAME_TOKENS
+        local = sum(context if context < window else window for context in decode_contexts) // _SAME_TOKENS
+        key = len(decode_contexts), seen, local, tuple(prefill), views, graph
+        if (known := self._known.get(key)) is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            interval = self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
+            known = self._known[key] = getattr(interval, self._level)
+        return known
 
     def prepare_seconds(self, views: int) -> float:
         """See :class:`panscan.plan.simulate.PassTimes`."""
-        return self._clock.prepare_seconds(views)
+        return self._clock.prepare_seconds(views) + self._served * _SERVED_SECONDS
 
 
 def find_layouts(inputs: PlanInputs) -> list[Layout]:
@@ -200,23 +217,17 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
     memory = memory_plan(variant, gpu, options)
     replicas = inputs.count // size
     tokens = ceil(mix.mean_prompt_tokens + mix.mean_output_tokens)
-    running = min(options.max_num_seqs, concurrent_requests(memory, variant, tokens, options.block_size))
-    reason = kind_reason(kind, gpu) or _memory_reason(memory, variant, gpu, mix, options)
+    running = concurrent_requests(memory, variant, tokens, options)
+    reason = kind_reason(kind, gpu, options.kv_cache_dtype) or _memory_reason(memory, variant, gpu, mix, options)
     speed = None if reason is not None else _speed(inputs, variant, replicas, max(1, running))
     return Layout(replicas, variant, memory, running, speed, reason)
 
 
-def kind_reason(kind: str | None, gpu: Gpu) -> str | None:
+def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto") -> str | None:
     """Return why a GPU does not support a kind of weights; None if it does."""
-    if kind is None:
-        return None if "bf16" in gpu.flops_per_s else f"{gpu.label} has no bf16 products, and Gemma 3 overflows fp16"
-    if gpu.capability is None:
-        return "fp8 needs an NVIDIA GPU; a CPU supports int8 and int4" if kind == "fp8" else None
-    least = _LEAST_CAPABILITY[kind]
-    if gpu.capability >= least:
-        return None
-    need, has = (".".join(map(str, each)) for each in (least, gpu.capability))
-    return f"{kind} needs compute capability {need} or later; {gpu.label} has {has}"
+    if gpu.capability is not None and "bf16" not in gpu.flops_per_s:
+        return f"{gpu.name} has no bf16 products; panscan runs there in float32, which is not predicted"
+    return gpu.refusal(kind, kv_cache_dtype)
 
 
 def _memory_reason(
@@ -228,7 +239,7 @@ def _memory_reason(
     if not memory.fits:
         needed = (memory.working + memory.graphs + memory.vision_cache) / 1e9
         return f"{weights} and {needed:.1f} GB for passes and the vision cache leave no KV cache in {has}"
-    if concurrent_requests(memory, variant, mix.most_tokens, options.block_size) < 1:
+    if concurrent_requests(memory, variant, mix.most_tokens, options) < 1:
         return (
             f"{weights} leave a KV cache of {memory.global_tokens:,} tokens in {has};"
             f" the longest request has {mix.most_tokens:,}"
@@ -250,6 +261,7 @@ def _speed(inputs: PlanInputs, variant: Variant, replicas: int, running: int) ->
     views, tokens, outputs = round(mix.mean_views), ceil(mix.mean_prompt_tokens), mix.mean_output_tokens
     alone = {level: _alone(ClockTimes(clock, level), views, tokens, outputs, options) for level in _LEVELS}
     contexts = [ceil(tokens + outputs / 2)] * running
+    prefill = vision_work(variant, views) + pass_work(variant, prefill=[(0, tokens)])
     middle = steady["value"]
     preparing = middle.requests_per_s * clock.prepare_seconds(views) > _PREPARE_THREADS
     return LayoutSpeed(
@@ -258,8 +270,8 @@ def _speed(inputs: PlanInputs, variant: Variant, replicas: int, running: int) ->
         e2e=_interval(alone[level][0] + (outputs - 1) * alone[level][1] for level in _LEVELS),
         tpot_full=_interval(steady[level].tpot for level in _LEVELS),
         requests_per_s=_interval(replicas * steady[level].requests_per_s for level in reversed(_LEVELS)),
-        prefill_bound="host" if preparing else clock.bound([], [(0, tokens)], views),
-        decode_bound=clock.bound(contexts),
+        prefill_bound="host" if preparing else clock.bound(prefill, tokens),
+        decode_bound=clock.bound(pass_work(variant, decode_contexts=contexts), running),
         prefill_share=middle.prefill_share,
         basis=clock.basis,
         measured=clock.measured,

@@ -36,6 +36,9 @@ _GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan
 _GRAPH_CHUNKS = 16
 _AHEAD = 8  # requests that are prepared while others compute; see panscan.engine.engine
 _THREADS = 4  # that prepare requests; see panscan.engine.loop
+_CONTENTION = 1 / 3
+"""By which share a preparation is slower for each other one in progress: of stage "preprocess" in w2-27b.json, with
+everything cached, over that of a request alone in w1-27b.json. Threads wait for the interpreter's lock."""
 _VIEW_COST, _OUTPUT_COST = 440.0, 4.0  # in prompt tokens; see panscan.serve.routing
 
 
@@ -244,7 +247,8 @@ class SimulatedEngine:
         most = inf if self._sizes.ahead is None else self._sizes.ahead
         while self._accepted and len(self._preparing) + len(self._scheduler.waiting) < most:
             number, request = self._accepted.popleft()
-            seconds = self._times.prepare_seconds(request.sketch.views)
+            others = sum(free > self.now for free in self._threads[1:])
+            seconds = self._times.prepare_seconds(request.sketch.views) * (1 + _CONTENTION * others)
             ready = max(self.now, self._threads[0]) + seconds
             heapreplace(self._threads, ready)
             heappush(self._preparing, (ready, number, request))
@@ -319,6 +323,8 @@ def route_arrivals(
 ) -> list[SimulatedRequest]:
     """Return the requests after the engines have answered them. Each goes to the engine with the least work.
 
+    If an engine is stopped, the rest of the requests is not answered.
+
     Args:
         engines: replicas without requests.
         sketches: the requests.
@@ -334,6 +340,8 @@ def route_arrivals(
         if len(engines) > 1:
             for engine in engines:
                 engine.run(request.arrived)
+            if any(engine.stopped for engine in engines):
+                break
         min(engines, key=lambda engine: engine.outstanding).submit(request)
     for engine in engines:
         engine.run()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from panscan.core import EngineError, ImageError, InputError, PanscanError, Request, Result, now
 from panscan.core.ranges import Range
 from panscan.images.files import Page, PageBytes, expand_images
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 from panscan.serve.batch_replica import BatchReplica, InvisibleFiles, ReplicaLostError
 from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
 from panscan.settings import RANGES, Settings
@@ -250,18 +250,20 @@ class _InFlight:
     index: int
     name: str
     request: Request
-    work: Work
+    work: RequestWork
     accepted: float
     ref: Any = None
     lost: int = 0
 
 
-def _work(request: Request) -> Work:
+def _work(request: Request) -> RequestWork:
     """Return the estimated work of a request. No image is opened, so each counts as one view."""
     names = [image.name if isinstance(image, Page | PageBytes) else image for image in request.images]
     keys = tuple(_digest(os.fspath(name)) for name in names if isinstance(name, str | os.PathLike))
     views = len(names)
-    return Work(views, views * _TOKENS_PER_VIEW, request.sampling.max_new_tokens, keys if len(keys) == views else ())
+    return RequestWork(
+        views, views * _TOKENS_PER_VIEW, request.sampling.max_new_tokens, keys if len(keys) == views else ()
+    )
 
 
 def _digest(name: str) -> bytes:

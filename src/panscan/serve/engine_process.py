@@ -31,7 +31,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.process import time_line
-from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.messages import (
     AskQuery,
     Cancel,
@@ -121,7 +121,7 @@ class EngineProcess:
             await asyncio.to_thread(self._child.close)
         self._end_all(EngineError("the server is shutting down"))
 
-    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+    def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         if self.failed.is_set() or self._closed or self._info is None:
             raise EngineError("the engine is not running")

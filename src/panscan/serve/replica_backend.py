@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, PanscanError, QueueFullError, Request, Result, Stats, Stream, TokenEvent, now
-from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.options import ServeOptions
 from panscan.serve.routing import books
 
@@ -75,7 +75,7 @@ class ReplicaBackend:
         if self._flying:
             await asyncio.wait(self._flying.values(), timeout=_QUERY_SECONDS)
 
-    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+    def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         if self._closed:
             raise EngineError("the server is shutting down")
@@ -200,7 +200,7 @@ class _InFlight:
     """
 
     request: Request
-    work: Work
+    work: RequestWork
     stream: Stream
     streams: bool
     accepted: float

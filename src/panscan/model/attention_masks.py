@@ -1,0 +1,258 @@
+"""Which positions attend to which in Transformers' Gemma 3, measured on the attention that an implementation computes.
+
+A model of two small layers, with the layer kinds, the sliding window and the class of a checkpoint, runs the prompt's
+layout through Transformers' own code. Its scores are all 0, so the output of a query is the mean of the values that it
+attends to, and chosen values show which ones those are. This works for any implementation: for masks, for
+``is_causal`` without a mask, and for what a kernel decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from panscan.core import UnsupportedError
+from panscan.model.machine import resolve_device
+from panscan.model.outline import build_model
+from panscan.model.support import attention_reason
+
+__all__ = ["PROBE_COLUMNS", "Attend", "LayerKind", "effective_mask", "kernel_reason", "measured_mask"]
+
+LayerKind = Literal["global", "local"]
+_KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
+Attend = Callable[[torch.Tensor], Mapping[LayerKind, torch.Tensor]]
+"""Attention to be measured: from values ``[tokens, PROBE_COLUMNS]`` to each query's mean of the values that it attends
+to, float32 ``[queries, PROBE_COLUMNS]`` on the CPU, by layer kind."""
+PROBE_COLUMNS = 256
+"""Columns of values in one run; the largest head size that flash attention takes."""
+_HIDDEN = 16
+_TOLERANCE = 0.3  # of the least deviation that one key more or less causes
+
+
+def kernel_reason(implementation: str, device: str = "cpu") -> str | None:
+    """Return why an implementation's kernel cannot run here; None if it can.
+
+    Args:
+        implementation: a name of :data:`panscan.settings.ATTENTION` or of the kernels hub.
+        device: as in settings.
+    """
+    where = resolve_device(device)
+    return attention_reason(implementation, where, _dtype(implementation, where))
+
+
+def effective_mask(
+    image: NDArray[np.bool_], implementation: str, config: Any, *, device: str = "cpu", kernel: bool = True
+) -> dict[LayerKind, NDArray[np.bool_]]:
+    """Return which positions of a prompt attend to which, by layer kind: bool ``[queries, keys]``.
+
+    Args:
+        image: bool ``[tokens]``: which positions of the prompt are image tokens. A run of them is one view.
+        implementation: of attention, e.g. ``sdpa``.
+        config: the checkpoint's configuration (:func:`panscan.model.checkpoint.load_config`); not changed.
+        device: as in settings.
+        kernel: run the implementation's kernel. Otherwise Transformers prepares the mask and the arguments for it, and
+            PyTorch operators attend to what they mean: for flash attention, which is not installed everywhere.
+
+    Raises:
+        UnsupportedError: the implementation cannot run here.
+    """
+    where = resolve_device(device)
+    if kernel and (reason := attention_reason(implementation, where, _dtype(implementation, where))) is not None:
+        raise UnsupportedError(f"--attention {implementation}: {reason}")
+    model = _probe_model(config, _dtype(implementation, where), where)
+    types = torch.from_numpy(image.astype(np.int64))[None].to(where)
+    with torch.inference_mode(), _switched(model, implementation, kernel):
+        return measured_mask(lambda values: _means(model, types, values), image, _text(model).config.sliding_window)
+
+
+def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> dict[LayerKind, NDArray[np.bool_]]:
+    """Return which positions attend to which, by layer kind: bool ``[queries, keys]``, for any attention.
+
+    Random signs as values tell sets of keys apart. So one run shows which queries attend to exactly the keys that
+    Gemma 3 defines, or to those of causal attention. Only if there are others, all keys are measured one by one, in
+    ``tokens / PROBE_COLUMNS`` runs.
+
+    Args:
+        attend: the attention, with scores of 0.
+        image: bool ``[tokens]``: which positions are image tokens. A run of them is one view.
+        window: positions that a local layer attends to, the query's own included.
+    """
+    tokens = len(image)
+    signs = torch.randint(0, 2, (tokens, PROBE_COLUMNS), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    masks: dict[LayerKind, NDArray[np.bool_]] = {}
+    unknown = np.zeros(tokens, np.bool_)
+    for kind, means in attend(signs).items():
+        masks[kind] = np.zeros((tokens, tokens), np.bool_)
+        known = np.zeros(tokens, np.bool_)
+        for first, end in _expected_intervals(image, window if kind == "local" else tokens):
+            same = _deviation(means, signs, first, end) < _TOLERANCE / tokens
+            for query in np.flatnonzero(same & ~known):
+                masks[kind][query, first[query] : end[query]] = True
+            known |= same
+        unknown |= ~known
+    if unknown.any():
+        _measure_keys(attend, masks)
+    return masks
+
+
+def _expected_intervals(
+    image: NDArray[np.bool_], window: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:  # fmt: skip
+    """Yield ``(first, end)`` of each query's keys, int64 ``[tokens]``: as Gemma 3 defines them, then causal ones."""
+    at = np.arange(len(image))
+    first = np.maximum(at - window + 1, 0)
+    last = image & ~np.append(image[1:], False)  # last positions of views
+    stops = np.flatnonzero(last) + 1
+    ends = at + 1
+    ends[image] = stops[np.searchsorted(stops, at[image], side="right")]
+    yield first, ends
+    yield first, at + 1
+
+
+def _deviation(
+    means: torch.Tensor, values: torch.Tensor, first: NDArray[np.int64], end: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return how far means ``[queries, columns]`` are from those of the values of key intervals: root mean square."""
+    sums = np.zeros((len(values) + 1, values.shape[1]))
+    np.cumsum(values.numpy(), axis=0, dtype=np.float64, out=sums[1:])
+    expected = (sums[end] - sums[first]) / (end - first)[:, None]
+    deviation: NDArray[np.float64] = np.sqrt(np.mean((means.numpy() - expected) ** 2, axis=1))
+    return deviation
+
+
+def _measure_keys(attend: Attend, masks: Mapping[LayerKind, NDArray[np.bool_]]) -> None:
+    """Fill masks key by key: only a key's own column has a value of 1 at it, so a mean above 0 shows that it counts."""
+    tokens = len(next(iter(masks.values())))
+    for start in range(0, tokens, PROBE_COLUMNS):
+        keys = torch.arange(start, min(start + PROBE_COLUMNS, tokens))
+        values = torch.zeros(tokens, PROBE_COLUMNS)
+        values[keys, keys - start] = 1
+        for kind, means in attend(values).items():
+            masks[kind][:, start : start + len(keys)] = means[:, : len(keys)].numpy() > 0
+
+
+def _dtype(implementation: str, device: torch.device) -> torch.dtype:
+    """Half precision where a kernel takes nothing else; a weight of 1 / tokens is well above its smallest number."""
+    half = device.type == "cuda" and ("flash" in implementation or "/" in implementation)
+    return torch.bfloat16 if half else torch.float32
+
+
+def _probe_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a model of one layer of each of the configuration's kinds, with one head and attention scores of 0."""
+    small = deepcopy(config)
+    text = small.get_text_config()
+    text.layer_types = sorted(set(text.layer_types))
+    text.num_hidden_layers = len(text.layer_types)
+    text.num_attention_heads = text.num_key_value_heads = 1
+    text.head_dim, text.hidden_size, text.intermediate_size = PROBE_COLUMNS, _HIDDEN, _HIDDEN
+    text.vocab_size, text.pad_token_id = 8, None
+    if hasattr(small, "vision_config"):
+        vision = small.vision_config
+        vision.num_hidden_layers, vision.num_attention_heads = 1, 1
+        vision.hidden_size, vision.intermediate_size = _HIDDEN, _HIDDEN
+    small._attn_implementation = "eager"
+    model = build_model(small, dtype, device).eval()
+    for layer in _text(model).layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+    return model
+
+
+def _text(model: Any) -> Any:
+    return getattr(model.model, "language_model", model.model)
+
+
+def _kinds(model: Any) -> dict[LayerKind, Any]:
+    """Return the attention module of each layer kind."""
+    types = list(_text(model).config.layer_types)
+    return {kind: _text(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types}
+
+
+def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
+    """Return each query's mean of values: see :data:`Attend`.
+
+    Args:
+        model: of :func:`_probe_model`.
+        types: int64 ``[1, tokens]``: 1 at image tokens.
+        values: ``[tokens, PROBE_COLUMNS]``.
+    """
+    shown = values[None].to(types.device, model.dtype)
+    found: dict[LayerKind, torch.Tensor] = {}
+    hooks = []
+    for kind, module in _kinds(model).items():
+
+        def keep(_module: Any, inputs: tuple[torch.Tensor], kind: LayerKind = kind) -> None:
+            found[kind] = inputs[0][0].float().cpu()
+
+        hooks.append(module.v_proj.register_forward_hook(lambda *_: shown))
+        hooks.append(module.o_proj.register_forward_pre_hook(keep))
+    embeds = torch.zeros(1, types.shape[1], _HIDDEN, dtype=model.dtype, device=types.device)
+    inputs = {"token_type_ids": types} if hasattr(model.config, "vision_config") else {}
+    try:
+        model.model(inputs_embeds=embeds, attention_mask=torch.ones_like(types), **inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@contextmanager
+def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
+    """Make a model compute with an implementation, or with Transformers' preparation for it, while in the block.
+
+    Raises:
+        UnsupportedError: Transformers or its kernels refuse it on this machine.
+    """
+    if kernel:
+        try:
+            model.set_attn_implementation(implementation)
+        except (ImportError, ValueError, RuntimeError, OSError) as error:
+            raise UnsupportedError(f"--attention {implementation}: {' '.join(str(error).split())[:200]}") from error
+    else:
+        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+            raise UnsupportedError(f"--attention {implementation}: Transformers prepares no mask under this name")
+        model.config._attn_implementation = implementation  # set_attn_implementation() would look for the kernel
+    with nullcontext() if kernel else _reference_kernel(implementation):
+        yield
+
+
+@contextmanager
+def _reference_kernel(implementation: str) -> Iterator[None]:
+    """Replace a kernel by PyTorch operators that attend to what a flash-attention kernel would, while in the block."""
+    ALL_ATTENTION_FUNCTIONS[implementation] = _flash_reference  # shadows the registered function
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def _flash_reference(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend as a flash-attention kernel does to these arguments: causal, within a window, and not to padding.
+
+    Args:
+        module: of attention.
+        query: ``[batch, heads, queries, D]``.
+        key: ``[batch, kv_heads, keys, D]``.
+        value: like ``key``.
+        mask: bool ``[batch, keys]``: which are no padding; None: all.
+        options: as Transformers passes them to attention.
+    """
+    keys = torch.arange(key.shape[2], device=key.device)
+    last = keys[key.shape[2] - query.shape[2] :, None]
+    attended = (keys <= last) if module.is_causal else torch.ones_like(keys <= last)
+    if (window := options.get("sliding_window")) is not None:
+        attended &= keys > last - window
+    if mask is not None:
+        attended = attended & mask[:, None, None, :].bool()
+    output = scaled_dot_product_attention(query, key, value, attended, scale=options.get("scaling"))
+    return output.transpose(1, 2).contiguous(), None
