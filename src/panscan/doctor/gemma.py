@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +61,21 @@ def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
         _tiny(dtype).model.set_attn_implementation("sdpa")
 
 
+def _on_tiny(check: Callable[[], Iterator[CheckFinding]]) -> Callable[[], Iterator[CheckFinding]]:
+    """Return a check that needs the tiny model, and says so if it cannot be loaded."""
+
+    @wraps(check)
+    def checked() -> Iterator[CheckFinding]:
+        try:
+            _tiny()
+        except Exception:  # the check "transformers" reports it
+            yield not_checked("the tiny model cannot be loaded; see the check 'transformers'")
+            return
+        yield from check()
+
+    return checked
+
+
 def transformers() -> Iterator[CheckFinding]:
     """Check that Transformers can be imported and loads the tiny model."""
     from importlib.metadata import version
@@ -76,6 +91,7 @@ def transformers() -> Iterator[CheckFinding]:
     yield ok(f"Transformers {version('transformers')} loads the tiny model on {loaded.device.type}")
 
 
+@_on_tiny
 def attention() -> Iterator[CheckFinding]:
     """Check that image tokens attend to each other in both directions, with each implementation that runs here."""
     for name in ("eager", "sdpa"):
@@ -85,6 +101,7 @@ def attention() -> Iterator[CheckFinding]:
     yield not_checked("kernels of the hub (--attention owner/name): checking them would need the network")
 
 
+@_on_tiny
 def flex_attention() -> Iterator[CheckFinding]:
     """Check FlexAttention as :func:`attention` does; it compiles, so it takes longer."""
     if _tiny().device.type == "cuda":
@@ -132,6 +149,7 @@ def attention_finding(
     return ok(f"attn_implementation={name!r}: image tokens attend in both directions, text tokens do not look ahead")
 
 
+@_on_tiny
 def flash_masks() -> Iterator[CheckFinding]:
     """Check whether the mask that Transformers makes for flash attention keeps image blocks, without a flash kernel."""
     from importlib.metadata import version
@@ -154,6 +172,7 @@ def flash_masks() -> Iterator[CheckFinding]:
         yield ok(f"{fact}; it cannot run here, and panscan's default (sdpa) does not have this fault")
 
 
+@_on_tiny
 def prefill_chunks() -> Iterator[CheckFinding]:
     """Check what ``generate(prefill_chunk_size=...)`` makes of an image prompt."""
     from panscan.runners.generate_check import chunked_prefill
@@ -170,6 +189,7 @@ def prefill_chunks() -> Iterator[CheckFinding]:
         yield warning("generate(prefill_chunk_size=...) cuts image blocks: its logits differ from generate()'s", fix)
 
 
+@_on_tiny
 def generate_batch() -> Iterator[CheckFinding]:
     """Check what ``generate_batch()`` makes of an image prompt."""
     from panscan.runners.generate_check import batch_answers
@@ -195,6 +215,7 @@ def _attempt(test: Callable[[], str]) -> str | CheckFinding:
         return not_checked(f"Transformers raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
+@_on_tiny
 def padding() -> Iterator[CheckFinding]:
     """Check the tokenizer's padding side, and that a padded batch computes what single requests compute."""
     from panscan.runners.generate_check import padding_error
@@ -212,6 +233,7 @@ def padding() -> Iterator[CheckFinding]:
     yield ok(fact) if error < _PADDED else problem(fact, "Use --batch-size 1 with --runner generate, or the engine.")
 
 
+@_on_tiny
 def image_processor() -> Iterator[CheckFinding]:
     """Check which image processor Transformers chooses, and panscan's crops, pixels and token ids against it."""
     from panscan.core import Request
@@ -234,6 +256,7 @@ def image_processor() -> Iterator[CheckFinding]:
         yield not_checked(found["note"])
 
 
+@_on_tiny
 def preprocessing() -> Iterator[CheckFinding]:
     """Measure how long one core prepares the views of a page."""
     import torch
@@ -257,6 +280,7 @@ def _page(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+@_on_tiny
 def compilation() -> Iterator[CheckFinding]:
     """Count compilations of a decoder with a static cache, over prompts of three lengths."""
     import torch
