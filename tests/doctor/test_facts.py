@@ -11,7 +11,7 @@ import pytest
 
 from panscan.doctor.findings import CheckFinding
 from panscan.doctor.fit import fit_finding
-from panscan.doctor.gpu import GpuLoad, build_finding, load_finding, runs_on
+from panscan.doctor.gpu import GpuLoad, build_finding, ceilings_finding, load_finding, runs_on
 from panscan.doctor.host import Limits, checkpoints, cores_finding, hub_access, memory_finding, read_limits
 from panscan.doctor.nvml import Driver, pci_gpus
 from panscan.plan.gpus import Gpu, gpu_named
@@ -69,6 +69,14 @@ def test_lowered_clocks_and_power_limits_are_warnings() -> None:
     hot = judged(pynvml.nvmlClocksThrottleReasonHwThermalSlowdown)
     assert (hot.status, "thermal slowdown" in hot.fact) == ("warning", True)
     assert judged(0, limit=400.0).status == "warning"
+
+
+def test_a_gpu_is_compared_with_the_others_and_with_its_data_sheet() -> None:
+    good, slow = (700e12, 4.2e12), (350e12, 4.2e12)
+    found = ceilings_finding(0, "NVIDIA H200", good, [good, slow])
+    assert (found.status, "88% of the data sheet's" in found.fact) == ("ok", True)
+    assert ceilings_finding(1, "NVIDIA H200", slow, [good, slow]).status == "warning"
+    assert ceilings_finding(0, "Voodoo 2", slow, [slow]).status == "ok"
 
 
 def test_container_limits_of_both_versions(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from tests.conftest import needs_images_in_chunks
 
 from panscan.doctor import gemma
-from panscan.model.attention_check import FLASH_MASK, attention_response, tiny_model
+from panscan.runners.attention_check import FLASH_MASK, attention_response, tiny_model
 from panscan.runners.generate_check import chunked_prefill
 
 

@@ -36,6 +36,7 @@ def _gpus() -> list[Gpu]:
     """Return the visible GPUs with the memory that is free now."""
     import torch
 
+    torch.cuda.empty_cache()  # what earlier checks left
     found = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -76,7 +77,7 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
     for variant in _variants(shape, smallest):
         plan, weights = memory_plan(variant, smallest), variant.weight_bytes()
         if plan.fits:
-            how = variant.dtype if variant.weights is None else f"--quantization {variant.weights} ({variant.dtype})"
+            how = _options(variant, default="bf16" if on_gpu else "fp32")
             fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
             return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
@@ -85,6 +86,13 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
         return ok(f"{fact}{several}")
     advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` tells which GPUs hold it."
     return warning(fact, f"Stop other processes if they hold memory. {advice}")
+
+
+def _options(variant: Variant, default: str) -> str:
+    """Return the options that choose a variant, or the default precision."""
+    options = [] if variant.dtype == default else [f"--dtype {variant.dtype}"]
+    options += [] if variant.weights is None else [f"--quantization {variant.weights}"]
+    return " ".join(options) or default
 
 
 def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:

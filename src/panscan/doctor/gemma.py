@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +13,15 @@ from PIL import Image
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
-    from panscan.model.attention_check import AttentionResponse
     from panscan.model.checkpoint import Loaded
+    from panscan.runners.attention_check import AttentionResponse
 
 __all__ = [
     "attention",
     "attention_finding",
     "compilation",
     "flash_masks",
+    "flex_attention",
     "generate_batch",
     "image_processor",
     "padding",
@@ -31,30 +32,48 @@ __all__ = [
 
 _DEAF = 0.01  # of eager's response: an implementation that responds less does not attend to later image tokens
 _LEAKS = 1e-3
+_SAME = {"fp32": 0.99, "bf16": 0.95}  # cosine of final states; the tiny model amplifies rounding
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-_PADDED = {"cpu": 1e-4, "cuda": 0.05}  # of the largest logit; float32 on a CPU, bfloat16 on a GPU
+_PADDED = 1e-3  # of the largest logit
 _PAGE = (1700, 2200)  # pixels: a letter page at 200 dpi
 _PROMPTS = ("What?", "What is the total?", "What is the total of this receipt, and when was it paid?")
 
 
 @cache
-def _tiny() -> Loaded:
-    from panscan.model.attention_check import tiny_model
-    from panscan.model.machine import resolve_device
+def _tiny(dtype: str = "fp32") -> Loaded:
+    """Return the tiny model in a precision, on the device that panscan chooses by default."""
+    from panscan.model.machine import resolve_device, resolve_dtype
     from panscan.model.runtime import quiet_libraries
+    from panscan.runners.attention_check import tiny_model
 
     quiet_libraries()
-    return tiny_model(resolve_device("auto"))
+    device = resolve_device("auto")
+    return tiny_model(device, resolve_dtype(dtype, device))
 
 
 @cache
-def _response(implementation: str) -> AttentionResponse:
-    from panscan.model.attention_check import attention_response
+def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
+    from panscan.runners.attention_check import attention_response
 
     try:
-        return attention_response(_tiny(), implementation)
+        return attention_response(_tiny(dtype), implementation)
     finally:
-        _tiny().model.set_attn_implementation("sdpa")
+        _tiny(dtype).model.set_attn_implementation("sdpa")
+
+
+def _on_tiny(check: Callable[[], Iterator[CheckFinding]]) -> Callable[[], Iterator[CheckFinding]]:
+    """Return a check that needs the tiny model, and says so if it cannot be loaded."""
+
+    @wraps(check)
+    def checked() -> Iterator[CheckFinding]:
+        try:
+            _tiny()
+        except Exception:  # the check "transformers" reports it
+            yield not_checked("the tiny model cannot be loaded; see the check 'transformers'")
+            return
+        yield from check()
+
+    return checked
 
 
 def transformers() -> Iterator[CheckFinding]:
@@ -72,51 +91,71 @@ def transformers() -> Iterator[CheckFinding]:
     yield ok(f"Transformers {version('transformers')} loads the tiny model on {loaded.device.type}")
 
 
+@_on_tiny
 def attention() -> Iterator[CheckFinding]:
     """Check that image tokens attend to each other in both directions, with each implementation that runs here."""
-    from panscan.model.support import attention_reason
-
-    device = _tiny().device
-    for name in ("eager", "sdpa", "flex_attention", *_FLASH):
-        if name == "flex_attention" and device.type != "cuda":
-            yield not_checked(f"{name}: compiles for minutes on a CPU")
-        elif (reason := attention_reason(name, device, _tiny().dtype)) is not None:
-            yield not_checked(f"{name}: {reason.removeprefix(name).strip()}")
-        else:
-            try:
-                found = _response(name)
-            except (ImportError, ValueError, RuntimeError) as error:
-                yield not_checked(f"{name}: Transformers refuses it: {' '.join(str(error).split())[:150]}")
-                continue
-            yield attention_finding(name, found, _response("eager"))
+    for name in ("eager", "sdpa"):
+        yield _attention(name, "fp32")
+    for name in _FLASH:
+        yield _attention(name, "bf16")  # the kernels do not take float32
     yield not_checked("kernels of the hub (--attention owner/name): checking them would need the network")
 
 
-def attention_finding(name: str, found: AttentionResponse, eager: AttentionResponse) -> CheckFinding:
-    """Judge how an implementation responds, against the response of eager attention."""
+@_on_tiny
+def flex_attention() -> Iterator[CheckFinding]:
+    """Check FlexAttention as :func:`attention` does; it compiles, so it takes longer."""
+    if _tiny().device.type == "cuda":
+        yield _attention("flex_attention", "fp32")
+    else:
+        yield not_checked("flex_attention: compiles length by length on a CPU, for minutes")
+
+
+def _attention(name: str, dtype: str) -> CheckFinding:
+    import torch
+
+    from panscan.model.support import attention_reason
+
+    if (reason := attention_reason(name, _tiny().device, torch.bfloat16)) is not None:
+        return not_checked(f"{name}: {reason.removeprefix(name).strip()}")
+    try:
+        found = _response(name, dtype)
+    except (ImportError, ValueError, RuntimeError) as error:
+        return not_checked(f"{name}: Transformers or the kernel refuses it: {' '.join(str(error).split())[:150]}")
+    return attention_finding(name, found, _response("eager", dtype), least=_SAME[dtype])
+
+
+def attention_finding(
+    name: str, found: AttentionResponse, eager: AttentionResponse, least: float = 0.99
+) -> CheckFinding:
+    """Judge how an implementation responds.
+
+    Args:
+        name: of the implementation.
+        found: its response.
+        eager: the response of eager attention in the same precision.
+        least: cosine of both final states that rounding explains.
+    """
     fix = "Use --attention sdpa or eager."
     if not found.image > _DEAF * eager.image:
         text = f"attn_implementation={name!r} drops Gemma 3's image mask: image tokens are causal"
-        return (
-            problem(text, "Install another version of Transformers.")
-            if name in ("eager", "sdpa")
-            else warning(text, fix)
-        )
+        if name in ("eager", "sdpa"):
+            return problem(text, "Install another version of Transformers.")
+        return warning(text, fix)
     if found.text > _LEAKS * found.image:
-        text = f"attn_implementation={name!r} lets text tokens attend to later tokens"
-        return problem(text, fix)
+        return problem(f"attn_implementation={name!r} lets text tokens attend to later tokens", fix)
     angle = float(found.last @ eager.last / (found.last.norm() * eager.last.norm()))
-    if angle < 0.99:
+    if not angle > least:
         return problem(f"attn_implementation={name!r}: final states differ from eager's (cosine {angle:.3f})", fix)
     return ok(f"attn_implementation={name!r}: image tokens attend in both directions, text tokens do not look ahead")
 
 
+@_on_tiny
 def flash_masks() -> Iterator[CheckFinding]:
     """Check whether the mask that Transformers makes for flash attention keeps image blocks, without a flash kernel."""
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from panscan.model.attention_check import FLASH_MASK
+    from panscan.runners.attention_check import FLASH_MASK
 
     installed = [name for name in ("flash_attn", "flash_attn_interface", "kernels") if find_spec(name) is not None]
     label = f"attn_implementation='flash_attention_2' (3, 4) in Transformers {version('transformers')}"
@@ -133,6 +172,7 @@ def flash_masks() -> Iterator[CheckFinding]:
         yield ok(f"{fact}; it cannot run here, and panscan's default (sdpa) does not have this fault")
 
 
+@_on_tiny
 def prefill_chunks() -> Iterator[CheckFinding]:
     """Check what ``generate(prefill_chunk_size=...)`` makes of an image prompt."""
     from panscan.runners.generate_check import chunked_prefill
@@ -149,6 +189,7 @@ def prefill_chunks() -> Iterator[CheckFinding]:
         yield warning("generate(prefill_chunk_size=...) cuts image blocks: its logits differ from generate()'s", fix)
 
 
+@_on_tiny
 def generate_batch() -> Iterator[CheckFinding]:
     """Check what ``generate_batch()`` makes of an image prompt."""
     from panscan.runners.generate_check import batch_answers
@@ -174,6 +215,7 @@ def _attempt(test: Callable[[], str]) -> str | CheckFinding:
         return not_checked(f"Transformers raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
+@_on_tiny
 def padding() -> Iterator[CheckFinding]:
     """Check the tokenizer's padding side, and that a padded batch computes what single requests compute."""
     from panscan.runners.generate_check import padding_error
@@ -186,11 +228,12 @@ def padding() -> Iterator[CheckFinding]:
             f"Gemma's tokenizer pads on the {side}: generate() would continue after the padding",
             'Set tokenizer.padding_side = "left" in your own code; panscan pads on the left regardless.',
         )
-    error, most = padding_error(_tiny()), _PADDED.get(_tiny().device.type, 0.05)
+    error = padding_error(_tiny())
     fact = f"in a batch padded on the left, logits differ from a single request's by {error:.1e} of the largest"
-    yield ok(fact) if error < most else problem(fact, "Use --batch-size 1 with --runner generate, or the engine.")
+    yield ok(fact) if error < _PADDED else problem(fact, "Use --batch-size 1 with --runner generate, or the engine.")
 
 
+@_on_tiny
 def image_processor() -> Iterator[CheckFinding]:
     """Check which image processor Transformers chooses, and panscan's crops, pixels and token ids against it."""
     from panscan.core import Request
@@ -213,6 +256,7 @@ def image_processor() -> Iterator[CheckFinding]:
         yield not_checked(found["note"])
 
 
+@_on_tiny
 def preprocessing() -> Iterator[CheckFinding]:
     """Measure how long one core prepares the views of a page."""
     import torch
@@ -236,6 +280,7 @@ def _page(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+@_on_tiny
 def compilation() -> Iterator[CheckFinding]:
     """Count compilations of a decoder with a static cache, over prompts of three lengths."""
     import torch

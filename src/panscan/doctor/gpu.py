@@ -7,17 +7,22 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml
 
+from panscan.core import SettingError
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 from panscan.doctor.nvml import Driver, driver, handle_of, pci_gpus, read
+from panscan.plan.gpus import gpu_named
 
 __all__ = [
     "GpuLoad",
     "build_finding",
+    "ceilings",
+    "ceilings_finding",
     "driver_finding",
     "gpus",
     "kernels",
@@ -34,7 +39,8 @@ _INSTALL = "pytorch.org/get-started/locally lists the index of each CUDA version
 _GIB = 2**30
 _BUSY_SHARE = 0.1  # of a GPU's memory, used by others
 _LOAD_SECONDS = 1.0
-_PRODUCTS = 20  # in flight on each GPU while the driver is asked
+_SAMPLE_SECONDS = 0.1  # of products on each GPU, while the driver is asked
+_SLOW_SHARE = 0.7  # of the fastest GPU of its kind in this machine
 _TF32_ERROR = 1e-4  # float32 products err by about 1e-6 here, TF32's by about 1e-3
 _NO_BF16, _FP8 = (8, 0), (8, 9)
 _OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -289,6 +295,50 @@ def triton_kernels() -> Iterator[CheckFinding]:
         yield ok("a Triton kernel compiles and is right")
 
 
+def ceilings() -> Iterator[CheckFinding]:
+    """Measure each GPU's product rate and bandwidth, and compare the GPUs with each other."""
+    import torch
+
+    from panscan.model.ceilings import measure_ceilings
+
+    if not torch.cuda.is_available():
+        yield not_checked(_NO_GPU)
+        return
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability(0) >= _NO_BF16 else torch.float16
+    names, rates = [], []
+    for index in range(torch.cuda.device_count()):
+        found = measure_ceilings(torch.device("cuda", index), dtype)
+        names.append(torch.cuda.get_device_name(index))
+        rates.append((found.flops_per_s, found.bytes_per_s))
+    for index, name in enumerate(names):
+        yield ceilings_finding(index, name, rates[index], [r for n, r in zip(names, rates, strict=True) if n == name])
+
+
+def ceilings_finding(
+    index: int, name: str, found: tuple[float, float], alike: Sequence[tuple[float, float]]
+) -> CheckFinding:
+    """Judge one GPU's measured rates, (FLOP/s, bytes/s).
+
+    Args:
+        index: of the GPU.
+        name: as the driver reports it.
+        found: its rates.
+        alike: the rates of all GPUs of this name here, itself included.
+    """
+    fact = f"GPU {index}: {found[0] / 1e12:.0f} TFLOP/s in 16-bit products, {found[1] / 1e12:.2f} TB/s copied"
+    with suppress(SettingError):  # not in the data file
+        sheet = gpu_named(name.removeprefix("NVIDIA "))
+        flops = sheet.flops_per_s.get("bf16", sheet.flops_per_s.get("fp16"))
+        if flops is not None:
+            shares = f"{found[0] / flops:.0%} and {found[1] / sheet.bytes_per_s:.0%}"
+            fact += f" ({shares} of the data sheet's, which measured rates do not reach)"
+    for value, best in zip(found, map(max, zip(*alike, strict=True)), strict=True):
+        if value < _SLOW_SHARE * best:
+            fix = "Compare the clocks and slowdowns below; other processes on this GPU have the same effect."
+            return warning(f"{fact}: much slower than the fastest {name} here", fix)
+    return ok(fact)
+
+
 @dataclass(slots=True)
 class GpuLoad:
     """What NVML reported about one GPU while it was busy: clocks in MHz, watts, degrees Celsius, throttle reasons."""
@@ -322,11 +372,11 @@ def load() -> Iterator[CheckFinding]:
     handles = [handle_of(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(0) >= _NO_BF16 else torch.float16
     squares = [torch.randn(4096, 4096, device=f"cuda:{index}", dtype=dtype) for index in indices]
-    loads = [GpuLoad() for _ in indices]
+    products, loads = _products_per_sample(squares[0]), [GpuLoad() for _ in indices]
     until = time.perf_counter() + _LOAD_SECONDS
     while time.perf_counter() < until:
-        for _ in range(_PRODUCTS):
-            for square in squares:
+        for square in squares:
+            for _ in range(products):
                 torch.matmul(square, square)
         for handle, each in zip(handles, loads, strict=True):  # while the products run
             if handle is not None:
@@ -341,6 +391,18 @@ def load() -> Iterator[CheckFinding]:
             limit = _watts(read(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
             default = _watts(read(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle))
             yield load_finding(index, each, highest, limit, default)
+
+
+def _products_per_sample(square: Any) -> int:
+    """Return how many products keep a GPU busy while the driver is asked."""
+    import torch
+
+    for _ in range(2):  # the first starts the library
+        torch.cuda.synchronize(square.device)
+        start = time.perf_counter()
+        torch.matmul(square, square)
+        torch.cuda.synchronize(square.device)
+    return max(1, round(_SAMPLE_SECONDS / (time.perf_counter() - start)))
 
 
 def _watts(milliwatts: int | None) -> float | None:
@@ -362,7 +424,7 @@ def load_finding(
     clock = statistics.median(found.clocks)
     parts = [f"{clock:.0f} MHz" + ("" if highest is None else f" of {highest} MHz")]
     if found.watts:
-        parts.append(f"{statistics.median(found.watts):.0f} W" + ("" if limit is None else f" of {limit:.0f} W"))
+        parts.append(f"{max(found.watts):.0f} W" + ("" if limit is None else f" of {limit:.0f} W"))
     if found.degrees:
         parts.append(f"{max(found.degrees)} °C")
     fact = f"GPU {index} under load: {', '.join(parts)}"

@@ -107,7 +107,7 @@ def memory_finding(total: int, available: int, limit: int | None) -> CheckFindin
         fact += f", the container may use {limit / _GIB:.1f} GiB"
     if min(available, available if limit is None else limit) < _LEAST_MEMORY:
         return warning(
-            f"{fact}: too little to load a released Gemma 3 in bf16, the 1B model excepted",
+            f"{fact}: little for checkpoints and decoded images",
             "Stop other processes, or raise the container's limit.",
         )
     return ok(fact)
@@ -122,7 +122,7 @@ def shared_memory() -> Iterator[CheckFinding]:
     fact = f"/dev/shm: {found.free / _GIB:.1f} of {found.total / _GIB:.1f} GiB free"
     if found.free < _LEAST_SHARED:
         yield warning(
-            f"{fact}: NCCL (--tensor-parallel-size) and Ray (--replicas) need more",
+            f"{fact}: NCCL (--tensor-parallel-size) and Ray (--replicas) may need more",
             "Start the container with --shm-size=16g or --ipc=host.",
         )
     else:

@@ -25,6 +25,7 @@ TIMEOUT = 120.0
 LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "gpu": {"HF_HUB_OFFLINE": "1"},
     "gemma": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    "compile": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
 }
 """Environment variables of lanes. Libraries must not use the network, and threads of several lanes would wait for each
 other."""
@@ -186,7 +187,10 @@ class _Lane:
         self._log.seek(max(0, size - _TAIL_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "nothing")
+        killed = code == -signal.SIGKILL
         return warning(
             f"the check ended its process {how}; the last output was: {one_line(said.strip())[:200]}",
-            "Reinstall the library that the output names, in a version that matches PyTorch.",
+            "Free memory: the kernel kills processes when it runs out."
+            if killed
+            else "Reinstall the library that the output names, in a version that matches PyTorch.",
         )

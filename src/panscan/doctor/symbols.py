@@ -73,8 +73,12 @@ class SymbolUse:
 
 def symbols() -> Iterator[CheckFinding]:
     """Check each name and argument that panscan relies on."""
-    from panscan.model.runtime import quiet_libraries
-
+    try:
+        from panscan.model.runtime import quiet_libraries
+    except Exception as error:  # imports of broken packages raise anything
+        text = " ".join(str(error).split())[:200]
+        yield problem(f"Transformers cannot be imported: {type(error).__name__}: {text}", "Reinstall transformers.")
+        return
     quiet_libraries()
     yield from findings(used_symbols(Path(panscan.__file__).parent))
 

@@ -10,9 +10,9 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from panscan.model.attention_check import sample_inputs
 from panscan.model.checkpoint import Loaded, load_random
 from panscan.model.shapes import SHAPES, Shape
+from panscan.runners.attention_check import sample_inputs
 
 __all__ = ["Recompilations", "batch_answers", "chunked_prefill", "padding_error", "recompilations"]
 

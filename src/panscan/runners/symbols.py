@@ -91,6 +91,8 @@ def _parameters(value: Any) -> tuple[set[str], bool]:
         return set(), False
     known = {each.name for each in parameters}
     open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    if inspect.isclass(value) and issubclass(value, transformers.PreTrainedConfig):
+        open_ended = True  # some versions hide it from the signature; unknown arguments become attributes
     if open_ended and inspect.isclass(value):  # configurations take their fields as **kwargs
         fields = {name for base in value.__mro__ for name in getattr(base, "__annotations__", ())}
         with suppress(Exception):  # a class that needs arguments has no default instance to look at
