@@ -12,11 +12,11 @@ from panscan.attention_map.measure import Masks, PromptAttention
 from panscan.attention_map.segments import Segment
 from panscan.model.attention_masks import LayerKind
 
-__all__ = ["Difference", "cause", "differences", "statements"]
+__all__ = ["MaskDifference", "cause", "differences", "statements"]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class MaskDifference:
     """Cells, that is, pairs of a query and a key, in the layers of one kind.
 
     Args:
@@ -32,13 +32,13 @@ class Difference:
     extra: int
 
 
-def differences(shown: PromptAttention, other: Masks) -> tuple[Difference, ...]:
+def differences(shown: PromptAttention, other: Masks) -> tuple[MaskDifference, ...]:
     """Return how an implementation's masks differ from the reference's, by layer kind."""
     found = []
     for kind in shown.layers:
         reference, mask = shown.reference.by_kind[kind], other.by_kind[kind]
         counts = (np.count_nonzero(cells) for cells in (reference, reference & ~mask, mask & ~reference))
-        found.append(Difference(kind, *map(int, counts)))
+        found.append(MaskDifference(kind, *map(int, counts)))
     return tuple(found)
 
 
