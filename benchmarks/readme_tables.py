@@ -22,6 +22,14 @@ from panscan.records.summary import replica_shares
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
+from benchmarks.faster import (
+    faster_cpu,
+    faster_one,
+    faster_several,
+    faster_small,
+    faster_transformers,
+    faster_wrong,
+)
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
@@ -47,6 +55,7 @@ PAGES = (
         DOCS / name
         for name in (
             "measured.md",
+            "faster.md",
             "verdict.md",
             "verify.md",
             "load.md",
@@ -351,6 +360,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "load-kills": load_kills,
     "verify-faults": verify_faults,
     "verify-vllm": verify_vllm,
+    "faster-one": faster_one,
+    "faster-transformers": faster_transformers,
+    "faster-several": faster_several,
+    "faster-small": faster_small,
+    "faster-cpu": faster_cpu,
+    "faster-wrong": faster_wrong,
     "robustness": robustness_parts,
     "robustness-files": robustness_cases("files", "groups"),
     "robustness-damage": robustness_cases("files", "ways"),

@@ -26,14 +26,19 @@ from panscan.core import SettingError, now
 from panscan.images.samples import write_samples
 from panscan.model.inputs import read_images
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
-def test_the_readmes_examples_run_as_they_stand(
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
+
+
+def test_the_python_examples_run_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The first two need a server: tests/serve/test_server.py runs them.
-    _, _, offline, streamed, structured = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    [first] = python_blocks(ROOT / "README.md")
+    offline, streamed, structured = python_blocks(ROOT / "docs" / "python.md")
+    assert first == offline
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path, count=1)
     shutil.move("receipt-00.png", "receipt.png")

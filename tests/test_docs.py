@@ -9,6 +9,7 @@ from pathlib import Path
 
 from panscan.cli import load
 from panscan.cli.main import VERBS
+from panscan.engine.options import EngineOptions
 from panscan.load.scenario import load_scenario
 
 ROOT = Path(__file__).parent.parent
@@ -51,3 +52,12 @@ def test_the_flags_of_the_load_guide_exist() -> None:
     own = (ROOT / "docs" / "load.md").read_text("utf-8").partition("## Coming from")[0]
     known = {name for option in load.command.params for name in option.opts}
     assert set(re.findall(r"--[a-z][a-z-]+", own)) <= known
+
+
+def test_the_engine_guide_has_the_engines_defaults() -> None:
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\S*) ?\|", (ROOT / "docs" / "engine.md").read_text("utf-8"), flags=re.M)
+    assert len(rows) >= 10
+    words = {"None": "", "True": "on", "False": "off"}
+    for name, shown in rows:
+        default = str(getattr(EngineOptions(), name.replace("-", "_")))
+        assert shown == words.get(default, default.removesuffix(".0")), name

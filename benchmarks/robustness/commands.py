@@ -33,6 +33,7 @@ _BASES = {
     "compare": ["compare", "run", "run"],
     "crops": ["crops", "doc.png"],
     "demo": ["demo", "demo", "--count", "2"],
+    "doctor": ["doctor", "--only", "limits"],
     "load": ["load", "http://127.0.0.1:9", "--images", "doc.png", "--ready-check-timeout-sec", "0"],  # no server there
     "quantize": ["quantize", "tiny", "quantized", "--quantization", "int8", "--no-verify"],
     "recommend": ["recommend", "run"],

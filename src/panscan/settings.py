@@ -33,6 +33,7 @@ __all__ = [
     "Settings",
     "axes",
     "axis_name",
+    "check_weight_kind",
     "choose_runner",
     "foreign_settings",
     "nearest",
@@ -394,6 +395,12 @@ def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
 
 def _or(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def check_weight_kind(kind: str) -> None:
+    """Raise a SettingError unless ``panscan quantize`` can write weights of a kind."""
+    if kind not in WEIGHT_KINDS:
+        raise SettingError(f"--quantization takes {', '.join(WEIGHT_KINDS)}; got {kind!r}{nearest(kind, WEIGHT_KINDS)}")
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

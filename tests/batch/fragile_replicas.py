@@ -13,7 +13,7 @@ from PIL import Image
 
 from panscan.core import Request, Result, Stamps, now
 from panscan.images.files import PageBytes, expand_images
-from panscan.serve.backend import ModelInfo, Work
+from panscan.serve.backend import ModelInfo, RequestWork
 from panscan.serve.batch_replica import BatchReplica, InvisibleFiles
 from panscan.serve.cluster_engine import ClusterEngine
 from panscan.settings import Settings
@@ -31,7 +31,7 @@ class FragileReplica(BatchReplica):
     async def check_health(self) -> None:
         pass
 
-    async def answer(self, request: Request, work: Work) -> Result | InvisibleFiles:
+    async def answer(self, request: Request, work: RequestWork) -> Result | InvisibleFiles:
         if request.prompt == "crash":
             os._exit(1)
         if ELSEWHERE in request.images:

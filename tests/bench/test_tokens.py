@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.bench.invariance import Variant, compare, shared_axis, variants
+from panscan.bench.invariance import RunAnswers, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, compared_with_truth, first_difference
 from panscan.core import Request, Result, Stamps
 from panscan.records.verdict import clear_margin
@@ -135,10 +135,10 @@ def test_the_reference_tells_which_of_two_answers_is_wrong(own_is_wrong: bool) -
     states[:, 2] = 5.0
     own, other = ([2, 2, 4], [2, 2, 2]) if own_is_wrong else ([2, 2, 2], [2, 2, 4])
     rows = ReferenceRows(lambda _, tokens: states[: len(tokens)])
-    found = compare(Variant("order", "", {"r": other, "x": [1]}), {"r": own}, judge(), rows, same_cell=False)
+    found = compare(RunAnswers("order", "", {"r": other, "x": [1]}), {"r": own}, judge(), rows, same_cell=False)
     assert (found.requests, found.differ, found.own, found.broken) == (1, 1, own_is_wrong, True)
     assert (found.first.token, found.first.expected) == (4, 2)
-    unknown = compare(Variant("order", "", {"r": other}), {"r": own}, judge(), None, same_cell=True)
+    unknown = compare(RunAnswers("order", "", {"r": other}), {"r": own}, judge(), None, same_cell=True)
     assert (unknown.differ, unknown.broken, unknown.first.clear) == (1, False, None)
 
 

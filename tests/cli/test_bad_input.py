@@ -152,6 +152,21 @@ def test_bad_input_is_one_line_and_a_code(
     assert "Traceback" not in said
 
 
+def test_wrong_options_are_refused_before_torch_is_imported(folder: Path) -> None:
+    script = (
+        "import json, sys\n"
+        "from panscan.cli.main import run\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    run(arguments)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(' '.join(arguments))\n"
+    )
+    # The number of images that a raw prompt needs depends on the model's tokens.
+    wrong = json.dumps([each for each, code, _ in CASES if code == 2 and "--raw-prompt" not in each])
+    done = subprocess.run([sys.executable, "-c", script, wrong], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.engine.test_attention import BLOCKS, sequences
 from tests.triton_here import DEVICE
 
-from panscan.engine.graphs import Graphs, decode_sizes, graph_sizes, padded
+from panscan.engine.graphs import Graphs, padded
 from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.graph_sizes import decode_sizes, graph_sizes
 from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import TritonBackend, TritonPlan
 

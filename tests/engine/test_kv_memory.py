@@ -12,26 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.engine.kv_memory import (
+from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
+from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
-    KVCache,
     KVShape,
     MemoryBudget,
     MemoryFacts,
     choose_blocks,
-    limit_process_memory,
     split_blocks,
 )
-from panscan.engine.options import EngineOptions
 from panscan.model.machine import release_memory
 from panscan.model.text_layers import LayerFacts
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)  # no test but those marked gpu touches one
+CPU = torch.device("cpu")
 LAYERS = [LayerFacts(local, 2, 16, torch.float32, torch.float32, CPU) for local in (True, True, False, True)]
 FACTS = MemoryFacts(
-    KVShape.of(LAYERS), CPU, working_bytes=10**8, view_bytes=1024, window=30, image_tokens=4, max_positions=131_072
+    KVShape.of(LAYERS),
+    "cpu",
+    on_gpu=False,
+    working_bytes=10**8,
+    view_bytes=1024,
+    window=30,
+    image_tokens=4,
+    max_positions=131_072,
 )
-ON_GPU = replace(FACTS, device=GPU)
+ON_GPU = replace(FACTS, device="cuda:0", on_gpu=True)
 H100 = DeviceMemory(total=80 * 10**9, free=50 * 10**9, reserved=28 * 10**9)
 
 
@@ -178,7 +184,7 @@ def test_sizes_out_of_range_are_refused_at_once(given_: dict[str, Any]) -> None:
 
 
 def test_a_cpu_has_its_memory_measured_and_no_limit() -> None:
-    memory = DeviceMemory.of(CPU)
+    memory = measure_memory(CPU)
     assert memory.total >= memory.free > 0 == memory.reserved
     limit_process_memory(CPU, 1)()
     torch.empty(1000)

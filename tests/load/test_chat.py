@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError, SettingError, now
-from panscan.load.chat import ChatStream, Endpoint, Exchange, chat_body, data_url, fetch_json
+from panscan.load.chat import ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 
@@ -29,10 +29,12 @@ def stream_of(events: Sequence[Any], done: str = "[DONE]") -> bytes:
     return "".join(f"data: {text}\n\n" for text in texts).encode()
 
 
-def answer(body: bytes, step: int | None = None, headers: dict[str, str] | None = None, status: int = 200) -> Exchange:
+def answer(
+    body: bytes, step: int | None = None, headers: dict[str, str] | None = None, status: int = 200
+) -> RequestOutcome:
     """The outcome of a response whose body arrives in pieces of ``step`` bytes; the stamps are the pieces' numbers."""
-    ended: list[Exchange] = []
-    stream = ChatStream(Exchange("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    ended: list[RequestOutcome] = []
+    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
     stream.on_head(status, EVENT_STREAM if headers is None else headers)
     for number, start in enumerate(range(0, len(body), step or len(body) or 1)):
         stream.on_data(body[start : start + (step or len(body))], float(number))
@@ -187,8 +189,8 @@ def test_an_answer_does_not_depend_on_how_it_is_cut_into_packets(step: int | Non
 
 def test_a_chunk_is_stamped_when_its_event_is_complete() -> None:
     head, tail = b'data: {"choices":[{"delta":{"conte', b'nt":"a"}}]}\n\n'
-    ended: list[Exchange] = []
-    stream = ChatStream(Exchange("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    ended: list[RequestOutcome] = []
+    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
     stream.on_head(200, EVENT_STREAM)
     stream.on_data(head, 1.0)
     stream.on_data(tail, 2.0)

@@ -16,7 +16,7 @@ from tests.conftest import noise
 
 from panscan.bench.workload import Source, load_workload
 from panscan.core import SettingError
-from panscan.load.content import Content, Pile, pile_of_items, pile_of_scenario
+from panscan.load.content import Content, RequestMix, pile_of_items, pile_of_scenario
 from panscan.load.options import LoadOptions, Trace
 from panscan.load.scenario import load_scenario
 from panscan.load.variants import VariantImage
@@ -25,7 +25,7 @@ QUESTIONS = ("What is the total?", "Which shop?", "When?")
 
 
 @pytest.fixture
-def pile(tmp_path: Path) -> Pile:
+def pile(tmp_path: Path) -> RequestMix:
     """Three documents (PNG, JPEG and a PDF page), each with three prompts."""
     noise(200, 300).save(tmp_path / "a.png")
     noise(320, 100, 1).save(tmp_path / "b.jpg", quality=80, subsampling=0)
@@ -79,7 +79,7 @@ def test_a_variant_survives_the_resize_of_the_model() -> None:
     assert len({Image.open(BytesIO(file)).resize((896, 896)).tobytes() for file in files}) == 8
 
 
-def test_levels_send_the_same_work_and_no_image_twice(pile: Pile) -> None:
+def test_levels_send_the_same_work_and_no_image_twice(pile: RequestMix) -> None:
     options = LoadOptions(min_tokens=4, max_tokens=64)
     content = Content(pile, options, "m", salt=7)
     first, second = sent(content, 20), sent(content, 30)
@@ -93,25 +93,25 @@ def test_levels_send_the_same_work_and_no_image_twice(pile: Pile) -> None:
 
 
 @pytest.mark.parametrize(("share", "distinct"), [(0.0, 40), (0.25, 30), (0.75, 10), (1.0, 1)])
-def test_the_wanted_share_of_images_is_reused(pile: Pile, share: float, distinct: int) -> None:
+def test_the_wanted_share_of_images_is_reused(pile: RequestMix, share: float, distinct: int) -> None:
     found = sent(Content(pile, LoadOptions(image_reuse=share), "m"), 40)
     assert len({each[3] for each in found}) == distinct
     assert share in (0.0, 1.0) or len({each[1] for each in found}) == len(QUESTIONS)
 
 
-def test_a_trace_sets_the_lengths(pile: Pile) -> None:
+def test_a_trace_sets_the_lengths(pile: RequestMix) -> None:
     trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
     found = sent(Content(pile, LoadOptions(trace=trace, num_prompts=3), "m"), 3)
     assert [each[2] for each in found] == [3, 1, 2]
 
 
-def test_more_warm_up_requests_than_lines_repeat_the_lengths(pile: Pile) -> None:
+def test_more_warm_up_requests_than_lines_repeat_the_lengths(pile: RequestMix) -> None:
     trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
     content = Content(pile, LoadOptions(trace=trace, num_prompts=3, num_warmups=5), "m")
     assert [each[2] for each in sent(content, 5)] == [3, 1, 2, 3, 1]
 
 
-def test_too_large_a_load_is_refused_with_the_need(pile: Pile) -> None:
+def test_too_large_a_load_is_refused_with_the_need(pile: RequestMix) -> None:
     with pytest.raises(SettingError, match="--images: 1 documents exceed 0 MB"):
         Content(pile, LoadOptions(), "m", most_bytes=1000).requests(2)
     content = Content(pile, LoadOptions(), "m", most_bytes=1_000_000)

@@ -18,7 +18,7 @@ from tests.load.fake_server import fake_server
 
 from panscan.core import SettingError, from_perf_counter
 from panscan.load.arrivals import ConstantArrivals
-from panscan.load.chat import ChatRequest, Endpoint, Exchange, chat_body, data_url, fetch_json
+from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 from panscan.load.generator import run_level
 
 TTFT, ITL, TOKENS = 0.030, 0.004, 6
@@ -157,7 +157,7 @@ def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
 
 
 def test_the_requests_of_a_killed_process_are_failures() -> None:
-    def kill_one(exchange: Exchange) -> None:
+    def kill_one(exchange: RequestOutcome) -> None:
         if killed:
             return
         workers = [each for each in psutil.Process().children() if "panscan.load.workers" in " ".join(each.cmdline())]
@@ -181,7 +181,7 @@ def test_the_requests_of_a_killed_process_are_failures() -> None:
 def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> None:
     cancelled, done = threading.Event(), []
 
-    def count(exchange: Exchange) -> None:
+    def count(exchange: RequestOutcome) -> None:
         done.append(exchange)
         if len(done) == 3:
             cancelled.set()

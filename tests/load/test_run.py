@@ -19,16 +19,16 @@ from tests.load.fake_server import fake_server
 
 from panscan.bench.workload import DocumentFile, Item
 from panscan.core import EndpointError
-from panscan.load.chat import Endpoint, Exchange
-from panscan.load.content import Pile
+from panscan.load.chat import Endpoint, RequestOutcome
+from panscan.load.content import RequestMix
 from panscan.load.generator import LevelResult
 from panscan.load.options import LoadLevel, LoadOptions
-from panscan.load.probe import Probe, probe_endpoint
+from panscan.load.probe import EndpointFacts, probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
 from panscan.records.store import FILE_NAME, Run, read_run
 
-PROBE = Probe("fake", None, None, None, None, ())
+PROBE = EndpointFacts("fake", None, None, None, None, ())
 DOCUMENT = DocumentFile("page.png", 120, 200, "0" * 64)
 FAULTS = {  # the kind of error that each fault is recorded as; None: answered
     "html": "protocol", "429": "http", "refuse-images": "http", "malformed": "stream", "early-close": "stream",
@@ -50,7 +50,7 @@ class Observer:
     def measuring(self, level: LoadLevel, count: int) -> None: ...
     def measured(self, level: LoadLevel, result: LevelResult) -> None: ...
 
-    def done(self, exchange: Exchange) -> None:
+    def done(self, exchange: RequestOutcome) -> None:
         self.ended += 1
         if self.ended == self._cancel_after:
             self.cancelled.set()
@@ -71,7 +71,7 @@ def load(
     """Run a load of small requests."""
     options = LoadOptions(**{"num_prompts": 4, "num_warmups": 0, "max_tokens": 4, **given})
     image = VariantImage(noise(120, 200))
-    pile = Pile([Item("0", (DOCUMENT,), "What is it?")], None, lambda document: image)
+    pile = RequestMix([Item("0", (DOCUMENT,), "What is it?")], None, lambda document: image)
     plan = LoadPlan(Endpoint(url, model, timeout=timeout), options, pile, PROBE)
     return run_load(plan, directory, ["panscan", "load"], observer, observer.cancelled)
 

@@ -17,7 +17,7 @@ import pytest
 from tests.serve.serving import DEADLINE, Server, chat, post, refused, user, wait_for
 
 from panscan.core import Request, Sampling
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 from panscan.serve.engine_process import EngineProcess
 from panscan.settings import Settings
 
@@ -194,7 +194,7 @@ def test_a_cancelled_request_is_not_computed_again() -> None:
         try:
             sampling = Sampling(max_new_tokens=4000, ignore_eos=True)
             request = Request(prompt="Hi", sampling=sampling, id="abandoned")
-            stream = backend.submit(request, Work(0, 10, 4000), stream=False)
+            stream = backend.submit(request, RequestWork(0, 10, 4000), stream=False)
             assert backend.pid is not None  # it is ready
             os.kill(backend.pid, signal.SIGSTOP)  # so that the engine cannot end the request itself
             stream.cancel()

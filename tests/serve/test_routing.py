@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 from panscan.serve.routing import CostModel, Router
 
-PAGE = Work(views=5, prompt_tokens=1400, max_new_tokens=128, keys=(b"page",))
-TEXT = Work(views=0, prompt_tokens=200, max_new_tokens=128)
+PAGE = RequestWork(views=5, prompt_tokens=1400, max_new_tokens=128, keys=(b"page",))
+TEXT = RequestWork(views=0, prompt_tokens=200, max_new_tokens=128)
 
 
 def router_of(*ids: str, **options: float) -> Router:
@@ -22,7 +22,7 @@ def router_of(*ids: str, **options: float) -> Router:
     return router
 
 
-def send(router: Router, number: int, work: Work) -> str:
+def send(router: Router, number: int, work: RequestWork) -> str:
     """Route a request to the best replica and return its id."""
     chosen = router.rank(work)[0]
     router.assign(str(number), chosen, work)
@@ -91,7 +91,7 @@ def simulated(documents: int = 40, questions: int = 4, in_flight: int = 20, **op
     for number, document in enumerate(waiting):
         if number >= in_flight:
             time += finish_one(router, running)
-        work = Work(views=4, prompt_tokens=1102, max_new_tokens=16, keys=(bytes([document]),))
+        work = RequestWork(views=4, prompt_tokens=1102, max_new_tokens=16, keys=(bytes([document]),))
         before = router.hits
         chosen = send(router, number, work)
         running[chosen][str(number)] = cost.of(work) - cost.saved(work, [router.hits > before])
@@ -116,7 +116,7 @@ def finish_one(router: Router, running: dict[str, dict[str, float]]) -> float:
 
 
 def test_the_prefix_saves_up_to_the_first_unknown_image_only():
-    work = Work(views=4, prompt_tokens=1200, max_new_tokens=1, keys=(b"1", b"2"))
+    work = RequestWork(views=4, prompt_tokens=1200, max_new_tokens=1, keys=(b"1", b"2"))
     cost = CostModel()
     first, last = cost.saved(work, [True, False]), cost.saved(work, [False, True])
     assert first - last == 2 * cost.tokens_per_view
@@ -126,7 +126,7 @@ def test_the_prefix_saves_up_to_the_first_unknown_image_only():
 
 def test_long_answers_count_up_to_what_is_expected():
     cost = CostModel(expected_output=100)
-    short, long, longest = (cost.of(Work(0, 10, output)) for output in (50, 100, 10_000))
+    short, long, longest = (cost.of(RequestWork(0, 10, output)) for output in (50, 100, 10_000))
     assert short < long == longest
 
 
@@ -165,16 +165,16 @@ def test_only_candidates_that_still_run_are_ranked():
 def test_remembered_images_are_bounded_and_the_oldest_go_first():
     router = router_of("a", keys_per_replica=2)
     for number, key in enumerate((b"1", b"2", b"1", b"3")):
-        router.assign(str(number), "a", Work(1, 300, 8, (key,)))
+        router.assign(str(number), "a", RequestWork(1, 300, 8, (key,)))
     before = router.hits
-    router.assign("again", "a", Work(1, 300, 8, (b"1",)))
+    router.assign("again", "a", RequestWork(1, 300, 8, (b"1",)))
     assert router.hits == before + 1
-    router.assign("forgotten", "a", Work(1, 300, 8, (b"2",)))
+    router.assign("forgotten", "a", RequestWork(1, 300, 8, (b"2",)))
     assert router.hits == before + 1
 
 
 works = st.builds(
-    Work,
+    RequestWork,
     views=st.integers(0, 50),
     prompt_tokens=st.integers(0, 30_000),
     max_new_tokens=st.integers(1, 16_384),
@@ -199,7 +199,7 @@ def test_outstanding_work_returns_to_zero(steps, replicas):
     assert all(router.outstanding(id) == 0 for id in router.replicas)
 
 
-@given(st.lists(works.map(lambda work: Work(work.views, work.prompt_tokens, work.max_new_tokens)), min_size=1))
+@given(st.lists(works.map(lambda work: RequestWork(work.views, work.prompt_tokens, work.max_new_tokens)), min_size=1))
 def test_without_images_no_replica_is_ahead_by_more_than_one_request(steps):
     router = router_of("a", "b", "c")
     for number, work in enumerate(steps):

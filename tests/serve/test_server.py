@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 else:
     openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "serve.md"
 
 TOKENS = 12
 GREEDY, DEFAULT = Sampling(TOKENS), PanAndScan()
@@ -445,10 +445,10 @@ def test_traces_have_a_span_per_stage(engine: Engine) -> None:
     assert root.attributes["gen_ai.usage.output_tokens"] == 4
 
 
-def test_the_readmes_client_runs_as_it_stands(
+def test_the_guides_client_runs_unchanged(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    streamed, extracted, *_ = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    streamed, extracted, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path / "samples", count=1)
     names: dict[str, Any] = {}

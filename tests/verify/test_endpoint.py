@@ -14,7 +14,7 @@ from PIL import Image
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
-from panscan.verify.endpoint import EndpointSession, encoded_image
+from panscan.verify.endpoint import EndpointClient, encoded_image
 
 Body = dict[str, Any]
 Reply = Callable[[int, Body], tuple[int, object]]
@@ -33,7 +33,7 @@ def failure(status: int, message: str) -> tuple[int, Body]:
 
 
 @contextmanager
-def session(reply: Reply) -> Iterator[EndpointSession]:
+def session(reply: Reply) -> Iterator[EndpointClient]:
     """A session with an endpoint that calls ``reply`` with the number of each request, from 0, and its body."""
     count = iter(range(100))
 
@@ -54,7 +54,7 @@ def session(reply: Reply) -> Iterator[EndpointSession]:
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "served", None, timeout=20.0)
-        yield EndpointSession(endpoint, max_requests=32, max_tokens=4, top_logprobs=20)
+        yield EndpointClient(endpoint, max_requests=32, max_tokens=4, top_logprobs=20)
     finally:
         server.shutdown()
         server.server_close()

@@ -90,7 +90,7 @@ def answer(
             again; a few such failures among answers are the documents' own and are written.
     """
     lines = _OrderedWriter(output, window)
-    asking = _Asking(job, iter(tasks), lines, on_answer, proven=proven)
+    asking = _StreamedTasks(job, iter(tasks), lines, on_answer, proven=proven)
     if engine is None:
         deque(asking.requests(), maxlen=0)
         asking.settle()
@@ -104,7 +104,7 @@ def answer(
         asking.settle()
 
 
-class _Asking:
+class _StreamedTasks:
     """Tasks on their way through streams of an engine, one stream after the other."""
 
     def __init__(
@@ -117,7 +117,7 @@ class _Asking:
         proven: bool,
     ) -> None:
         self._job, self._queue, self._lines, self._on_answer = job, queue, lines, on_answer
-        self._flying: dict[int, tuple[int, Task]] = {}  # by the request's index in its stream
+        self._in_flight: dict[int, tuple[int, Task]] = {}  # by the request's index in its stream
         self._unsure: list[tuple[int, Task, Result]] = []
         self._unstored: list[tuple[int, Task, Result]] = []  # failed with a StorageError, one after the other
         self._proven = proven
@@ -139,12 +139,12 @@ class _Asking:
             if problem is not None:
                 self._concluded(number, task, Result.unanswered(task.item.id, now(), problem))
                 continue
-            self._flying[next(index)] = number, task
+            self._in_flight[next(index)] = number, task
             yield request
 
     def finished(self, index: int, result: Result) -> None:
         """The request that the stream drew at ``index`` has its result."""
-        number, task = self._flying.pop(index)
+        number, task = self._in_flight.pop(index)
         if isinstance(result.error, EngineError):
             raise result.error
         if result.finish_reason == "cancelled":

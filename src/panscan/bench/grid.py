@@ -61,7 +61,7 @@ def build_cells(
     """
     if len(presets) > MAX_VALUES:
         raise SettingError(f"--preset names {len(presets):,} presets: give at most {MAX_VALUES:,}")
-    over = {**(file or {}), **parse_axes(flags, "the command line")}
+    over = {**(file or {}), **parse_axes(flags)}
     cells: dict[str, Cell] = {}
     bases: list[tuple[str | None, Axes]] = [(name, load_preset(name)) for name in presets] or [(None, {})]
     # Counted before any is made: a file of a few lines can mean billions.

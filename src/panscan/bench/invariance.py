@@ -17,7 +17,7 @@ from panscan.records.verdict import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
 
-__all__ = ["Again", "Answers", "Variant", "answered", "compare", "shared_axis", "variants"]
+__all__ = ["Again", "Answers", "RunAnswers", "answered", "compare", "shared_axis", "variants"]
 
 _ALONE = 8  # requests that are answered alone
 _JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
@@ -41,7 +41,7 @@ Answers = Mapping[str, Tokens]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class RunAnswers:
     """The answers of one run of a cell's requests; ``note`` describes the conditions, or why there are no answers."""
 
     axis: str
@@ -57,7 +57,7 @@ def shared_axis(a: Settings, b: Settings) -> str | None:
     return None
 
 
-def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], longest: int) -> Iterator[Variant]:
+def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], longest: int) -> Iterator[RunAnswers]:
     """Answer the requests again: in reverse order, with warm caches, alone, and in smaller prefill chunks.
 
     Args:
@@ -72,7 +72,7 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     if hasattr(runner, "answer"):  # the engine's caches outlive a call
         yield _variant("cache", "with the caches of an earlier pass", lambda: _named(runner.answer(requests)))
     else:
-        yield Variant("cache", "the runner keeps no cache between calls", {})
+        yield RunAnswers("cache", "the runner keeps no cache between calls", {})
     if len(requests) > 1 or settings.batch_size > 1:
         alone = [requests[index] for index in _spread(len(requests))]
         yield _variant("batch", "each alone", lambda: _named([runner.run([request])[0] for request in alone]))
@@ -80,15 +80,15 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
         size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
         yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
     else:
-        yield Variant("chunk", "generate() cuts image blocks in chunks: see prefill_chunk_size", {})
-    yield Variant("gpus", "this run uses one set of devices", {})
+        yield RunAnswers("chunk", "generate() cuts image blocks in chunks: see prefill_chunk_size", {})
+    yield RunAnswers("gpus", "this run uses one set of devices", {})
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
     """The answers of requests that were answered as a measurement does, and the tokens of the longest prompt."""
 
-    variant: Variant
+    variant: RunAnswers
     longest: int
 
 
@@ -99,16 +99,16 @@ def answered(runner: Runner, requests: Sequence[Request], views: Sequence[int]) 
         PanscanError: of a request that failed.
     """
     results = _results(runner, requests, views, range(len(requests)))
-    return Again(Variant("repeats", "", _named(results)), max(result.prompt_tokens for result in results))
+    return Again(RunAnswers("repeats", "", _named(results)), max(result.prompt_tokens for result in results))
 
 
-def _variant(axis: str, note: str, run: Callable[[], Answers]) -> Variant:
+def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
     try:
-        return Variant(axis, note, run())
+        return RunAnswers(axis, note, run())
     except Exception as error:  # out of memory, too: the measurement and its verdict stand
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, PanscanError) else str(error)
     release_memory()
-    return Variant(axis, f"failed: {' '.join(reason.split())[:200]}", {})
+    return RunAnswers(axis, f"failed: {' '.join(reason.split())[:200]}", {})
 
 
 def _spread(count: int) -> list[int]:
@@ -144,7 +144,7 @@ class _Difference:
 
 
 def compare(
-    variant: Variant, own: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
+    variant: RunAnswers, own: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
 ) -> AxisCheck:
     """Compare two runs of the same requests.
 

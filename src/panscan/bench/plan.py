@@ -85,6 +85,8 @@ class SweepPlan:
     quality_metric: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.verify and self.reference is not None:
+            raise SettingError("--no-verify and --reference exclude each other")
         if (count := len(self.cells) * self.repeats) > MAX_MEASUREMENTS:
             raise SettingError(
                 f"--repeats {self.repeats} of {len(self.cells)} cells are {count:,} measurements,"

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from panscan.bench.plan import SweepPlan
 from panscan.bench.workload import plans_of
+from panscan.core import SettingError
 from panscan.images.views import GEMMA3_COST
-from panscan.model.shapes import BUNDLED, SHAPES, Shape, quantized_bytes
+from panscan.model.shapes import SHAPES, Shape, shape_named
+from panscan.plan.cost import Variant, Work, pass_work, vision_work
 from panscan.settings import ALL_AT_ONCE, Settings
 
 __all__ = ["Prediction", "predict"]
@@ -19,6 +21,7 @@ _EFFICIENCY = 0.5
 _STEP_SECONDS_PER_LAYER = 0.9e-3
 _TEXT_TOKENS_PER_CHARACTER = 0.3
 _NARROW_PRODUCTS = 2.0  # 8-bit products run at this multiple of the bf16 rate
+_STORED_LIKE = {"bnb-8bit": "int8", "bnb-4bit": "int4"}  # bytes per weight; these multiply in the model's precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,13 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
     tokens = [sum(p.prompt_tokens for p in plans) + text for plans, text in zip(per_item, texts, strict=True)]
     todo = plan.batches(settings)
     seconds = None
-    if shape is not None:
+    variant = None if shape is None else _variant_of(settings, shape)
+    if variant is not None:
         together = [each for call in todo for each in _together(call, settings)]
-        seconds = sum(_batch_seconds(shape, settings, [views[i] for i in b], [tokens[i] for i in b]) for b in together)
+        seconds = sum(
+            _batch_seconds(variant, settings, [views[i] for i in batch], [tokens[i] for i in batch])
+            for batch in together
+        )
     return Prediction(
         cell=cell,
         settings=settings,
@@ -84,16 +91,25 @@ def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:
 
 
 def shape_of(settings: Settings) -> Shape | None:
-    """The shape that a checkpoint's name tells, such as ``google/gemma-3-27b-it``."""
+    """The shape that settings name."""
     if settings.random_weights:
         return SHAPES[settings.model_shape or "mini"]
-    name = settings.model.lower()
-    if name in BUNDLED:
-        return SHAPES[name]
-    return next((shape for size, shape in SHAPES.items() if f"gemma-3-{size}" in name), None)
+    return shape_named(settings.model)
 
 
-def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], tokens: Sequence[int]) -> float:
+def _variant_of(settings: Settings, shape: Shape) -> Variant | None:
+    """Return what runs; None if the settings do not fit the shape, which loading will refuse."""
+    weights = _STORED_LIKE.get(settings.quantization or "", settings.quantization)
+    try:
+        return Variant(
+            shape, weights, settings.quantization_group_size, settings.kv_cache_dtype, settings.tensor_parallel_size,
+            dtype="fp32" if settings.dtype == "fp32" else "bf16",
+        )  # fmt: skip
+    except SettingError:
+        return None
+
+
+def _batch_seconds(variant: Variant, settings: Settings, views: Sequence[int], tokens: Sequence[int]) -> float:
     """Prefill bound by arithmetic, decode by memory or by the host's time per step, whichever is longer."""
     from panscan.model.ceilings import measure_ceilings
     from panscan.model.machine import resolve_device, resolve_dtype
@@ -102,11 +118,16 @@ def _batch_seconds(shape: Shape, settings: Settings, views: Sequence[int], token
     ceilings = measure_ceilings(device, resolve_dtype(settings.dtype, device))
     padded = max(tokens)
     lengths = tokens if settings.runner in ALL_AT_ONCE else [padded] * len(tokens)
-    gpus = settings.tensor_parallel_size if device.type == "cuda" else 1  # processes of a CPU share its rates
-    rate = _NARROW_PRODUCTS if settings.quantization in ("fp8", "int8") else 1.0
-    prefill = (shape.vision_flops(sum(views)) if sum(views) else 0.0) + sum(map(shape.prefill_flops, lengths)) / rate
-    width = 4 if settings.dtype == "fp32" else 2
-    stored = quantized_bytes(settings.quantization, settings.quantization_group_size)
-    read = shape.decode_bytes(padded, len(tokens), width, 2, stored) / (gpus * ceilings.bytes_per_s)
-    step = max(read, shape.text.layers * _STEP_SECONDS_PER_LAYER)
-    return prefill / (gpus * ceilings.flops_per_s * _EFFICIENCY) + settings.max_new_tokens * step
+    processes = 1 if device.type == "cuda" else variant.tensor_parallel_size  # those of a CPU share its rates
+    prefill = vision_work(variant, sum(views)) + pass_work(variant, prefill=[(0, length) for length in lengths])
+    decode = pass_work(variant, decode_contexts=[padded] * len(tokens))
+    read = processes * (decode.weight_bytes + decode.kv_bytes) / ceilings.bytes_per_s
+    step = max(read, variant.text.layers * _STEP_SECONDS_PER_LAYER)
+    computed = processes * _flops(prefill, settings) / (ceilings.flops_per_s * _EFFICIENCY)
+    return computed + settings.max_new_tokens * step
+
+
+def _flops(work: Work, settings: Settings) -> float:
+    """Return FLOPs as the unquantised products that take the same time."""
+    narrow = _NARROW_PRODUCTS if settings.quantization in ("fp8", "int8") else 1.0
+    return work.dense + work.attention + work.products / narrow

@@ -20,7 +20,7 @@ from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Item, Source, build_workload
-from panscan.core import InputError, RecordsError, SettingError
+from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment
 from panscan.records.load_runs import is_load_run
@@ -150,8 +150,6 @@ def check_plan(plan: SweepPlan) -> None:
         UnsupportedError: the replicas need more GPUs than are visible.
         RecordsError: ``--reference`` names no truth, or one of other views.
     """
-    if not plan.verify and plan.reference is not None:
-        raise SettingError("--no-verify and --reference exclude each other")
     if plan.replicas * plan.gpus_per_replica > 1:
         slots(plan)
     if plan.reference is not None:

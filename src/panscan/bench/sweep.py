@@ -189,13 +189,13 @@ def measure(
         verifier: compares the measured tokens, after the measurement.
     """
     from panscan.model import machine
-    from panscan.runners.base import MeasuresMemory
+    from panscan.runners.base import TracksPeakMemory
 
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
     if runner.loaded.device.type != "cpu":
         machine.release_memory()  # the peak is this cell's, not that of a larger one before it
-    memory = runner if isinstance(runner, MeasuresMemory) else machine
+    memory = runner if isinstance(runner, TracksPeakMemory) else machine
     warm_started = now()
     for batch in _warmup(plan, cell.settings, todo):
         runner.run([requests[index] for index in batch])

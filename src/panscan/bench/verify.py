@@ -21,7 +21,7 @@ import torch
 
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
-from panscan.bench.invariance import Variant, answered, compare, shared_axis, variants
+from panscan.bench.invariance import RunAnswers, answered, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Truth,
@@ -105,7 +105,7 @@ class Verifier:
     _digests: dict[_Identity, str] = field(default_factory=dict)
     _missing: dict[tuple[_Identity, str], str] = field(default_factory=dict)
     _loads: set[_Identity] = field(default_factory=set)
-    _runs: dict[str, list[Variant]] = field(default_factory=dict)
+    _runs: dict[str, list[RunAnswers]] = field(default_factory=dict)
     _settings: dict[str, Settings] = field(default_factory=dict)
     _records: dict[str, Record] = field(default_factory=dict)
     _longest: dict[str, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Verifier:
         """
         self._settings[cell.id] = cell.settings
         self._longest[cell.id] = max(result.prompt_tokens for result in results)
-        self._keep(cell, Variant("repeats", "", {result.id: result.token_ids for result in results}))
+        self._keep(cell, RunAnswers("repeats", "", {result.id: result.token_ids for result in results}))
         try:
             if self.follows:
                 self._digest(runner, cell.settings)
@@ -261,7 +261,7 @@ class Verifier:
             self.say(f"answering again: {AXES[variant.axis]}")
             self._keep(cell, variant)
 
-    def _keep(self, cell: Cell, variant: Variant) -> None:
+    def _keep(self, cell: Cell, variant: RunAnswers) -> None:
         """Keep answers, eight bytes a token; equal ones once."""
         known = self._runs.setdefault(cell.id, [])
         first = known[0].answers if known else {}
@@ -309,11 +309,11 @@ class Verifier:
 
     def _axes(self, cell: Cell, judge: Judge, reference: ReferenceRows) -> list[AxisCheck]:
         """Invariance: other runs of this cell, and cells that differ from it in one axis only."""
-        own, *others = self._runs.get(cell.id) or [Variant("repeats", "", {})]
+        own, *others = self._runs.get(cell.id) or [RunAnswers("repeats", "", {})]
         found = [compare(each, own.answers, judge, reference, same_cell=True) for each in others]
         for other, settings in self._settings.items():
             if other != cell.id and self._runs.get(other) and (axis := shared_axis(cell.settings, settings)):
-                variant = Variant(axis, "other cells of this run", self._runs[other][0].answers)
+                variant = RunAnswers(axis, "other cells of this run", self._runs[other][0].answers)
                 found.append(compare(variant, own.answers, judge, reference, same_cell=False))
         return merged_axes(found)
 

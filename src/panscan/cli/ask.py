@@ -15,6 +15,7 @@ from panscan.cli.options import (
     common_options,
     echo,
     errors,
+    import_libraries,
     json_schema_option,
     max_pages_option,
     read_json_schema,
@@ -84,9 +85,7 @@ def _answer(request: Request, settings: Settings) -> Result:
     Raises:
         PanscanError: the model cannot be loaded, or the request failed.
     """
-    from panscan.model.runtime import quiet_libraries
-
-    quiet_libraries()
+    import_libraries()
     loading = Text(escape_controls(f"loading {settings.model_name}"))
     if settings.runner == "engine":
         from panscan.engine.engine import Engine

@@ -21,6 +21,7 @@ from panscan.cli.options import (
     external_images_option,
     first_process,
     given_values,
+    import_libraries,
     json_schema_option,
     max_pages_option,
     one_preset,
@@ -125,10 +126,9 @@ def command(**options: Any) -> int:
     from panscan.batch.job import changed_versions, difference
     from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import Answered
-    from panscan.model.runtime import quiet_libraries
 
     show_warnings(errors())
-    quiet_libraries()
+    given_values(options)  # a mistyped value is refused before documents are searched for
     mode = _mode(options)
     console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
     with console.status("finding documents"):
@@ -160,7 +160,7 @@ def command(**options: Any) -> int:
         return _summary(file, options["output"], idle=idle)
 
 
-class _Keeper:
+class _JobLedger:
     """The ledger of a job, and its uploads if the answers go to an object store."""
 
     def __init__(self, ledger: Any, uploader: Any) -> None:
@@ -181,13 +181,13 @@ class _Keeper:
 
 
 @contextmanager
-def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_Keeper]:
+def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_JobLedger]:
     """Yield an object that counts and uploads answers; complete the output when the job ends."""
     from panscan.batch.destination import Uploader
 
     uploader = None if target.url is None else Uploader(target, replace=mode == "force")
     try:
-        yield _Keeper(ledger, uploader)
+        yield _JobLedger(ledger, uploader)
         file.finish()
     except (KeyboardInterrupt, PanscanError):
         if file.begun and not idle:
@@ -238,7 +238,7 @@ def _say_speed(ledger: Any) -> None:
 
 
 def _answer(
-    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _Keeper
+    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _JobLedger
 ) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
 
@@ -293,6 +293,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     settings = Settings(**{**preset, **given_values(options), "runner": "engine"})
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
+    import_libraries()
     return Job(
         settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
         prompt=prompt,

@@ -19,6 +19,7 @@ from panscan.cli.options import (
     external_images_option,
     first_process,
     given_axes,
+    import_libraries,
     max_pages_option,
     out,
     say_mini,
@@ -110,16 +111,14 @@ def command(**options: Any) -> int:
     directory: records.jsonl (raw), summary.csv and report.html. Each cell's answers are compared with
     the reference's (float32 eager attention, the same weights and views), and the verdict stands beside its speed.
     """
-    from panscan.model.runtime import quiet_libraries
-
     show_warnings(errors())
-    quiet_libraries()
     if options["resume"] is not None:
         return _resume(options)
+    plan = _plan(options)
+    import_libraries()
     from panscan.bench import run
     from panscan.images.fetch import conceal
 
-    plan = _plan(options)
     run.check_plan(plan)
     if options["dry_run"]:
         from panscan.cli.tables import print_predictions
@@ -137,9 +136,6 @@ def command(**options: Any) -> int:
 
 
 def _resume(options: dict[str, Any]) -> int:
-    from panscan.bench import run
-    from panscan.records.store import read_run
-
     context = click.get_current_context()
     given = [
         option
@@ -149,6 +145,10 @@ def _resume(options: dict[str, Any]) -> int:
     ]
     if given:
         raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
+    import_libraries()
+    from panscan.bench import run
+    from panscan.records.store import read_run
+
     directory = Path(options["resume"])
     before = read_run(directory)
     later = {"external_images": options["allow_external_images"], "max_pages": options["max_pages"]}

@@ -17,6 +17,7 @@ from panscan.cli.options import (
     echo,
     errors,
     given_values,
+    import_libraries,
     max_pages_option,
     one_preset,
     out,
@@ -122,10 +123,9 @@ def _settings(options: dict[str, Any]) -> Settings:
 def _cost(settings: Settings, *, given: bool) -> PromptCost:
     if not given:
         return GEMMA3_COST
+    import_libraries()
     from panscan.model.checkpoint import load_reader
-    from panscan.model.runtime import quiet_libraries
 
-    quiet_libraries()
     reader = load_reader(settings.model, settings.revision)
     if not reader.reads_images:
         raise SettingError(f"--model {settings.model} reads text only: it takes no views")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.options import SEED, InRange, common_options, errors, out, say_mini, show_warnings
+from panscan.cli.options import SEED, InRange, common_options, errors, import_libraries, out, say_mini, show_warnings
 from panscan.core.ranges import Range
 from panscan.settings import SAMPLE_RANGES
 
@@ -70,9 +70,8 @@ class _Steps:
     @contextmanager
     def measuring(self, plan: SweepPlan, directory: Path) -> Iterator[Observer]:
         from panscan.cli.bench import say_dataset, say_start, sweep_progress
-        from panscan.model.runtime import quiet_libraries
 
-        quiet_libraries()
+        import_libraries()
         say_mini()
         say_dataset(plan)
         say_start(plan, directory)

@@ -36,8 +36,8 @@ from panscan.load.options import GOODPUT_METRICS, LOAD_RANGES, RATE, LoadOptions
 from panscan.load.scenario import Scenario, load_scenario, scenario_names
 
 if TYPE_CHECKING:
-    from panscan.load.chat import Endpoint, Exchange
-    from panscan.load.content import Pile
+    from panscan.load.chat import Endpoint, RequestOutcome
+    from panscan.load.content import RequestMix
     from panscan.load.generator import LevelResult
     from panscan.load.options import LoadLevel, RampUp, Trace
     from panscan.load.run import LoadPlan
@@ -284,7 +284,7 @@ def _endpoint(url: str, options: Mapping[str, Any]) -> Endpoint:
     return Endpoint(url, model, options["api_key"] or None, tuple(headers), options["timeout"])
 
 
-def _pile(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[Pile, dict[str, Any]]:
+def _pile(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[RequestMix, dict[str, Any]]:
     """Return the documents with their prompts, and where they come from for the records.
 
     Raises:
@@ -331,7 +331,12 @@ def _report_problem(problem: InputError) -> None:
 
 
 def _plan(
-    endpoint: Endpoint, probe: Any, chosen: LoadOptions, pile: Pile, source: dict[str, Any], options: Mapping[str, Any]
+    endpoint: Endpoint,
+    probe: Any,
+    chosen: LoadOptions,
+    pile: RequestMix,
+    source: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> LoadPlan:
     from dataclasses import replace
 
@@ -432,7 +437,7 @@ class LoadProgress:
         if not self._console.is_terminal:
             self.remark(f"{level.cell}: sending {count} requests")
 
-    def done(self, exchange: Exchange) -> None:
+    def done(self, exchange: RequestOutcome) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         self._done += 1
         self._failed += exchange.error is not None

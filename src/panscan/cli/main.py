@@ -28,12 +28,16 @@ VERBS = {
     "compare": "Compare runs, cell by cell and request by request.",
     "crops": "Draw the views that pan and scan takes of an image.",
     "demo": "What pan and scan brings and costs, on made-up documents.",
+    "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
     "load": "Measure an OpenAI-compatible endpoint under traffic.",
+    "plan": "Predict which layouts of a model fit on GPUs, and how fast.",
+    "profile": "Profile a warm request: what the GPU waited for.",
     "quantize": "Write a quantised checkpoint, or audit one.",
     "recommend": "Choose a cell of a finished run, and write it as a preset.",
     "report": "A run as one HTML page, markdown or pictures.",
     "samples": "Make sample documents with questions and answers.",
     "serve": "Serve an OpenAI-compatible API and a playground.",
+    "trace": "Summarise profiler traces: GPU busy, idle, and why.",
     "verify": "Check what any endpoint computes, with a diagnosis.",
 }
 
@@ -43,7 +47,7 @@ Exit codes
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used; after batch: some documents failed
-  4  this machine cannot do it; after bench and load: some cells were skipped or failed
+  4  this machine cannot do it; after bench and load: some cells were skipped or failed; after doctor: a problem
   5  after compare: a --fail-on condition holds; after verify: the endpoint is different;
      after quantize --audit: its answers are garbage
   6  after verify and quantize --audit: no verdict

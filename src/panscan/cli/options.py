@@ -32,6 +32,7 @@ __all__ = [
     "first_process",
     "given_axes",
     "given_values",
+    "import_libraries",
     "json_schema_option",
     "max_pages_option",
     "one_preset",
@@ -99,6 +100,14 @@ def say_log() -> None:
 def first_process() -> bool:
     """Whether this is the only process, or torchrun's first."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def import_libraries() -> None:
+    """Import PyTorch and Transformers. It takes seconds, so call it after the options are checked."""
+    with errors().status("importing PyTorch and Transformers"):
+        from panscan.model.runtime import quiet_libraries
+
+        quiet_libraries()
 
 
 def common_options(command: Command) -> Command:

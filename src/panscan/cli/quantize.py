@@ -19,6 +19,7 @@ from panscan.cli.options import (
     echo,
     errors,
     given_values,
+    import_libraries,
     max_pages_option,
     out,
     show_warnings,
@@ -27,7 +28,7 @@ from panscan.cli.options import (
 )
 from panscan.core import SettingError, now
 from panscan.core.ranges import Range
-from panscan.settings import Settings
+from panscan.settings import Settings, check_weight_kind
 
 if TYPE_CHECKING:
     from panscan.quantize.audit import Audit
@@ -91,21 +92,19 @@ resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 not ju
 @common_options
 def command(**options: Any) -> int:
     """Write a quantised checkpoint of MODEL to OUT, and compare it with the dense model."""
-    from panscan.model.runtime import quiet_libraries
-
     show_warnings(errors())
-    quiet_libraries()
     for name in ("base", "audit", "reference", "dataset"):
         utf8(f"--{name}", options[name])
     return _audit(options) if options["audit"] is not None else _quantize(options)
 
 
 def _quantize(options: dict[str, Any]) -> int:
+    _check(options)
+    settings = Settings(model=options["base"], **_axes_of(options))
+    import_libraries()
     from panscan.quantize.documents import CalibrationSource
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 
-    _check(options)
-    settings = Settings(model=options["base"], **_axes_of(options))
     calibration = CalibrationSource(
         options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
     )
@@ -141,6 +140,7 @@ def _check(options: dict[str, Any]) -> None:
         _refuse(("dataset",), "requires --verify: without it, nothing is measured")
     if options["quantization"] is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
+    check_weight_kind(options["quantization"])
     if not options["calibration"]:
         _refuse(("max_pages",), "requires --calibration")
         if options["dataset"] is None:
@@ -148,8 +148,6 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _audit(options: dict[str, Any]) -> int:
-    from panscan.quantize.audit import AuditOptions, audit
-
     for name, shown in (("base", "MODEL"), ("output", "OUT")):
         if options[name] is not None:
             raise SettingError(f"--audit writes nothing: leave out {shown}")
@@ -163,6 +161,9 @@ def _audit(options: dict[str, Any]) -> int:
     if options["dataset"] is None:
         _refuse(("num_samples", "seed"), "requires --dataset")
     settings = Settings(model=options["audit"], **_axes_of(options))
+    import_libraries()
+    from panscan.quantize.audit import AuditOptions, audit
+
     with _progress() as step:
         found = audit(
             AuditOptions(

@@ -19,6 +19,7 @@ from panscan.cli.options import (
     echo,
     errors,
     given_values,
+    import_libraries,
     out,
     show_warnings,
     url_options,
@@ -84,11 +85,10 @@ def command(**options: Any) -> int:
     if output is not None and (output.exists() or not output.parent.is_dir()):
         problem = "the file exists" if output.exists() else "the directory does not exist"
         raise SettingError(f"--output {output}: {problem}: choose another path")
-    from panscan.model.runtime import quiet_libraries
+    import_libraries()
     from panscan.verify.probes import own_probes
     from panscan.verify.run import as_json, verify_endpoint
 
-    quiet_libraries()
     probes = None
     if options["images"]:
         most = chosen.max_requests - 1

@@ -14,46 +14,19 @@ from numpy.typing import NDArray
 
 from panscan.engine.readback import side_stream
 from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.graph_sizes import Size, graph_sizes
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, unpack
 from panscan.images.transfer import upload
 
-__all__ = ["MOST_CHUNK_ROWS", "Graphs", "RunLayers", "decode_sizes", "graph_sizes", "padded"]
+__all__ = ["Graphs", "RunLayers", "padded"]
 
-MOST_CHUNK_ROWS = 512
-"""Rows of a recorded pass in addition to its decode rows, at most."""
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _CHUNKS = 16  # per pass at most, in addition to its decode rows
 _one_at_a_time = Lock()
 
-Size = tuple[int, int]
-"""Rows of a recorded pass: decode rows, and the rows of longer chunks behind them."""
-
 RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], torch.Tensor]
 """Computes final hidden states ``[T, hidden]`` from embeddings ``[T, hidden]``, positions (int64 ``[T]``) and the plans
 of local (True) and global (False) layers."""
-
-
-def decode_sizes(most: int) -> list[int]:
-    """Return the numbers of rows to record decode passes for, ascending; the last is ``most``.
-
-    Padding costs little while a pass waits for weights, so they are at most 8 rows apart up to 64, and 16 above.
-    """
-    sizes = [*(1, 2, 4), *range(8, 64, 8), *range(64, most, 16)]
-    return [size for size in sizes if size < most] + [most]
-
-
-def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
-    """Return the sizes to record: decode rows alone, short chunks alone (questions about cached images, last chunks of
-    prompts), and both together. Longer passes keep the device busy while their kernels are launched one by one.
-
-    Args:
-        decode_rows: maximum decode rows per pass.
-        chunk_rows: maximum other rows per pass.
-    """
-    short = [rows for rows in (32, 64, 128, 256, MOST_CHUNK_ROWS) if rows <= chunk_rows]
-    beside = sorted({min(rows, decode_rows) for rows in (16, 64, decode_rows)})
-    alone = [(rows, 0) for rows in decode_sizes(decode_rows)] + [(0, rows) for rows in short]
-    return alone + [(single, rows) for single in beside for rows in short[1:]]
 
 
 def padded(batch: FlatBatch, singles: int, others: int, spare: tuple[int, int]) -> FlatBatch:

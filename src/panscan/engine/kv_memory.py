@@ -1,110 +1,30 @@
-"""KV cache memory: how many blocks fit on a device, and the tensors that hold them."""
+"""KV cache memory: what a device has, the limit of this process, and the tensors that hold the blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from panscan.core import UnsupportedError
-from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.kv_sizes import DeviceMemory
 
 if TYPE_CHECKING:
     from panscan.model.text_layers import LayerFacts
 
-__all__ = [
-    "DeviceMemory",
-    "KVCache",
-    "KVShape",
-    "MemoryBudget",
-    "MemoryFacts",
-    "choose_blocks",
-    "limit_process_memory",
-    "split_blocks",
-]
+__all__ = ["KVCache", "limit_process_memory", "measure_memory"]
 
-_CPU_SHARE = 0.9  # of available memory; passes need the rest
-_CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
 _limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines, of which the lowest holds
-_GPU_MARGIN = 0.01  # of a GPU's memory: libraries allocate some outside PyTorch's allocator
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Bytes of one token's keys and values, summed over all global layers and over all local layers."""
-
-    global_bytes: int
-    local_bytes: int
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerFacts]) -> Self:
-        """Return the sums of 2 x kv heads x head size x bytes per value."""
-        sums = [0, 0]
-        for layer in layers:
-            sums[layer.local] += 2 * layer.kv_heads * layer.head_size * layer.kv_dtype.itemsize
-        return cls(*sums)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFacts:
-    """What a model needs besides its weights, on the device that holds it.
-
-    Args:
-        shape: bytes of one token's keys and values on this device; with tensor parallelism, of this rank's heads.
-        device: the device.
-        working_bytes: most bytes that a pass, with its vision batch and CUDA graphs, needs at once.
-        view_bytes: bytes of one encoded view; 0 for a text-only model, which has no vision cache.
-        window: positions that a local layer attends to.
-        image_tokens: tokens of one image block.
-        max_positions: most tokens of one sequence.
-        processes: processes that share the memory of the device: the tensor parallel size on a CPU, else 1.
-    """
-
-    shape: KVShape
-    device: torch.device
-    working_bytes: int
-    view_bytes: int
-    window: int
-    image_tokens: int
-    max_positions: int
-    processes: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Memory of a device in bytes: in total, free, and reserved by this process's allocator (0 on CPU and MPS)."""
-
-    total: int
-    free: int
-    reserved: int = 0
-
-    @classmethod
-    def of(cls, device: torch.device) -> Self:
-        """Measure a device. MPS shares the computer's memory."""
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            return cls(total, free, torch.cuda.memory_reserved(device))
-        memory = psutil.virtual_memory()
-        return cls(memory.total, memory.available)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """Bytes of a GPU's memory that PyTorch may reserve in this process, and the option that sets the limit."""
-
-    bytes: int
-    option: str
-
-    @classmethod
-    def of(cls, options: EngineOptions, total: int) -> Self:
-        """Return the lower limit of ``gpu_memory_utilization`` x ``total`` bytes and ``gpu_memory_gb``."""
-        share = int(options.gpu_memory_utilization * total)
-        if options.gpu_memory_gb is None or options.gpu_memory_gb * 1e9 >= share:
-            return cls(share, f"--gpu-memory-utilization {options.gpu_memory_utilization:g}")
-        return cls(int(options.gpu_memory_gb * 1e9), f"--gpu-memory-gb {options.gpu_memory_gb:g}")
+def measure_memory(device: torch.device) -> DeviceMemory:
+    """Return the memory of a device. MPS shares the computer's memory."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total, free, torch.cuda.memory_reserved(device))
+    memory = psutil.virtual_memory()
+    return DeviceMemory(memory.total, memory.available)
 
 
 def limit_process_memory(device: torch.device, bound: int) -> Callable[[], None]:
@@ -129,100 +49,6 @@ def limit_process_memory(device: torch.device, bound: int) -> Callable[[], None]
         torch.cuda.set_per_process_memory_fraction(min(limits, default=1.0), index)
 
     return lift
-
-
-def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory | None = None) -> tuple[int, int]:
-    """Return the numbers of blocks for global and for local layers.
-
-    The KV cache gets ``options.kv_cache_gb``. Without it, on a GPU it gets the :class:`MemoryBudget`, or what is free
-    if that is less, except for the working space of passes and the vision cache; elsewhere at most 4 GB.
-
-    Args:
-        facts: what the model needs. Its weights are loaded; the KV cache and the vision cache are not yet allocated.
-        options: sizes.
-        memory: the device's memory, measured after :func:`panscan.model.machine.release_memory`; None: measure it.
-
-    Raises:
-        UnsupportedError: ``kv_cache_gb`` does not fit, or the memory holds not one block.
-    """
-    room, limit = _room(facts, options, DeviceMemory.of(facts.device) if memory is None else memory)
-    wanted = room if options.kv_cache_gb is None else round(options.kv_cache_gb * 1e9)
-    if wanted > room:
-        raise UnsupportedError(_too_large(facts, options, room, limit))
-    try:
-        return split_blocks(
-            facts.shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-            window=facts.window, chunk=options.prefill_chunk_size + facts.image_tokens,
-            max_tokens=facts.max_positions,
-        )  # fmt: skip
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {_advice(facts, options, limit)}") from None
-
-
-def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, str | None]:
-    """Return the bytes available for the KV cache (may be negative) and the limiting option; None: free memory."""
-    vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
-    if facts.device.type == "cuda":
-        budget = MemoryBudget.of(options, memory.total)
-        within, free = budget.bytes - memory.reserved, memory.free - int(_GPU_MARGIN * memory.total)
-        return min(within, free) - facts.working_bytes - vision_cache, budget.option if within <= free else None
-    free = memory.free // facts.processes
-    room = int(_CPU_SHARE * free)
-    if options.kv_cache_gb is None:  # an explicit size may leave less to passes: the CPU can swap
-        room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.processes)
-    return room, None
-
-
-def _too_large(facts: MemoryFacts, options: EngineOptions, room: int, limit: str | None) -> str:
-    """Return why ``kv_cache_gb`` does not fit."""
-    size, left = f"--kv-cache-gb {options.kv_cache_gb:g}", f"{max(room, 0) / 1e9:.3g} GB"
-    if limit is None:
-        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to take most of what is free"
-    flag = limit.split()[0]
-    return f"{limit}: {facts.device} has room for {left}, less than {size}; raise {flag}, or lower --kv-cache-gb"
-
-
-def _advice(facts: MemoryFacts, options: EngineOptions, limit: str | None) -> str:
-    """Return what to change so that the KV cache holds a block."""
-    if options.kv_cache_gb is not None:
-        least = options.block_size * (facts.shape.global_bytes + facts.shape.local_bytes) / 1e9
-        return f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
-    plain = EngineOptions()
-    sizes = ("vision_cache_gb", "vision_batch_size", "max_num_seqs", "prefill_chunk_size")
-    names = [name for name in sizes if getattr(options, name) > getattr(plain, name)] or ["vision_cache_gb"]
-    lower = " or ".join(f"--{name.replace('_', '-')}" for name in names)
-    if limit is None:
-        return f"{facts.device} has too little free memory: free some, or lower {lower}"
-    return f"{limit} leaves too little of {facts.device}: raise {limit.split()[0]}, or lower {lower}"
-
-
-def split_blocks(
-    shape: KVShape, *, bytes: int, block_size: int, max_num_seqs: int, window: int, chunk: int, max_tokens: int
-) -> tuple[int, int]:
-    """Return the numbers of blocks for global and for local layers that ``bytes`` hold.
-
-    Local layers need every sequence's window, which begins and ends inside blocks, and the chunks of one pass:
-    max_num_seqs x (window + 2 x block size) + chunk tokens. Beyond that, up to half of the memory keeps windows of
-    finished requests, without which their prefixes cannot be reused. Local layers never get more tokens than global
-    layers. Those get the rest, at most what ``max_num_seqs`` sequences of ``max_tokens`` fill.
-
-    Raises:
-        UnsupportedError: less than one block of each.
-    """
-    global_block, local_block = shape.global_bytes * block_size, shape.local_bytes * block_size
-    most = max_num_seqs * -(-max_tokens // block_size)
-    needed = min(most, -(-(max_num_seqs * (window + 2 * block_size) + chunk) // block_size))
-    if local_block:
-        needed = max(needed, min(most, max(bytes, 0) // (2 if global_block else 1) // local_block))
-    equal = max(bytes, 0) // (global_block + local_block)
-    if equal < 1:
-        raise UnsupportedError(
-            f"--kv-cache-gb: {max(bytes, 0) / 1e9:.3g} GB hold no block of keys and values;"
-            f" one takes {(global_block + local_block) / 1e9:.3g} GB"
-        )
-    if equal < needed:
-        return equal, equal
-    return min(most, (bytes - needed * local_block) // global_block) if global_block else most, needed
 
 
 class KVCache:

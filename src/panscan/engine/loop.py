@@ -45,6 +45,7 @@ from panscan.engine.views import PixelRef
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
+from panscan.model.phases import host_work, phase
 
 __all__ = ["Loop", "PassExecutor", "Worker"]
 
@@ -131,7 +132,8 @@ class Loop:
         A GPU therefore finds its next pass queued when it finishes one. The end of a request is noticed one pass late,
         and its extra row is discarded. A pass that fails ends its requests.
         """
-        step = self._scheduler.schedule()
+        with host_work("engine: schedule"):
+            step = self._scheduler.schedule()
         for preempted in self._scheduler.preempted:
             self._states[preempted].preempted()
         if step is None:
@@ -163,7 +165,8 @@ class Loop:
         if inflight is None:
             return False
         try:
-            result = inflight.launched.wait()
+            with host_work("engine: wait for the device"):
+                result = inflight.launched.wait()
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # a device reports what went wrong when it is waited for
@@ -176,7 +179,8 @@ class Loop:
             for state in inflight.image_requests:
                 if not state.ended:
                     state.saw(*result.vision)
-        self._deliver(self._settle(inflight, result), result.landed)
+        with host_work("engine: deliver tokens"):
+            self._deliver(self._settle(inflight, result), result.landed)
         return True
 
     def add(self, state: RequestState) -> None:
@@ -273,7 +277,8 @@ class Loop:
                 pending_rows=rows[pending], pending_sources=sources, watched=np.array(list(watched), np.int64),
                 watched_samples=np.array(observed, np.int64),
             )  # fmt: skip
-            launched = self.runner.execute(batch)
+            with phase("decode" if all(chunk.sequence.decodes for chunk in step.chunks) else "prefill"):
+                launched = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
             self.runner.forget(PixelRef(view.pixels, view.rank) for view in encode.values())  # those not yet taken

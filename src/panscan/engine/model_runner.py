@@ -16,26 +16,30 @@ from numpy.typing import NDArray
 from panscan.core import Sampling, SettingError, UnsupportedError, View, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
-from panscan.engine.graphs import MOST_CHUNK_ROWS, Graphs, padded
-from panscan.engine.kv_memory import (
-    KVCache,
-    KVShape,
-    MemoryBudget,
-    MemoryFacts,
-    choose_blocks,
-    limit_process_memory,
-)
+from panscan.engine.graphs import Graphs, padded
+from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark
 from panscan.engine.sampling import Chosen, Draws, Sampler
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
+from panscan.engine.scheduling.kv_sizes import (
+    KVShape,
+    MemoryBudget,
+    MemoryFacts,
+    choose_blocks,
+    gpu_working_bytes,
+    pass_rows,
+)
 from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
 from panscan.images.transfer import upload
-from panscan.linear.multiply import describe
+from panscan.linear.quantized import QuantizedLinear
+from panscan.linear.tuning import choose_methods
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import ALONE, Ranks
 from panscan.model.support import fp8_cache_reason
@@ -46,10 +50,6 @@ from panscan.settings import ATTENTION_BACKENDS, nearest
 __all__ = ["BackendChoice", "Launched", "ModelRunner", "PassResult", "RunnerFacts", "choose_backend"]
 
 log = logging.getLogger("panscan.engine")
-
-_SLACK = 1.2  # of the working memory that was measured: the allocator cannot use all that it reserves
-_PIXEL_SHARE = 250  # 1/250 of the memory limit is for pixels that wait: 33 views of 40 GB
-_FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class _Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedHere:
+class _LaunchedLocally:
     """A pass on this process's device."""
 
     draws: Draws
@@ -218,7 +218,7 @@ class ModelRunner:
         watched = self._watch(batch, final, logits)
         draws = self._sampler.launch(logits, batch.sampling)
         self._previous = draws.tokens
-        return _LaunchedHere(draws, vision, watched)
+        return _LaunchedLocally(draws, vision, watched)
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
@@ -232,8 +232,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             self._limit_memory()
-        if (weights := weights_name(model)) is not None:
-            self._say(f"weights: {weights} ({describe(weights.split(',')[0], self._device)})")
+        self._choose_products()
         self._say(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()
@@ -247,17 +246,21 @@ class ModelRunner:
             self._record_graphs()
         self.facts = self._facts(overlaps=slow is None)
 
+    def _choose_products(self) -> None:
+        """Choose kernels or libraries for products with quantised weights, before graphs are recorded."""
+        name = weights_name(self._loaded.model)
+        if name is None:
+            return
+        modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
+        methods = choose_methods(modules, self._text.dtype, self._ranks.least)
+        self._say(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
+
     def _limit_memory(self) -> None:
         """Limit what PyTorch reserves on the GPU, and a share of that for pixels that wait."""
         budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
-        held = torch.cuda.memory_allocated(self._device)
-        if held >= budget.bytes:
-            raise UnsupportedError(
-                f"{budget.option}: the model's weights take {held / 1e9:.3g} GB of {self._device}: raise it, or use"
-                " --tensor-parallel-size"
-            )
+        budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
         self._undo.append(limit_process_memory(self._device, budget.bytes))
-        self._pixel_bytes = budget.bytes // _PIXEL_SHARE
+        self._pixel_bytes = budget.pixel_bytes
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
@@ -283,14 +286,14 @@ class ModelRunner:
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
-        working = self._working_bytes()
+        working, on_gpu = self._working_bytes(), self._device.type == "cuda"
         release_memory()  # the cache is sized by what is free
         facts = MemoryFacts(
-            shape=KVShape.of(text.layers), device=self._device, working_bytes=working,
+            shape=KVShape.of(text.layers), device=str(self._device), on_gpu=on_gpu, working_bytes=working,
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
-            max_positions=text.max_positions, processes=1 if self._device.type == "cuda" else self._ranks.size,
+            max_positions=text.max_positions, processes=1 if on_gpu else self._ranks.size,
         )  # fmt: skip
-        first, second = self._ranks.least(choose_blocks(facts, options))
+        first, second = self._ranks.least(choose_blocks(facts, options, measure_memory(self._device)))
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
         tokens = [count * options.block_size for count in self._blocks]
@@ -300,14 +303,14 @@ class ModelRunner:
     def _working_bytes(self) -> int:
         """Bytes that passes need beside weights and caches: measured on a GPU, estimated elsewhere."""
         options, text = self._options, self._text
-        tokens = options.prefill_chunk_size + self._image_tokens + options.max_num_seqs
+        tokens = pass_rows(options, self._image_tokens)
         if self._device.type != "cuda":
             needed = text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
             return needed + (0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size))
         with self._stage("working memory of the largest pass"):
             largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(self._try_vision))
         graphs = text.working_bytes(tokens=options.max_num_seqs + MOST_CHUNK_ROWS, rows=0)
-        return int(_SLACK * largest) + graphs + _FIXED_BYTES + (self._pixel_bytes or 0)
+        return gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=self._pixel_bytes or 0)
 
     def _peak_of(self, run: Callable[[], None]) -> int:
         """Return the peak GPU bytes that ``run`` allocates, without those allocated before."""
@@ -386,7 +389,8 @@ class ModelRunner:
         like = torch.empty(
             0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device
         )  # fmt: skip
-        self._features.encode(batch.encode, like)
+        with phase("vision"):
+            self._features.encode(batch.encode, like)
         if self._device.type != "cuda":
             synchronize(self._device)
         return start, _Moment.of(self._device)

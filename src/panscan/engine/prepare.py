@@ -20,11 +20,12 @@ from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
 from panscan.engine.vision import image_digest, view_key
-from panscan.images.files import Page, PageBytes, image_size, open_image
+from panscan.images.files import image_size, open_image
 from panscan.images.pixels import PixelSpec, levels_of, resized_pil
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Read, images_of, plan_request
+from panscan.model.phases import phase
 
 __all__ = ["PixelIntake", "Preparer"]
 
@@ -93,7 +94,11 @@ class Preparer:
         share = self.memory.take(views * view_bytes + DECODED_BYTES * sum(width * height for width, height in sizes))
         try:
             if not state.ended:
-                self._prepare(state, images)
+                with phase("load"):
+                    opened = [open_image(image, copy=not self._on_device) for image in images]  # levels are copied
+                state.stamps.loaded = now()
+                with phase("preprocess"):
+                    self._prepare(state, opened)
         except BaseException:
             share.free()
             raise
@@ -101,9 +106,7 @@ class Preparer:
         share.shrink(view_bytes * sum(sight.pixels is not None for sight in state.sights.values()))
         state.memory = share
 
-    def _prepare(self, state: RequestState, images: list[Page | PageBytes | Image.Image]) -> None:
-        opened = [open_image(image, copy=not self._on_device) for image in images]  # their levels are copied below
-        state.stamps.loaded = now()
+    def _prepare(self, state: RequestState, opened: list[Image.Image]) -> None:
         state.constraint = self._constraint(state)
         plans, prompt = plan_request(Read(replace(state.request, images=opened), opened), self._reader)
         keys, sights = self._sights(state.request, opened, plans)

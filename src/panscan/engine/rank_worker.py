@@ -83,9 +83,9 @@ class _Worker:
             if isinstance(message, FlatBatch):
                 self._execute(message)
             else:
-                self._obey(message)
+                self._carry_out(message)
 
-    def _obey(self, message: Any) -> None:
+    def _carry_out(self, message: Any) -> None:
         """Carry out a command and answer it."""
         try:
             match message:

@@ -422,7 +422,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedThere:
+class _LaunchedOnRanks:
     """A pass on all ranks."""
 
     group: RankGroup
@@ -440,9 +440,9 @@ class _Session:
         self._group, self._number = group, number
         self.facts = facts
 
-    def execute(self, batch: FlatBatch) -> _LaunchedThere:
+    def execute(self, batch: FlatBatch) -> _LaunchedOnRanks:
         """Launch a pass on every rank."""
-        return _LaunchedThere(self._group, self._group.launch(batch))
+        return _LaunchedOnRanks(self._group, self._group.launch(batch))
 
     def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
         """See :class:`panscan.engine.prepare.PixelIntake`."""

@@ -9,12 +9,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from panscan.core import SettingError
-from panscan.images.pixels import PixelSpec
+
+if TYPE_CHECKING:  # it imports PyTorch, which panscan plan does without
+    from panscan.images.pixels import PixelSpec
 
 __all__ = ["VisionCache", "image_digest", "view_key"]
 

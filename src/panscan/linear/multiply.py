@@ -2,10 +2,15 @@
 
 With quantised inputs a product is ``(inputs / row_scale) @ (weights / scale) * row_scale * scale``, where both
 quotients are rounded to the kind's values.
+
+Our kernels compute products of up to :func:`kernel_rows` rows, a library those of more. The defaults are the fastest on
+an H200; :mod:`panscan.linear.tuning` measures others at engine startup. int8 products are bit-identical either way,
+int4 products differ in rounding.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -16,21 +21,38 @@ from torch.nn import functional
 from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 __all__ = [
+    "ANY_ROWS",
     "apply_scales",
     "describe",
     "device_reason",
     "has_kernels",
+    "kernel_rows",
     "multiply_fp8",
     "multiply_int4",
     "multiply_int8",
     "multiply_weight_only",
     "quantize_rows",
+    "use_kernels_up_to",
 ]
 
+ANY_ROWS = sys.maxsize
+"""For :func:`use_kernels_up_to`: our kernels compute products of any number of rows."""
+_H200_ROWS = {"int8": ANY_ROWS, "int4": 64}  # int4: the cost of dequantising does not depend on the number of rows
+_LIBRARY_INT8_ROWS, _LIBRARY_INT8_STEP = 17, 8  # cuBLAS: least rows; divisor of inputs and outputs
 _VECTOR_ROWS = 2  # int4: up to this many rows, products do not use tensor cores
-_FEW_ROWS = 64  # int4: more rows use dequantised weights, whose cost does not depend on the number of rows
 _DENSE_BYTES = 192 << 20  # maximum size of weights that are dequantised at once
 _ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned slices of the result
+_tuned: dict[tuple[str, torch.device], int] = {}  # written at engine startup, before graphs are recorded
+
+
+def kernel_rows(kind: str, device: torch.device) -> int:
+    """Return the number of rows up to which our kernels compute products with ``int8`` or ``int4`` weights."""
+    return _tuned.get((kind, device), _H200_ROWS[kind])
+
+
+def use_kernels_up_to(rows: int, kind: str, device: torch.device) -> None:
+    """Set :func:`kernel_rows` for all products of a kind on a device. Recorded CUDA graphs do not change."""
+    _tuned[kind, device] = rows
 
 
 def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
@@ -52,7 +74,9 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
     return QuantizedRows((torch.round(quotient) if dtype == torch.int8 else quotient).to(dtype), scale)
 
 
-def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def multiply_int8(
+    rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, most: int | None = None
+) -> torch.Tensor:  # fmt: skip
     """Return the product ``[T, outputs]``: exact sums of integers, scaled and rounded once.
 
     Args:
@@ -60,15 +84,23 @@ def multiply_int8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor
         weight: int8 ``[outputs, inputs]``.
         scale: float32 ``[outputs]``.
         dtype: type of the result.
+        most: rows up to which our kernel computes the product; None: :func:`kernel_rows`.
     """
-    if has_kernels(weight.device):
-        from panscan.linear import kernels
+    if not has_kernels(weight.device):
+        return (torch._int_mm(rows.values, weight.T).float() * rows.scale * scale).to(dtype)
+    from panscan.linear import kernels
 
-        shared, tma = _gpu(weight.device)
-        tiles = kernels.int8_tiles(len(rows.values), shared, tma=tma)
-        return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles)
-    sums = torch._int_mm(rows.values, weight.T)
-    return (sums.float() * rows.scale * scale).to(dtype)
+    count = len(rows.values)
+    if count > (kernel_rows("int8", weight.device) if most is None else most) and _library_int8(count, weight):
+        return kernels.scale_sums(torch._int_mm(rows.values, weight.T), rows.scale, scale, dtype)
+    shared, tma = _gpu(weight.device)
+    tiles = kernels.int8_tiles(count, shared, tma=tma)
+    return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles)
+
+
+def _library_int8(rows: int, weight: torch.Tensor) -> bool:
+    """Return whether cuBLAS multiplies so many rows with these weights ``[outputs, inputs]``."""
+    return rows >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)
 
 
 def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
@@ -93,8 +125,9 @@ def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor,
 
 
 def multiply_int4(
-    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
-) -> torch.Tensor:
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int,
+    most: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the product ``[T, outputs]`` in the type of the rows.
 
     Args:
@@ -103,13 +136,14 @@ def multiply_int4(
         scale: ``[groups, outputs]``.
         zero: uint8 ``[groups, outputs]``, or None for 8.
         group_size: input channels per group.
+        most: rows up to which our kernels compute the product without dequantised weights; None: :func:`kernel_rows`.
     """
     from panscan.linear import kernels
 
     rows = rows.contiguous()
     if len(rows) <= _VECTOR_ROWS and rows.dtype != torch.float32:  # fixed point has 16 bits
         return kernels.vector_int4(kernels.fixed_point(rows, group_size), weight, scale, zero, rows.dtype)
-    if len(rows) <= _FEW_ROWS:
+    if len(rows) <= (kernel_rows("int4", weight.device) if most is None else most):
         return kernels.product_int4(rows, weight, scale, zero, group_size, _gpu(weight.device)[0])
 
     def dense(part: slice) -> torch.Tensor:
@@ -173,9 +207,11 @@ def describe(kind: str, device: torch.device) -> str:
         return "PyTorch"
     if kind == "fp8":
         return "cuBLAS, with scales applied by the next kernel"
-    if kind == "int8":
-        return "Triton" + (" with TMA for prefill" if _gpu(device)[1] else "")
-    return f"dp4a up to {_VECTOR_ROWS} rows, Triton up to {_FEW_ROWS}, cuBLAS on dequantised weights above"
+    rows = kernel_rows(kind, device)
+    if kind == "int4":
+        return f"dp4a up to {_VECTOR_ROWS} rows, Triton up to {rows}, cuBLAS on dequantised weights above"
+    name = "Triton" + (" with TMA for prefill" if _gpu(device)[1] else "")
+    return name if rows == ANY_ROWS else f"{name} up to {rows} rows, cuBLAS above"
 
 
 def device_reason(kind: str, device: torch.device) -> str | None:

@@ -23,7 +23,7 @@ __all__ = [
     "ChatStream",
     "Endpoint",
     "ErrorKind",
-    "Exchange",
+    "RequestOutcome",
     "chat_body",
     "data_url",
     "fetch_json",
@@ -227,7 +227,7 @@ def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestOutcome:
     """The outcome of one request. Times are seconds of :func:`panscan.core.now`.
 
     A request failed if it has an ``error``. An ``error_kind`` of ``usage`` without an ``error`` marks a complete answer
@@ -285,7 +285,7 @@ class ChatStream:
 
     __slots__ = ("_body", "_event", "_line", "_on_end", "_streams", "_texts", "_usage", "complete", "exchange")
 
-    def __init__(self, exchange: Exchange, on_end: Callable[[Exchange, float], None]) -> None:
+    def __init__(self, exchange: RequestOutcome, on_end: Callable[[RequestOutcome, float], None]) -> None:
         self.exchange = exchange
         self.complete = False
         self._on_end = on_end
@@ -462,7 +462,7 @@ class _Usage:
         """The number of output tokens; None if not reported."""
         return _count(self._usage, "completion_tokens", _count(self._timings, "predicted_n"))
 
-    def fill(self, exchange: Exchange) -> None:
+    def fill(self, exchange: RequestOutcome) -> None:
         """Set the counts of an exchange."""
         details = self._usage.get("prompt_tokens_details")
         details = details if isinstance(details, dict) else {}

@@ -23,7 +23,7 @@ from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
 from panscan.load.variants import VariantImage
 
-__all__ = ["MAX_BYTES", "Content", "LoadRequest", "Pile", "content_digest", "pile_of_items", "pile_of_scenario"]
+__all__ = ["MAX_BYTES", "Content", "LoadRequest", "RequestMix", "content_digest", "pile_of_items", "pile_of_scenario"]
 
 MAX_BYTES = 2**31
 """Encoded documents and request bodies of one level, bytes."""
@@ -40,7 +40,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Pile:
+class RequestMix:
     """Documents with prompts, and how often each is sent.
 
     Args:
@@ -54,12 +54,12 @@ class Pile:
     open_image: Callable[[DocumentFile], VariantImage]
 
 
-def pile_of_items(items: Sequence[Item]) -> Pile:
+def pile_of_items(items: Sequence[Item]) -> RequestMix:
     """Return the pile of the documents that a workload found."""
-    return Pile(items, None, _open_document)
+    return RequestMix(items, None, _open_document)
 
 
-def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) -> Pile:
+def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) -> RequestMix:
     """Return the drawn documents of a scenario.
 
     Args:
@@ -79,7 +79,7 @@ def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ())
             questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.asks]
             items += [Item(f"{file.name}-{number}", (file,), question) for number, question in enumerate(questions)]
             weights += [entry.share / scenario.variety / len(questions)] * len(questions)
-    return Pile(items, weights, lambda document: images[document.name])
+    return RequestMix(items, weights, lambda document: images[document.name])
 
 
 def _open_document(document: DocumentFile) -> VariantImage:
@@ -111,7 +111,7 @@ class Content:
     """
 
     def __init__(
-        self, pile: Pile, options: LoadOptions, model: str, salt: int = 0, most_bytes: int = MAX_BYTES
+        self, pile: RequestMix, options: LoadOptions, model: str, salt: int = 0, most_bytes: int = MAX_BYTES
     ) -> None:
         self._pile, self._options, self._model, self._most_bytes = pile, options, model, most_bytes
         self._variant = salt

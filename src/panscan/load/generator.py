@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from panscan.core import SettingError, now
-from panscan.load.chat import ChatRequest, Endpoint, Exchange
+from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import (
     CANCEL,
     COMMAND,
@@ -76,7 +76,7 @@ class LevelResult:
         client: whether the load generator kept up.
     """
 
-    exchanges: list[Exchange]
+    exchanges: list[RequestOutcome]
     started: float
     ended: float
     client: ClientLoad
@@ -89,7 +89,7 @@ def run_level(
     *,
     max_concurrency: int | None = None,
     processes: int = 1,
-    on_done: Callable[[Exchange], None] | None = None,
+    on_done: Callable[[RequestOutcome], None] | None = None,
     cancelled: threading.Event | None = None,
 ) -> LevelResult:
     """Send requests to an endpoint and return their outcomes. Blocks; not for use inside an event loop.
@@ -146,9 +146,11 @@ def _check(
 class _Level:
     """The state of a running level in the calling process."""
 
-    def __init__(self, count: int, on_done: Callable[[Exchange], None] | None, cancelled: threading.Event) -> None:
+    def __init__(
+        self, count: int, on_done: Callable[[RequestOutcome], None] | None, cancelled: threading.Event
+    ) -> None:
         self._on_done, self._cancelled = on_done, cancelled
-        self._found: list[Exchange | None] = [None] * count
+        self._found: list[RequestOutcome | None] = [None] * count
         self._loads: list[SenderLoad] = []
         self._started = self._ended = 0.0
 
@@ -195,7 +197,9 @@ class _Level:
             if self._found[first + position * step] is None:
                 arrivals = worker.share.arrivals
                 due = self._started + (0.0 if arrivals is None else arrivals[position])
-                lost = Exchange(request.id, due, 0.0, due, end=max(at, due), error=worker.failure, error_kind="client")
+                lost = RequestOutcome(
+                    request.id, due, 0.0, due, end=max(at, due), error=worker.failure, error_kind="client"
+                )
                 batch.append((position, lost))
         return batch
 
@@ -211,7 +215,7 @@ class _Level:
         ended = max((exchange.end for exchange in exchanges), default=self._ended)
         return LevelResult(exchanges, self._started, ended, self._client(exchanges, shares))
 
-    def _client(self, exchanges: Sequence[Exchange], shares: Sequence[LevelShare]) -> ClientLoad:
+    def _client(self, exchanges: Sequence[RequestOutcome], shares: Sequence[LevelShare]) -> ClientLoad:
         lags = [exchange.lag for exchange in exchanges if exchange.error_kind != "client"] or [0.0]
         median, p99 = (float(np.percentile(lags, each)) for each in (50, 99))
         cpu = max((load.cpu_share for load in self._loads), default=0.0)

@@ -21,7 +21,7 @@ from panscan.images.views import GEMMA3_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json
 from panscan.load.scenario import DocumentShare
 
-__all__ = ["Probe", "address", "find_model", "probe_endpoint"]
+__all__ = ["EndpointFacts", "address", "find_model", "probe_endpoint"]
 
 _MODELS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -33,7 +33,7 @@ _TOLERANCE = 0.1  # of the expected tokens, for the words around images
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class EndpointFacts:
     """What an endpoint answered before the load.
 
     Args:
@@ -125,7 +125,7 @@ def probe_endpoint(
     *,
     ready_seconds: float = 0.0,
     on_wait: Callable[[str], None] = lambda _: None,
-) -> Probe:
+) -> EndpointFacts:
     """Ask for the model and compare the prompt tokens of a prompt with and without an image.
 
     Args:
@@ -141,7 +141,7 @@ def probe_endpoint(
     deadline = now() + ready_seconds
     try:
         endpoint, server, warning = _when_ready(lambda: find_model(endpoint), deadline, on_wait)
-        asking = _Asking(endpoint, [warning] if warning else [])
+        asking = _ProbeRequests(endpoint, [warning] if warning else [])
         if ready_seconds:
             asking.wait(deadline, on_wait)
         return _compare(asking, endpoint.model, server, kwargs)
@@ -151,7 +151,7 @@ def probe_endpoint(
         raise EndpointError(message, kind=error.kind, status=error.status) from error
 
 
-def _compare(asking: _Asking, model: str, server: str | None, kwargs: Mapping[str, Any] | None) -> Probe:
+def _compare(asking: _ProbeRequests, model: str, server: str | None, kwargs: Mapping[str, Any] | None) -> EndpointFacts:
     """Return the probe of prompts with and without an image.
 
     Raises:
@@ -164,16 +164,16 @@ def _compare(asking: _Asking, model: str, server: str | None, kwargs: Mapping[st
     if text is None or pictured is None:
         if not asking.refused:
             asking.warnings.append("the endpoint reports no prompt tokens: image tokens cannot be checked")
-        return Probe(model, server, text, pictured, None, tuple(asking.warnings))
+        return EndpointFacts(model, server, text, pictured, None, tuple(asking.warnings))
     counted = pictured - text
     expected = _expected(model, kwargs)
-    asking.warnings += _doubts(counted, expected, len(image), exact=kwargs is not None)
+    asking.warnings += _token_warnings(counted, expected, len(image), exact=kwargs is not None)
     notes.append(f"image tokens counted: {counted} for a page of {_PAGE.width}x{_PAGE.height} pixels")
     notes.append(_pan_and_scan_note(asking, image, kwargs, pictured))
-    return Probe(model, server, text, pictured, expected, tuple(asking.warnings), tuple(notes))
+    return EndpointFacts(model, server, text, pictured, expected, tuple(asking.warnings), tuple(notes))
 
 
-class _Asking:
+class _ProbeRequests:
     """Short requests to an endpoint, whose failures become warnings."""
 
     def __init__(self, endpoint: Endpoint, warnings: list[str]) -> None:
@@ -242,7 +242,7 @@ def _settings(kwargs: Mapping[str, Any] | None) -> PanAndScan:
     return PanAndScan(enabled=enabled, **fields)
 
 
-def _doubts(counted: int, expected: int | None, image_characters: int, *, exact: bool) -> list[str]:
+def _token_warnings(counted: int, expected: int | None, image_characters: int, *, exact: bool) -> list[str]:
     """Return warnings about the tokens that an image added to the prompt."""
     if counted > image_characters / _CHARACTERS_PER_TOKEN:
         return [f"the image added {counted:,} prompt tokens: the server reads the image's base64 as text"]
@@ -261,7 +261,7 @@ def _doubts(counted: int, expected: int | None, image_characters: int, *, exact:
     return []
 
 
-def _pan_and_scan_note(asking: _Asking, image: bytes, kwargs: Mapping[str, Any] | None, counted: int) -> str:
+def _pan_and_scan_note(asking: _ProbeRequests, image: bytes, kwargs: Mapping[str, Any] | None, counted: int) -> str:
     """Ask again with pan and scan switched, and return what that changes."""
     other = not _settings(kwargs).enabled
     found = asking.varied(image, {**(kwargs or {}), "do_pan_and_scan": other})

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from panscan.bench.run import finish
 from panscan.core import RecordsError
-from panscan.load.chat import Endpoint, Exchange
-from panscan.load.content import Content, LoadRequest, Pile, content_digest
+from panscan.load.chat import Endpoint, RequestOutcome
+from panscan.load.content import Content, LoadRequest, RequestMix, content_digest
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import MAX_PROMPTS, LoadLevel, LoadOptions
-from panscan.load.probe import Probe, address
+from panscan.load.probe import EndpointFacts, address
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import environment
@@ -50,7 +50,7 @@ class LoadObserver(Protocol):
     def measuring(self, level: LoadLevel, count: int) -> None:
         """A level of ``count`` requests begins."""
 
-    def done(self, exchange: Exchange) -> None:
+    def done(self, exchange: RequestOutcome) -> None:
         """A measured request has ended."""
 
     def measured(self, level: LoadLevel, result: LevelResult) -> None:
@@ -77,8 +77,8 @@ class LoadPlan:
 
     endpoint: Endpoint
     options: LoadOptions
-    pile: Pile
-    probe: Probe
+    pile: RequestMix
+    probe: EndpointFacts
     source: Mapping[str, Any] = field(default_factory=dict)
     save_result: bool = False
     include_content: bool = False
@@ -270,7 +270,7 @@ def _cell(level: LoadLevel) -> Record:
     return {"cell": level.cell, "settings": level.settings}
 
 
-def _request(level: LoadLevel, number: int, request: LoadRequest, exchange: Exchange) -> Record:
+def _request(level: LoadLevel, number: int, request: LoadRequest, exchange: RequestOutcome) -> Record:
     files, views = request.item.documents, exchange.views
     return {
         "type": "request", "cell": level.cell, "repeat": 0, "batch": number, "request": exchange.id,

@@ -18,11 +18,11 @@ from panscan.core.request import SAMPLING_RANGES
 from panscan.images.documents import KINDS, Document, Print, Sheet
 from panscan.images.ink import AILERON
 from panscan.load.options import GOODPUT_METRICS, MAX_PROMPTS
+from panscan.presets.yaml_text import read_yaml_text
 from panscan.settings import nearest
 
 __all__ = ["DocumentShare", "Scenario", "load_scenario", "scenario_names"]
 
-_MAX_BYTES = 65_536
 _MAX_DOCUMENTS = 100  # entries of a scenario
 _MAX_PROMPTS = 1_000
 _SIDE = Range(whole=True, least=64, most=8_192)
@@ -125,17 +125,8 @@ def load_scenario(name: str) -> Scenario:
             f"--scenario: expected {known} or a YAML file, got {shorten(name)}{nearest(name, scenario_names())}"
         )
     path = Path(name)
-    try:
-        if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
-            raise SettingError(f"--scenario {name}: not a regular file")
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise SettingError(f"--scenario {name}: larger than {_MAX_BYTES:,} bytes")
-        text = data.decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise SettingError(f"--scenario {name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return _scenario(path.stem, text, f"--scenario {name}")
+    where = f"--scenario {name}"
+    return _scenario(path.stem, read_yaml_text(path, where), where)
 
 
 def _bundled() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from panscan.load.chat import Endpoint, Exchange
+from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.generator import LevelResult
 from panscan.load.options import LoadLevel, LoadOptions
 
@@ -54,7 +54,7 @@ def vllm_result(
     return found
 
 
-def _times(exchange: Exchange) -> dict[str, list[float]]:
+def _times(exchange: RequestOutcome) -> dict[str, list[float]]:
     """Return the values of each metric of a request, in milliseconds."""
     stamps, count = exchange.tokens, exchange.output_tokens
     if not stamps:
@@ -78,7 +78,7 @@ def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]
     return found
 
 
-def _most_at_once(exchanges: Sequence[Exchange]) -> int:
+def _most_at_once(exchanges: Sequence[RequestOutcome]) -> int:
     """Return the greatest number of requests that were in flight at once."""
     changes = sorted([(each.accepted, 1) for each in exchanges] + [(each.end, -1) for each in exchanges])
     most = running = 0

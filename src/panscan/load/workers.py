@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from panscan.core import now
 from panscan.core.process import join_time_line, time_line
-from panscan.load.chat import ChatRequest, ChatStream, Endpoint, Exchange
+from panscan.load.chat import ChatRequest, ChatStream, Endpoint, RequestOutcome
 from panscan.load.connection import ConnectionPool
 
 __all__ = [
@@ -55,7 +55,7 @@ HEARTBEAT = 1.0
 CANCEL = "cancel"
 """Message to a subprocess: drop the open requests and end."""
 
-Outcomes = list[tuple[int, Exchange]]
+Outcomes = list[tuple[int, RequestOutcome]]
 """Positions of requests in a share, with their outcomes."""
 
 
@@ -176,12 +176,12 @@ class Sender:
     def _send(self, position: int, due: float, queued: float) -> None:
         request = self._share.requests[position]
         self._in_flight += 1
-        exchange = Exchange(request.id, due, queued, now())
+        exchange = RequestOutcome(request.id, due, queued, now())
         stream = ChatStream(exchange, lambda exchange, at: self._take(position, exchange, at))
         head = b"%s%d\r\n\r\n" % (self._head, sum(map(len, request.body)))
         self._pool.send(head, request.body, stream, self._share.endpoint.timeout)
 
-    def _take(self, position: int, exchange: Exchange, at: float) -> None:
+    def _take(self, position: int, exchange: RequestOutcome, at: float) -> None:
         """Take an outcome, and give its slot to the next request."""
         self._batch.append((position, exchange))
         self._ended += 1

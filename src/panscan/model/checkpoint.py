@@ -28,9 +28,10 @@ from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme
 from panscan.linear.tensors import StoredTensors
 from panscan.model.bundled import bundled_directory
-from panscan.model.hub_errors import PICKLED, explained, quiet_transformers
+from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
 from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
+from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.stored import load_stored, stored_scheme
 
@@ -137,8 +138,8 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
     Raises:
         ModelError: the checkpoint is not available, is not a Gemma 3, or is not in safetensors files.
     """
-    source = _source(name)
-    with explained(name):
+    source = checkpoint_source(name)
+    with friendly_errors(name):
         _config(name, source, revision)
         config = json.loads(Path(cached_file(source, CONFIG_NAME, revision=revision)).read_text("utf-8"))
         named = _weight_files(source, revision)
@@ -189,8 +190,8 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
-    source = _source(name)
-    with explained(name):
+    source = checkpoint_source(name)
+    with friendly_errors(name):
         return _config(name, source, revision)
 
 
@@ -200,8 +201,8 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     Raises:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
-    source = _source(name)
-    with explained(name):
+    source = checkpoint_source(name)
+    with friendly_errors(name):
         config = _config(name, source, revision)
         if config.model_type == TEXT_MODEL:
             reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE), config)
@@ -215,7 +216,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
 
 
 def load_random(
-    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
+    name: str, shape: str | Shape, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
     how: WeightFormat | None = None,
 ) -> Loaded:  # fmt: skip
     """A model of a released shape with random weights, for speed without a download.
@@ -231,7 +232,7 @@ def load_random(
     from panscan.model.random_weights import random_model
 
     model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on, how=how)
-    return _prepared(model, _reader_of(name, tools, model.config))
+    return ready_model(model, _reader_of(name, tools, model.config))
 
 
 def load_random_shard(
@@ -246,7 +247,7 @@ def load_random_shard(
     from panscan.model.random_weights import random_shard
 
     model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device, how=how)
-    return _prepared(model, _reader_of(name, tools, model.config)), vocabulary
+    return ready_model(model, _reader_of(name, tools, model.config)), vocabulary
 
 
 def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
@@ -255,7 +256,7 @@ def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch
 
     model, tools = random_outline(shape, dtype)
     model.hf_device_map = {"": str(device)}
-    return _prepared(model, _reader_of(name, tools, model.config))
+    return ready_model(model, _reader_of(name, tools, model.config))
 
 
 def load_shard_of(
@@ -289,7 +290,7 @@ def load_shard_of(
         shard = quantized_outline(part, how, dtype, device)
     fill_shard(shard, whole.model.named_parameters(), rank, size)
     shard.generation_config = whole.model.generation_config
-    return _prepared(shard, whole.reader), int(config.get_text_config().vocab_size)
+    return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
 
 
 def drop_weights(loaded: Loaded) -> None:
@@ -335,17 +336,17 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         _check_placement(name, scheme, placement)
         assert placement.dtype != "auto"  # asked for dense checkpoints only
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
-    source = _source(name)
+    source = checkpoint_source(name)
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
-    with explained(name), quiet_transformers():
+    with friendly_errors(name), quiet_transformers():
         if not all(file.endswith(".safetensors") for file in _weight_files(source, revision).values()):
             raise ModelError(f"--model {name}: {PICKLED}")
         options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
         model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
-    return _prepared(model, reader)
+    return ready_model(model, reader)
 
 
 def open_stored(name: str, revision: str | None = None) -> StoredTensors:
@@ -354,8 +355,8 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
     Raises:
         ModelError: the checkpoint is not available, or is not in safetensors files.
     """
-    source = _source(name)
-    with explained(name):
+    source = checkpoint_source(name)
+    with friendly_errors(name):
         files = sorted({*_weight_files(source, revision).values()} or {SAFE_WEIGHTS_NAME})
         if not all(file.endswith(".safetensors") for file in files):
             raise ModelError(f"--model {name}: {PICKLED}")
@@ -369,8 +370,8 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
         ModelError: the checkpoint is not available.
         UnsupportedError: the format is not supported.
     """
-    source = _source(name)
-    with explained(name):
+    source = checkpoint_source(name)
+    with friendly_errors(name):
         _config(name, source, revision)  # raises for other architectures first
         stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         return stored_scheme(stored, name)
@@ -426,15 +427,15 @@ def _load_stored(
     rank: int = 0, size: int = 1,
 ) -> tuple[Loaded, int]:  # fmt: skip
     """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
-    source = _source(name)
+    source = checkpoint_source(name)
     reader = load_reader(name, revision)
-    with explained(name):
+    with friendly_errors(name):
         config = _unquantized(_config(name, source, revision))
         check_divides(config, size)
         with open_stored(name, revision) as tensors:
             model = load_stored(name, config, scheme, tensors, dtype, device, rank, size)
         model.generation_config = _generation_config(model, source, revision)
-    return _prepared(model, reader), int(config.get_text_config().vocab_size)
+    return ready_model(model, reader), int(config.get_text_config().vocab_size)
 
 
 def _unquantized(config: Any) -> Any:
@@ -462,11 +463,11 @@ def load_outline(
     Raises:
         ModelError: the checkpoint cannot be had, or is not a Gemma 3.
     """
-    source = _source(name)
+    source = checkpoint_source(name)
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     scheme = None if embedding else stored_scheme_of(name, revision)
-    with explained(name):
+    with friendly_errors(name):
         config = _config(name, source, revision)
         with torch.device("meta"):
             model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)
@@ -474,7 +475,7 @@ def load_outline(
         if embedding:
             _keep_head(model, _stored_head(source, revision, tied=_is_tied(model)).to(device, dtype))
     model.hf_device_map = {"": str(device)}  # as Transformers says where parts are that compute elsewhere
-    return _prepared(model, reader)
+    return ready_model(model, reader)
 
 
 def _generation_config(model: Any, source: str, revision: str | None) -> GenerationConfig:
@@ -520,7 +521,7 @@ def _weight_files(source: str, revision: str | None) -> dict[str, str]:
     return files
 
 
-def _prepared(model: Any, reader: Reader) -> Loaded:
+def ready_model(model: Any, reader: Reader) -> Loaded:
     """A model made ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
     model.eval().requires_grad_(False)
     stored = model.generation_config
@@ -533,7 +534,7 @@ def _prepared(model: Any, reader: Reader) -> Loaded:
     return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
 
 
-def _source(name: str) -> str:
+def checkpoint_source(name: str) -> str:
     if (bundled := bundled_directory(name)) is not None:
         return str(bundled)
     path = Path(name).expanduser()

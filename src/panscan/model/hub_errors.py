@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from panscan.core import ModelError, UnsupportedError
 
-__all__ = ["PICKLED", "explained", "quiet_transformers"]
+__all__ = ["PICKLED", "friendly_errors", "quiet_transformers"]
 
 PICKLED = (
     "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"
@@ -29,7 +29,7 @@ _NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
+def friendly_errors(name: str) -> Iterator[None]:
     """Convert exceptions from the hub, files and Transformers into one-line errors with a fix."""
     try:
         yield

@@ -14,24 +14,76 @@ from typing import Any
 
 from panscan.core import BUNDLED, RecordsError
 
-__all__ = ["BUNDLED", "PATTERN", "SHAPES", "Shape", "TextShape", "VisionShape", "quantized_bytes"]
+__all__ = [
+    "BUNDLED",
+    "PATTERN",
+    "SHAPES",
+    "Shape",
+    "TextShape",
+    "VisionShape",
+    "decoder_working_bytes",
+    "shape_named",
+    "split_reason",
+    "vision_working_bytes",
+]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""
-_BNB_BLOCK = 64
 
 
-def quantized_bytes(quantization: str | None, group_size: int | None = None) -> float | None:
-    """Return the bytes per weight of a quantised matrix, including group scales; None without quantisation.
+def decoder_working_bytes(
+    *, hidden: int, intermediate: int, vocabulary: int, tokens: int, rows: int, width: int
+) -> int:  # fmt: skip
+    """Return a generous bound on the bytes that a pass of the decoder needs beside weights and caches.
 
-    Per-channel scales are ignored: they add four bytes to thousands of weights.
+    Per token four hidden states and three of the MLP's width; per row the logits as computed and three float32 copies;
+    and half as much again for what the allocator cannot use.
 
     Args:
-        quantization: value of ``--quantization``.
-        group_size: int4 group size; None: 128.
+        hidden: size of the hidden states.
+        intermediate: width of the MLP, on this device.
+        vocabulary: rows of the whole output matrix.
+        tokens: rows that go through the layers at once.
+        rows: rows whose logits are computed.
+        width: bytes of an activation.
     """
-    stored = {"fp8": 1.0, "int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / _BNB_BLOCK}
-    return 0.5 + 2 / (group_size or 128) if quantization == "int4" else stored.get(quantization or "")
+    needed = tokens * (4 * hidden + 3 * intermediate) * width + rows * vocabulary * (width + 3 * 4)
+    return needed + needed // 2
+
+
+def vision_working_bytes(*, patches: int, hidden: int, intermediate: int, views: int, width: int) -> int:
+    """Return a generous bound on the bytes that encoding ``views`` views at once needs beside the weights.
+
+    Per patch four hidden states and three of the MLP's width, and half as much again for what the allocator cannot
+    use.
+
+    Args:
+        patches: patches of one view.
+        hidden: size of the tower's hidden states.
+        intermediate: width of its MLP.
+        views: views at once.
+        width: bytes of an activation.
+    """
+    return views * patches * (4 * hidden + 3 * intermediate) * width * 3 // 2
+
+
+def split_reason(*, heads: int, kv_heads: int, intermediate: int, size: int) -> str | None:
+    """Return why a decoder cannot be split over ``size`` ranks, and the sizes that divide it; None if it can.
+
+    Args:
+        heads: attention heads.
+        kv_heads: heads of keys and values.
+        intermediate: width of the MLP.
+        size: number of ranks, at least 1.
+    """
+    counts = {"attention heads": heads, "KV heads": kv_heads, "MLP columns": intermediate}
+    if all(count % size == 0 for count in counts.values()):
+        return None
+    fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
+    has = ", ".join(f"{count} {name}" for name, count in counts.items())
+    *others, last = map(str, fitting)
+    use = f"{', '.join(others)} or {last}" if others else last
+    return f"--tensor-parallel-size {size} does not divide the model's {has}: use {use}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +161,10 @@ class VisionShape:
         """Weights of one layer's products, without biases: 4 x hidden^2 + 2 x hidden x intermediate."""
         return 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
 
+    def attention_flops(self) -> int:
+        """Scores and values of one view: layers x 4 x patches^2 x hidden."""
+        return self.layers * 4 * self.patches**2 * self.hidden
+
     def patch_matrix(self) -> int:
         """Weights of the patch embedding: 3 x patch size^2 x hidden."""
         return 3 * self.patch_size**2 * self.hidden
@@ -150,6 +206,10 @@ class Shape:
         projector = self.vision.hidden * self.text.hidden + self.vision.hidden
         return self.text.parameters() + self.vision.parameters() + projector
 
+    def block_pairs(self) -> int:
+        """Pairs (query, key) that an image block of i tokens adds to a causal layer: i(i - 1) / 2."""
+        return self.image_tokens * (self.image_tokens - 1) // 2
+
     def vision_flops(self, views: int) -> float:
         """Tower and projector over ``views`` views; 0 for a text-only model.
 
@@ -160,8 +220,9 @@ class Shape:
             return 0.0
         patches, hidden = self.vision.patches, self.vision.hidden
         linear = 2 * patches * (self.vision.patch_matrix() + self.vision.layers * self.vision.layer_matrices())
-        attention = self.vision.layers * 4 * patches**2 * hidden
-        return float(views * (linear + attention + 2 * self.image_tokens * hidden * self.text.hidden))
+        return float(
+            views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden)
+        )
 
     def prefill_flops(self, tokens: int) -> float:
         """The decoder over one prompt of ``tokens``, with the logits of its last position only.
@@ -181,10 +242,7 @@ class Shape:
         linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
         return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
 
-    def decode_bytes(
-        self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2,
-        bytes_per_quantized: float | None = None,
-    ) -> float:  # fmt: skip
+    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
         """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
 
         Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
@@ -193,15 +251,10 @@ class Shape:
         Args:
             context: tokens of each request.
             batch: number of requests.
-            bytes_per_weight: bytes per unquantised weight.
+            bytes_per_weight: bytes per weight.
             bytes_per_value: bytes per element of a key or value.
-            bytes_per_quantized: bytes per weight of the layers' matrices; None if they are not quantised.
         """
-        matrices = self.text.layers * self.text.layer_matrices()
-        weights = self.text.parameters() * bytes_per_weight
-        if bytes_per_quantized is not None:
-            weights -= matrices * (bytes_per_weight - bytes_per_quantized)
-        return weights + batch * self.kv_bytes(context, bytes_per_value)
+        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
 
     def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
         """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
@@ -272,3 +325,9 @@ SHAPES: dict[str, Shape] = {
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
 """The published shapes, and those of :data:`BUNDLED`."""
+
+
+def shape_named(model: str) -> Shape | None:
+    """Return the shape of a model by its name, such as ``27b`` or ``google/gemma-3-27b-it``; None if it names none."""
+    name = model.lower()
+    return SHAPES.get(name) or next((shape for size, shape in SHAPES.items() if f"gemma-3-{size}" in name), None)

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from panscan.core import UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
+from panscan.model.shapes import split_reason
 
 __all__ = ["ALONE", "Alone", "ProcessRanks", "Ranks", "check_divides", "fill_shard", "shard_config", "shard_of"]
 
@@ -119,18 +120,12 @@ def check_divides(config: Any, size: int) -> None:
     if size > 1 and getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(f"--tensor-parallel-size {size}: the checkpoint's quantised weights cannot be split")
     text = config.get_text_config()
-    counts = {
-        "attention heads": text.num_attention_heads,
-        "KV heads": text.num_key_value_heads,
-        "MLP columns": text.intermediate_size,
-    }
-    if all(count % size == 0 for count in counts.values()):
-        return
-    fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
-    has = ", ".join(f"{count} {name}" for name, count in counts.items())
-    *others, last = map(str, fitting)
-    use = f"{', '.join(others)} or {last}" if others else last
-    raise UnsupportedError(f"--tensor-parallel-size {size} does not divide the model's {has}: use {use}")
+    reason = split_reason(
+        heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, intermediate=text.intermediate_size,
+        size=size,
+    )  # fmt: skip
+    if reason is not None:
+        raise UnsupportedError(reason)
 
 
 def shard_config(config: Any, size: int) -> Any:

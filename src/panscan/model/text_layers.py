@@ -20,6 +20,7 @@ from panscan.core import UnsupportedError
 from panscan.linear.multiply import apply_scales
 from panscan.linear.products import Linear, Product, Rows, SummedLinear, is_plain, linear_of
 from panscan.linear.rows import UnscaledProduct
+from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import ALONE, Ranks
 
 __all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
@@ -199,19 +200,17 @@ class TextLayers:
         return logits.float()
 
     def working_bytes(self, *, tokens: int, rows: int) -> int:
-        """Return a generous bound on the bytes that passes need beside weights and caches.
-
-        Per token four hidden states and three of the MLP's width in the model's precision; per row the logits as
-        computed and three float32 copies; and half as much again for what the allocator cannot use.
+        """Return a generous bound on the bytes that passes need (see :func:`decoder_working_bytes`).
 
         Args:
             tokens: rows that go through the layers at once.
             rows: rows whose logits are computed.
         """
-        config, size = self._text.config, self.dtype.itemsize
-        needed: int = tokens * (4 * config.hidden_size + 3 * config.intermediate_size) * size
-        needed += rows * self.vocab_size * (size + 3 * 4)
-        return needed + needed // 2
+        config = self._text.config
+        return decoder_working_bytes(
+            hidden=config.hidden_size, intermediate=config.intermediate_size, vocabulary=self.vocab_size,
+            tokens=tokens, rows=rows, width=self.dtype.itemsize,
+        )  # fmt: skip
 
     def _rotary(self, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of one kind of layer, each ``[T, D]``, as Transformers' rotary embedding computes them.

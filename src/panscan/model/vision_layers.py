@@ -32,6 +32,7 @@ from transformers.models.siglip.modeling_siglip import (
 
 from panscan.core import UnsupportedError
 from panscan.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.shapes import vision_working_bytes
 
 __all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
 
@@ -102,15 +103,12 @@ class VisionLayers:
         return torch.cat([self._projector(self._encode(piece)) for piece in pieces])
 
     def working_bytes(self, views: int) -> int:
-        """Return a generous bound on the bytes that encoding ``views`` views at once needs beside the weights.
-
-        Per patch four hidden states and three of the MLP's width, and half as much again for what the allocator cannot
-        use.
-        """
+        """Return a generous bound on the bytes that encoding needs (see :func:`vision_working_bytes`)."""
         config = self._config
-        patches = (config.image_size // config.patch_size) ** 2
-        values: int = views * patches * (4 * config.hidden_size + 3 * config.intermediate_size)
-        return values * self._dtype.itemsize * 3 // 2
+        return vision_working_bytes(
+            patches=(config.image_size // config.patch_size) ** 2, hidden=config.hidden_size,
+            intermediate=config.intermediate_size, views=views, width=self._dtype.itemsize,
+        )  # fmt: skip
 
 
 def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.dtype) -> tuple[str, str]:

@@ -14,12 +14,12 @@ import yaml
 
 from panscan.core import SettingError
 from panscan.core.ranges import shorten
+from panscan.presets.yaml_text import read_yaml_text
 
 __all__ = ["read_flat_yaml"]
 
 Values = dict[str, list[str | None]]
 
-_MOST = 65_536  # bytes: a preset has a few hundred, and a grid file is typed by hand
 _NOTHING = ("", "~", "null", "Null", "NULL")
 _EXPECTED = "expected lines of 'setting: value' or 'setting: [values]'"
 
@@ -31,22 +31,9 @@ def read_flat_yaml(path: Path) -> Values:
         SettingError: the file cannot be read, is too large, or is not such a mapping; the message names the line.
     """
     try:
-        return _mapping(yaml.parse(_text(path), Loader=yaml.SafeLoader), path)
+        return _mapping(yaml.parse(read_yaml_text(path, str(path)), Loader=yaml.SafeLoader), path)
     except yaml.YAMLError as error:
         raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
-            raise SettingError(f"{path}: not a regular file")
-        with path.open("rb") as file:
-            data = file.read(_MOST + 1)
-        if len(data) > _MOST:
-            raise SettingError(f"{path}: larger than {_MOST:,} bytes, too large for a file of settings")
-        return data.decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _mapping(events: Iterator[Any], path: Path) -> Values:

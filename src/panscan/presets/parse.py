@@ -74,11 +74,12 @@ def read_grid_file(path: Path) -> Axes:
     return parse_axes(read_flat_yaml(path), str(path))
 
 
-def parse_axes(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
+def parse_axes(given: Mapping[str, Sequence[Any]], where: str | None = None) -> Axes:
     """Typed values of settings in any spelling.
 
     Raises:
-        SettingError: an unknown setting or value, or one without values; the message begins with ``where``.
+        SettingError: an unknown setting or value, or one without values; the message begins with ``where``,
+            if it is given.
     """
     found: Axes = {}
     for spelling, values in given.items():
@@ -92,7 +93,7 @@ def parse_axes(given: Mapping[str, Sequence[Any]], where: str) -> Axes:
                 raise SettingError(f"{name} has {len(values):,} values: give at most {MAX_VALUES:,}")
             found[name] = [parse_value(name, value) for value in values]
         except SettingError as error:
-            raise SettingError(f"{where}: {error}") from None
+            raise SettingError(str(error) if where is None else f"{where}: {error}") from None
     return found
 
 

@@ -24,7 +24,7 @@ from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measu
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, weight_format
 from panscan.quantize.write import CheckpointWriter
-from panscan.settings import WEIGHT_KINDS, Settings, nearest
+from panscan.settings import Settings, check_weight_kind
 
 __all__ = ["QuantizeOptions", "Quantized", "quantize_checkpoint"]
 
@@ -57,10 +57,7 @@ class QuantizeOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in WEIGHT_KINDS:
-            raise SettingError(
-                f"--quantization takes {', '.join(WEIGHT_KINDS)}; got {self.kind!r}{nearest(self.kind, WEIGHT_KINDS)}"
-            )
+        check_weight_kind(self.kind)
 
 
 @dataclass(frozen=True, slots=True)

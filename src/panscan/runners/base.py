@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
     from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["MeasuresMemory", "Runner", "batches", "calls", "check_change"]
+__all__ = ["Runner", "TracksPeakMemory", "batches", "calls", "check_change"]
 
 
 class Runner(Protocol):
@@ -50,7 +50,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class MeasuresMemory(Protocol):
+class TracksPeakMemory(Protocol):
     """A runner whose model may run in other processes, and which measures their peak memory."""
 
     def reset_peak_memory(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from panscan.core import now
 from panscan.model.machine import synchronize
+from panscan.model.phases import phase
 
 __all__ = ["DeviceClock", "TokenClock", "timed_vision"]
 
@@ -92,7 +93,8 @@ class timed_vision:  # noqa: N801 - used as a context manager, like a function
         @wraps(original)  # generate() picks the arguments by the signature
         def marked(*args: Any, **kwargs: Any) -> Any:
             self.start = self.clock.mark()
-            features = original(*args, **kwargs)
+            with phase("vision"):
+                features = original(*args, **kwargs)
             self.end = self.clock.mark()
             return features
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
 from panscan.core.request import request_list
@@ -17,20 +17,34 @@ from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, 
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
+from panscan.model.phases import phase
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
 from panscan.model.support import require_supported
 from panscan.runners.base import batches, check_change
 from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
 from panscan.runners.observe import observe
+from panscan.runners.steps import marked_steps
 from panscan.settings import Settings, settings_from
 
 __all__ = ["GenerateRunner", "finished", "generation_config", "one_sampling"]
 
 
 def generation_config(
-    sampling: Sampling, loaded: Loaded, cache: str, prefill_chunk_size: int | None = None
+    sampling: Sampling,
+    loaded: Loaded,
+    cache: str,
+    prefill_chunk_size: int | None = None,
+    decode_compile: str | None = None,
 ) -> GenerationConfig:
-    """What ``generate()`` is told: only what was asked for, on top of the checkpoint's token ids."""
+    """Return the configuration of one ``generate()`` call: the request's settings and the checkpoint's token ids.
+
+    Args:
+        sampling: settings that the batch shares.
+        loaded: the model.
+        cache: ``dynamic`` or ``static``.
+        prefill_chunk_size: prompt tokens of one pass; None: all of them.
+        decode_compile: see :attr:`GenerateRunner.decode_compile`.
+    """
     own = loaded.model.generation_config
     chosen: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
@@ -49,6 +63,11 @@ def generation_config(
         chosen["repetition_penalty"] = sampling.repetition_penalty
     if cache != "dynamic":
         chosen["cache_implementation"] = cache
+    if decode_compile == "off":
+        chosen["disable_compile"] = True
+    elif decode_compile is not None:
+        chosen["compile_config"] = CompileConfig(mode=decode_compile)
+        chosen["compile_config"]._compile_all_devices = True  # Transformers would skip a CPU without a word
     return GenerationConfig(**chosen)
 
 
@@ -77,6 +96,9 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
 class GenerateRunner:
     """Gemma 3 through Transformers' ``generate()``.
 
+    ``decode_compile``: how ``generate()`` compiles its decode step with a static cache: ``off``, or a mode of
+    ``torch.compile``; None: Transformers' choice (``reduce-overhead`` on an NVIDIA GPU, off elsewhere).
+
     Example:
         >>> runner = GenerateRunner.from_pretrained("mini")
         >>> [result] = runner.generate([Request(prompt="What is the total?", images=["receipt.png"])])
@@ -88,6 +110,7 @@ class GenerateRunner:
         self.settings = settings
         self._attention: str | None = loaded.model.config._attn_implementation
         self._compiled: str | None = None
+        self.decode_compile: str | None = None
 
     @classmethod
     def from_pretrained(cls, model: str = "mini", **settings: Any) -> GenerateRunner:
@@ -150,10 +173,12 @@ class GenerateRunner:
         """One ``generate()`` call. All requests of a batch share its sampling settings, as ``generate()`` does."""
         sampling = one_sampling(batch, "generate", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
-        read = [read_images(request) for request in batch]
+        with phase("load"):
+            read = [read_images(request) for request in batch]
         stamps.loaded = now()
-        prepared = [self._prepare(item) for item in read]
-        inputs = collate(prepared, self.loaded, self.settings.pad_to_multiple_of)
+        with phase("preprocess"):
+            prepared = [self._prepare(item) for item in read]
+            inputs = collate(prepared, self.loaded, self.settings.pad_to_multiple_of)
         clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
         stamps.preprocessed = now()
         tokens = TokenClock(clock)
@@ -162,11 +187,11 @@ class GenerateRunner:
             criteria.append(_StopTexts(sampling.stop, self.loaded.reader.tokenizer, len(batch)))
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
-        with timed_vision(self.loaded.model, clock) as vision:
+        with timed_vision(self.loaded.model, clock) as vision, marked_steps(self.loaded.model):
             output = self.loaded.model.generate(
                 **inputs,
                 generation_config=generation_config(
-                    sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size
+                    sampling, self.loaded, self.settings.cache, self.settings.prefill_chunk_size, self.decode_compile
                 ),
                 stopping_criteria=StoppingCriteriaList(criteria),
             )

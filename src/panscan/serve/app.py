@@ -20,7 +20,7 @@ from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core import Request as ModelRequest
 from panscan.serve.backend import ServeBackend
-from panscan.serve.generation import Desk, Pool, RefusedError, Ticket, read_body, refusal
+from panscan.serve.generation import AdmissionControl, AdmissionSlot, Pool, RefusedError, read_body, refusal
 from panscan.serve.guards import BodyTooLargeError, Guard
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
@@ -46,7 +46,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "png"
 def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
     """Return the application. The caller starts and closes the backend.
 
-    ``app.state.desk`` is the :class:`panscan.serve.generation.Desk`, which drains the server.
+    ``app.state.admission`` is the :class:`panscan.serve.generation.AdmissionControl`, which drains the server.
 
     Raises:
         UnsupportedError: tracing is enabled, but OpenTelemetry is not installed.
@@ -56,8 +56,8 @@ def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
         tracer = open_tracer(options.otlp_traces_endpoint, options.model_name)
     app = FastAPI(title="panscan", version=__version__, docs_url=None, redoc_url=None)
     metrics = ServerMetrics(options.model_name)
-    app.state.desk = desk = Desk(options, backend, metrics, tracer)
-    api = _Api(options, backend, desk)
+    app.state.admission = admission = AdmissionControl(options, backend, metrics, tracer)
+    api = _Api(options, backend, admission)
     _add_routes(app, api)
     _add_error_handlers(app, metrics)
     app.add_middleware(Guard, options=options)
@@ -68,8 +68,8 @@ def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
 class _Api:
     """The handlers of all endpoints."""
 
-    def __init__(self, options: ServeOptions, backend: ServeBackend, desk: Desk) -> None:
-        self._options, self._backend, self._desk = options, backend, desk
+    def __init__(self, options: ServeOptions, backend: ServeBackend, admission: AdmissionControl) -> None:
+        self._options, self._backend, self._admission = options, backend, admission
         self._names = TokenNames(backend)
         self._created = int(time.time())
         self._pages = _playground()
@@ -85,7 +85,7 @@ class _Api:
 
     async def ready(self, _request: Request) -> Response:
         """Return 200 if the server can start a request now, otherwise 503."""
-        if self._desk.draining:
+        if self._admission.draining:
             raise RefusedError(503, "the server is shutting down", 5)
         if not self._backend.ready:
             raise RefusedError(503, "the model is loading", 5)
@@ -93,8 +93,8 @@ class _Api:
 
     async def metrics(self, _request: Request) -> Response:
         """Return all metrics in Prometheus' text format."""
-        self._desk.metrics.retried.labels(self._options.model_name).set(self._backend.retried)
-        body = self._desk.metrics.expose(await self._backend.stats())
+        self._admission.metrics.retried.labels(self._options.model_name).set(self._backend.retried)
+        body = self._admission.metrics.expose(await self._backend.stats())
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _request: Request) -> Response:
@@ -116,16 +116,16 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt, and its number of views."""
-        ticket = self._desk.admit(request)
+        slot = self._admission.admit(request)
         try:
-            body, uploads = await self._body(request, ticket, TokenizeRequest)
+            body, uploads = await self._body(request, slot, TokenizeRequest)
             self._check_model(body.model)
             remote = body.messages is not None and fetches(body.messages)
-            read = partial(self._prompt, body, uploads, ticket.until)
-            wanted = await self._desk.in_thread(ticket, read, "fetch" if remote else "read")
+            read = partial(self._prompt, body, uploads, slot.until)
+            wanted = await self._admission.in_thread(slot, read, "fetch" if remote else "read")
             counts = await self._backend.count(wanted)
         finally:
-            ticket.release()
+            slot.release()
         info = self._backend.info
         found = {"count": len(counts.ids), "max_model_len": info.max_model_len if info else None}
         return JSONResponse(
@@ -134,9 +134,9 @@ class _Api:
 
     async def views(self, request: Request) -> Response:
         """Return the views of an image under the given pan-and-scan settings."""
-        ticket = self._desk.admit(request)
+        slot = self._admission.admit(request)
         try:
-            body, uploads = await self._body(request, ticket, ViewsRequest)
+            body, uploads = await self._body(request, slot, ViewsRequest)
             settings = self._builder.pan_and_scan(body.mm_processor_kwargs)
             cost = self._backend.info.cost if self._backend.info is not None else None
             if body.image is None:
@@ -144,13 +144,13 @@ class _Api:
                 check_used(uploads, ())
                 page = size_views(body.width, body.height, settings, cost)
                 return JSONResponse({"pages": [page], "page_count": 1})
-            read = partial(self._builder.document, body.image, uploads, ticket.until)
-            document = await self._desk.in_thread(ticket, read, "fetch" if is_remote(body.image) else "read")
+            read = partial(self._builder.document, body.image, uploads, slot.until)
+            document = await self._admission.in_thread(slot, read, "fetch" if is_remote(body.image) else "read")
             draw = partial(page_views, document, settings, cost, preview=body.preview)
-            pages = await self._desk.in_thread(ticket, draw, "decode")
+            pages = await self._admission.in_thread(slot, draw, "decode")
             return JSONResponse({"pages": pages, "page_count": len(document.pages)})
         finally:
-            ticket.release()
+            slot.release()
 
     async def page(self, request: Request) -> Response:
         """Return one of the playground's files."""
@@ -167,38 +167,38 @@ class _Api:
         self, request: Request, kind: type[ChatCompletionRequest] | type[CompletionRequest]
     ) -> Response:
         """Create a chat or text completion."""
-        ticket = self._desk.admit(request)
+        slot = self._admission.admit(request)
         handed_over = False
         try:
-            body, uploads = await self._body(request, ticket, kind)
+            body, uploads = await self._body(request, slot, kind)
             self._check_model(body.model)
             chat = isinstance(body, ChatCompletionRequest)
             if chat:
-                build = partial(self._builder.chat, body, uploads, ticket.until)
+                build = partial(self._builder.chat, body, uploads, slot.until)
             else:
                 build = partial(self._builder.completion, body, uploads)
             pool: Pool = "fetch" if chat and fetches(body.messages) else "read"
-            prepared = await self._desk.in_thread(ticket, build, pool)
+            prepared = await self._admission.in_thread(slot, build, pool)
             reply = Reply(
                 "chat" if chat else "text", self._options.model_name, self._names,
                 logprobs=body.logprobs is not None and body.logprobs is not False,
                 continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
             )  # fmt: skip
-            response = await self._desk.answer(
-                request, ticket, prepared, reply, stream=body.stream,
+            response = await self._admission.answer(
+                request, slot, prepared, reply, stream=body.stream,
                 include_usage=body.stream_options is not None and body.stream_options.include_usage, per_prompt=body.n,
             )  # fmt: skip
             handed_over = body.stream
             return response
         finally:
             if not handed_over:
-                ticket.release()
+                slot.release()
 
-    async def _body(self, request: Request, ticket: Ticket, kind: type[Any]) -> tuple[Any, dict[str, bytes]]:
+    async def _body(self, request: Request, slot: AdmissionSlot, kind: type[Any]) -> tuple[Any, dict[str, bytes]]:
         """Return the parsed body, and the files of a multipart body."""
-        content, uploads = await read_body(request, ticket)
+        content, uploads = await read_body(request, slot)
         work = partial(parse, kind, content)
-        return (work() if len(content) < _INLINE else await self._desk.in_thread(ticket, work)), uploads
+        return (work() if len(content) < _INLINE else await self._admission.in_thread(slot, work)), uploads
 
     def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: float) -> ModelRequest:
         if body.messages is None:

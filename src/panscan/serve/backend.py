@@ -9,7 +9,7 @@ from typing import Protocol
 from panscan.core import Request, Stats, Stream
 from panscan.images.views import PromptCost
 
-__all__ = ["ModelInfo", "ServeBackend", "TokenCounts", "Work"]
+__all__ = ["ModelInfo", "RequestWork", "ServeBackend", "TokenCounts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RequestWork:
     """The estimated work of a request, which the router uses.
 
     Args:
@@ -97,7 +97,7 @@ class ServeBackend(Protocol):
         """Cancel running requests and free all resources."""
         ...
 
-    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+    def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """Submit a request and return its stream.
 
         Args:

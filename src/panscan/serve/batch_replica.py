@@ -9,7 +9,7 @@ from typing import Any
 
 from panscan.core import EngineError, Request, Result
 from panscan.images.files import split_page
-from panscan.serve.backend import ModelInfo, Work
+from panscan.serve.backend import ModelInfo, RequestWork
 from panscan.settings import Settings
 
 __all__ = ["BatchReplica", "InvisibleFiles", "ReplicaLostError"]
@@ -60,7 +60,7 @@ class BatchReplica:
         self._replica = EngineReplica(self._settings, self._replicas, id=self._id, threads=self._threads)
         return await self._replica.info()
 
-    async def answer(self, request: Request, work: Work) -> Result | InvisibleFiles:
+    async def answer(self, request: Request, work: RequestWork) -> Result | InvisibleFiles:
         """Answer a request. Cancelling the call cancels the request."""
         if not _all_visible(request.images):
             return InvisibleFiles()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from panscan.core import EngineError, ImageError, InputError, PanscanError, Request, Result, now
 from panscan.core.ranges import Range
 from panscan.images.files import Page, PageBytes, expand_images
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 from panscan.serve.batch_replica import BatchReplica, InvisibleFiles, ReplicaLostError
 from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
 from panscan.settings import RANGES, Settings
@@ -68,9 +68,9 @@ class ClusterEngine:
         self._max_concurrency = settings.max_concurrency
         self._stack = ExitStack()
         self._numbers = count()
-        self._flying: dict[int, _Flight] = {}
-        self._waiting: deque[_Flight] = deque()
-        self._suspects: deque[_Flight] = deque()
+        self._flying: dict[int, _InFlight] = {}
+        self._waiting: deque[_InFlight] = deque()
+        self._suspects: deque[_InFlight] = deque()
         self._finished: deque[tuple[int, Result]] = deque()
         try:
             self._stack.enter_context(ray_session(ray_address, replicas=replicas, show_logs=False))
@@ -153,7 +153,7 @@ class ClusterEngine:
             self._cancel()
 
     def _accept(self, index: int, request: Request) -> None:
-        flight = _Flight(index, str(next(self._numbers)), request, _work(request), now())
+        flight = _InFlight(index, str(next(self._numbers)), request, _work(request), now())
         self._flying[index] = flight
         self._waiting.append(flight)
 
@@ -181,7 +181,7 @@ class ClusterEngine:
             flight = self._waiting.popleft()
             self._send(flight, ready[self._fleet.router.rank(flight.work, free)[0]])
 
-    def _send(self, flight: _Flight, replica: FleetReplica) -> None:
+    def _send(self, flight: _InFlight, replica: FleetReplica) -> None:
         try:
             request = flight.request if replica.sees_files else _with_contents(flight.request)
         except ImageError as error:
@@ -192,7 +192,7 @@ class ClusterEngine:
         self._fleet.router.assign(flight.name, replica.id, flight.work)
         self._fleet.call(flight.ref, partial(self._replied, flight, replica))
 
-    def _replied(self, flight: _Flight, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
+    def _replied(self, flight: _InFlight, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
         """Handle the reply of a replica.
 
         Raises:
@@ -216,7 +216,7 @@ class ClusterEngine:
             self._fleet.answered()
             self._finish(flight, reply if error is None else _failed(flight, error))
 
-    def _retry(self, flight: _Flight) -> None:
+    def _retry(self, flight: _InFlight) -> None:
         flight.lost += 1
         if flight.lost == _ATTEMPTS:
             error = InputError(f"{_ATTEMPTS} replicas were lost while computing this request")
@@ -226,7 +226,7 @@ class ClusterEngine:
         else:
             self._waiting.appendleft(flight)
 
-    def _finish(self, flight: _Flight, result: Result) -> None:
+    def _finish(self, flight: _InFlight, result: Result) -> None:
         if self._suspects and self._suspects[0] is flight:
             self._suspects.popleft()
         result.retries = min(flight.lost, _ATTEMPTS - 1)
@@ -234,7 +234,7 @@ class ClusterEngine:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlight:
     """A request in flight.
 
     Args:
@@ -250,18 +250,20 @@ class _Flight:
     index: int
     name: str
     request: Request
-    work: Work
+    work: RequestWork
     accepted: float
     ref: Any = None
     lost: int = 0
 
 
-def _work(request: Request) -> Work:
+def _work(request: Request) -> RequestWork:
     """Return the estimated work of a request. No image is opened, so each counts as one view."""
     names = [image.name if isinstance(image, Page | PageBytes) else image for image in request.images]
     keys = tuple(_digest(os.fspath(name)) for name in names if isinstance(name, str | os.PathLike))
     views = len(names)
-    return Work(views, views * _TOKENS_PER_VIEW, request.sampling.max_new_tokens, keys if len(keys) == views else ())
+    return RequestWork(
+        views, views * _TOKENS_PER_VIEW, request.sampling.max_new_tokens, keys if len(keys) == views else ()
+    )
 
 
 def _digest(name: str) -> bytes:
@@ -290,7 +292,7 @@ def _content(page: Any) -> PageBytes:
         raise ImageError(f"{page.name}: {error.strerror or error}") from error
 
 
-def _failed(flight: _Flight, error: Exception) -> Result:
+def _failed(flight: _InFlight, error: Exception) -> Result:
     """Return the result of a request whose call raised an error in the replica."""
     known = error if isinstance(error, PanscanError) else InputError(f"{type(error).__name__}: {error}")
     return Result.unanswered(flight.request.id, flight.accepted, known)

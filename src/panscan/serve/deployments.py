@@ -86,7 +86,7 @@ class Ingress:
 
     async def drain(self) -> bool:
         """Refuse new requests, and return whether those in flight ended within the drain timeout."""
-        drained: bool = await self._app.state.desk.drain()
+        drained: bool = await self._app.state.admission.drain()
         return drained
 
     async def __del__(self) -> None:
@@ -94,7 +94,7 @@ class Ingress:
         if hasattr(self, "_loading"):  # otherwise it did not start
             self._loading.cancel()
             await self._backend.close()
-            self._app.state.desk.close()
+            self._app.state.admission.close()
 
     async def _load(self) -> None:
         """Wait for the first replica, as long as Ray tries to start one. Until then, requests get status 503."""

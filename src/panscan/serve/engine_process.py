@@ -31,7 +31,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.process import time_line
-from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.messages import (
     AskQuery,
     Cancel,
@@ -75,7 +75,7 @@ class EngineProcess:
     def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
         self._settings, self._max_queued = settings, max_queued_requests
         self._child: _Child | None = None
-        self._flying: dict[str, _Flight] = {}
+        self._flying: dict[str, _InFlight] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._ready = asyncio.Event()
@@ -121,14 +121,14 @@ class EngineProcess:
             await asyncio.to_thread(self._child.close)
         self._end_all(EngineError("the server is shutting down"))
 
-    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+    def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         if self.failed.is_set() or self._closed or self._info is None:
             raise EngineError("the engine is not running")
         most = self._info.max_concurrency + self._max_queued
         if len(self._flying) >= most:
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {self._max_queued})")
-        flight = _Flight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
+        flight = _InFlight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
         self._flying[request.id] = flight
         if self.ready:
             self._send(flight)
@@ -202,7 +202,7 @@ class EngineProcess:
             if (flight := self._flying.get(id)) is not None:
                 flight.stream.on_event(event)
 
-    def _send(self, flight: _Flight) -> None:
+    def _send(self, flight: _InFlight) -> None:
         assert self._child is not None  # it is ready
         flight.attempts += 1
         self._child.send(Submit(flight.request, flight.streams))
@@ -294,7 +294,7 @@ class EngineProcess:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlight:
     """An in-flight request.
 
     Args:

@@ -28,7 +28,7 @@ from panscan.serve.requests import PreparedRequest
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-__all__ = ["Desk", "Pool", "RefusedError", "Ticket", "read_body", "refusal"]
+__all__ = ["AdmissionControl", "AdmissionSlot", "Pool", "RefusedError", "read_body", "refusal"]
 
 log = logging.getLogger("panscan.serve")
 
@@ -60,18 +60,18 @@ class RefusedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class AdmissionSlot:
     """The admission slot of one request. ``release`` may be called more than once.
 
     Args:
-        desk: desk that issued the ticket.
+        admission: admission control that issued the slot.
         deadline: time on the event loop's clock.
         accepted: time of admission, seconds of :func:`panscan.core.now`.
         size: bytes of the body received so far.
         released: whether the slot was released.
     """
 
-    desk: Desk
+    admission: AdmissionControl
     deadline: float
     accepted: float
     size: int = 0
@@ -89,18 +89,20 @@ class Ticket:
             RefusedError: the bodies of all requests in flight are too large.
         """
         self.size += size
-        self.desk.bodies += size
-        if self.desk.bodies > _BODIES:
-            raise RefusedError(429, "the bodies of all requests in flight are too large", self.desk.metrics.retry_after)
+        self.admission.bodies += size
+        if self.admission.bodies > _BODIES:
+            raise RefusedError(
+                429, "the bodies of all requests in flight are too large", self.admission.metrics.retry_after
+            )
 
     def release(self) -> None:
         """Release the slot."""
         if not self.released:
             self.released = True
-            self.desk.leave(self)
+            self.admission.leave(self)
 
 
-class Desk:
+class AdmissionControl:
     """The admission control of the server: bounds the number of requests, and answers them.
 
     Args:
@@ -122,8 +124,8 @@ class Desk:
         sizes: dict[Pool, int] = {"read": _THREADS, "fetch": _THREADS, "decode": _DECODERS}
         self._pools = {name: ThreadPoolExecutor(size, f"panscan-{name}") for name, size in sizes.items()}
 
-    def admit(self, request: Request) -> Ticket:
-        """Return a ticket for a new request.
+    def admit(self, request: Request) -> AdmissionSlot:
+        """Return a slot for a new request.
 
         Raises:
             RefusedError: the server is draining, not ready, or at capacity.
@@ -142,12 +144,12 @@ class Desk:
         self._active += 1
         self._idle.clear()
         self.metrics.active.labels(self.options.model_name).set(self._active)
-        return Ticket(self, asyncio.get_running_loop().time() + seconds, now())
+        return AdmissionSlot(self, asyncio.get_running_loop().time() + seconds, now())
 
-    def leave(self, ticket: Ticket) -> None:
-        """Release the slot of a ticket."""
+    def leave(self, slot: AdmissionSlot) -> None:
+        """Release a slot."""
         self._active -= 1
-        self.bodies -= ticket.size
+        self.bodies -= slot.size
         self.metrics.active.labels(self.options.model_name).set(self._active)
         if not self._active:
             self._idle.set()
@@ -162,18 +164,18 @@ class Desk:
             return False
         return True
 
-    async def in_thread(self, ticket: Ticket, work: Callable[[], Answer], pool: Pool = "read") -> Answer:
+    async def in_thread(self, slot: AdmissionSlot, work: Callable[[], Answer], pool: Pool = "read") -> Answer:
         """Run blocking work of a request in a thread and return its result.
 
         Args:
-            ticket: ticket of the request.
+            slot: slot of the request.
             work: function to run. It continues after the deadline, but its result is then discarded.
             pool: thread pool. Downloads and decoding use separate pools, so that other requests never wait for them.
 
         Raises:
             TimeoutError: the deadline passed.
         """
-        async with asyncio.timeout_at(ticket.deadline):
+        async with asyncio.timeout_at(slot.deadline):
             return await asyncio.get_running_loop().run_in_executor(self._pools[pool], work)
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class Desk:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
-        self, request: Request, ticket: Ticket, prepared: PreparedRequest, reply: Reply, *,
+        self, request: Request, slot: AdmissionSlot, prepared: PreparedRequest, reply: Reply, *,
         stream: bool, include_usage: bool, per_prompt: int,
     ) -> Response:  # fmt: skip
         """Submit the requests of one HTTP request and return its response.
@@ -194,19 +196,19 @@ class Desk:
             TimeoutError: the deadline passed.
             ClientDisconnect: the client disconnected; its requests are cancelled.
         """
-        ticket.grow(prepared.image_bytes)
+        slot.grow(prepared.image_bytes)
         streams: list[Stream] = []
         try:
             for each in prepared.requests:
                 streams.append(self.backend.submit(each, prepared.work, stream=stream))
             if stream:
                 events = _merged(streams)
-                first = await self._unless_gone(request, ticket, anext(events))
+                first = await self._unless_gone(request, slot, anext(events))
                 await _check_begun(streams[first[0]], first[1])
-                run = _Run(self, ticket, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt)
-                limit = ticket.deadline + _SEND_SECONDS
+                run = _Run(self, slot, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt)
+                limit = slot.deadline + _SEND_SECONDS
                 return _EventStream(run.chunks(first, events), run.close, request.receive, limit)
-            results = await self._unless_gone(request, ticket, _collect(streams))
+            results = await self._unless_gone(request, slot, _collect(streams))
         except BaseException:  # cancellation too: nothing else would cancel these streams
             self.abandon(streams, request)
             raise
@@ -219,7 +221,7 @@ class Desk:
                 raise EngineError("the server is shutting down")
         await reply.learn(results)
         if reply.logprobs:  # millions of entries at worst
-            return await self.in_thread(ticket, lambda: JSONResponse(reply.whole(results, per_prompt)))
+            return await self.in_thread(slot, lambda: JSONResponse(reply.whole(results, per_prompt)))
         return JSONResponse(reply.whole(results, per_prompt))
 
     def abandon(self, streams: Sequence[Stream], request: Request) -> None:
@@ -239,12 +241,12 @@ class Desk:
         if self._tracer is not None:
             tracing.record(self._tracer, result, dict(request.headers))
 
-    async def _unless_gone(self, request: Request, ticket: Ticket, work: Awaitable[Answer]) -> Answer:
+    async def _unless_gone(self, request: Request, slot: AdmissionSlot, work: Awaitable[Answer]) -> Answer:
         """Return the result of ``work``; cancel it if the client disconnects or the deadline passes."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnected(request.receive))
         try:
-            async with asyncio.timeout_at(ticket.deadline):
+            async with asyncio.timeout_at(slot.deadline):
                 await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnect
@@ -259,10 +261,11 @@ class _Run:
     """A streaming answer."""
 
     def __init__(
-        self, desk: Desk, ticket: Ticket, request: Request, streams: Sequence[Stream], reply: Reply, *,
+        self, admission: AdmissionControl, slot: AdmissionSlot, request: Request, streams: Sequence[Stream],
+        reply: Reply, *,
         include_usage: bool, per_prompt: int,
     ) -> None:  # fmt: skip
-        self._desk, self._ticket, self._request = desk, ticket, request
+        self._admission, self._slot, self._request = admission, slot, request
         self._streams, self._reply = streams, reply
         self._include_usage, self._per_prompt = include_usage, per_prompt
 
@@ -291,12 +294,12 @@ class _Run:
 
     def close(self) -> None:
         """Release the slot, cancel unfinished requests, and count all requests."""
-        self._ticket.release()
-        self._desk.abandon(self._streams, self._request)
+        self._slot.release()
+        self._admission.abandon(self._streams, self._request)
 
     async def _in_time(self, work: Awaitable[Answer]) -> Answer:
         """Await ``work`` until the deadline. A timeout around a ``yield`` would also cancel the sending of a chunk."""
-        async with asyncio.timeout_at(self._ticket.deadline):
+        async with asyncio.timeout_at(self._slot.deadline):
             return await work
 
     async def _chunk(self, index: int, event: TokenEvent) -> bytes | None:
@@ -346,7 +349,7 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, bytes]]:
+async def read_body(request: Request, slot: AdmissionSlot) -> tuple[bytes, dict[str, bytes]]:
     """Return the JSON of a request, and the files of a multipart body by field name.
 
     Raises:
@@ -362,20 +365,20 @@ async def read_body(request: Request, ticket: Ticket) -> tuple[bytes, dict[str, 
 
     async def counted() -> Message:
         message = await request.receive()
-        ticket.grow(len(message.get("body", b"")))
+        slot.grow(len(message.get("body", b"")))
         return message
 
     counting = Request(request.scope, counted)
     slow = asyncio.get_running_loop().time() + _BODY_SECONDS
     try:
-        async with asyncio.timeout_at(min(slow, ticket.deadline)):
+        async with asyncio.timeout_at(min(slow, slot.deadline)):
             if kind == "multipart/form-data":
-                return await _read_form(counting, ticket.desk.options)
+                return await _read_form(counting, slot.admission.options)
             return await counting.body(), {}
     except ValueError as error:  # raised by the codec that a part of the form names
         raise FieldError(f"request: the multipart body cannot be decoded ({error})", "request") from error
     except TimeoutError:
-        if slow > ticket.deadline:
+        if slow > slot.deadline:
             raise
         raise RefusedError(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
 

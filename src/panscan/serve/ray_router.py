@@ -6,12 +6,12 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 from panscan.serve.routing import open_books
 
 __all__ = ["WorkRouter"]
 
-_NO_WORK = Work(views=0, prompt_tokens=0, max_new_tokens=0)
+_NO_WORK = RequestWork(views=0, prompt_tokens=0, max_new_tokens=0)
 
 
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
@@ -64,6 +64,6 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
                 self._router.release(request_id, id)
 
 
-def _work(request: PendingRequest | None) -> Work:
+def _work(request: PendingRequest | None) -> RequestWork:
     work = None if request is None else request.kwargs.get("work")
-    return work if isinstance(work, Work) else _NO_WORK
+    return work if isinstance(work, RequestWork) else _NO_WORK

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from panscan.core import EngineError, Request, Result, Stats, TokenEvent, now
 from panscan.model.machine import resolve_device, set_thread_count
-from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.loaded_model import open_model
 from panscan.serve.watchdog import Watchdog
 from panscan.settings import Settings
@@ -51,7 +51,7 @@ class EngineReplica:
         self._watchdog = Watchdog(_SILENT_SECONDS)
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
-    async def answer(self, request: Request, *, work: Work) -> Result:
+    async def answer(self, request: Request, *, work: RequestWork) -> Result:
         """Answer a request as a whole. Cancelling the call cancels the request."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Result] = loop.create_future()
@@ -62,7 +62,7 @@ class EngineReplica:
             if not ended.done() or ended.cancelled():
                 cancel()
 
-    async def stream(self, request: Request, *, work: Work) -> AsyncIterator[list[TokenEvent] | Result]:
+    async def stream(self, request: Request, *, work: RequestWork) -> AsyncIterator[list[TokenEvent] | Result]:
         """Answer a request as a stream: yield lists of pending events, and the result last.
 
         Cancelling the call, or closing the iterator, cancels the request.

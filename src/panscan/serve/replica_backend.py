@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, PanscanError, QueueFullError, Request, Result, Stats, Stream, TokenEvent, now
-from panscan.serve.backend import ModelInfo, TokenCounts, Work
+from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.options import ServeOptions
 from panscan.serve.routing import books
 
@@ -75,7 +75,7 @@ class ReplicaBackend:
         if self._flying:
             await asyncio.wait(self._flying.values(), timeout=_QUERY_SECONDS)
 
-    def submit(self, request: Request, work: Work, *, stream: bool) -> Stream:
+    def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         if self._closed:
             raise EngineError("the server is shutting down")
@@ -86,7 +86,7 @@ class ReplicaBackend:
             queued = self._options.max_queued_requests
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {queued})")
         loop = asyncio.get_running_loop()
-        flight = _Flight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
+        flight = _InFlight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
         task = loop.create_task(self._run(flight), context=contextvars.Context())
         self._flying[request.id] = task
         return flight.stream
@@ -111,7 +111,7 @@ class ReplicaBackend:
         answered = [answer for answer in found if not isinstance(answer, BaseException)]
         return {id: stats for id, stats in answered if stats is not None}
 
-    async def _run(self, flight: _Flight) -> None:
+    async def _run(self, flight: _InFlight) -> None:
         """Answer one request, and always deliver a result."""
         try:
             async with asyncio.timeout(self._options.request_timeout):
@@ -130,7 +130,7 @@ class ReplicaBackend:
             self._flying.pop(flight.request.id, None)
         flight.stream.on_end(result)
 
-    async def _attempt(self, flight: _Flight) -> Result:
+    async def _attempt(self, flight: _InFlight) -> Result:
         """Answer a request, retrying on another replica if one is lost.
 
         Raises:
@@ -151,11 +151,11 @@ class ReplicaBackend:
                 return result
         raise AssertionError("unreachable")
 
-    async def _answer(self, flight: _Flight) -> Result:
+    async def _answer(self, flight: _InFlight) -> Result:
         result: Result = await _called(self._engines.answer.remote(flight.request, work=flight.work))
         return result
 
-    async def _stream(self, flight: _Flight) -> Result:
+    async def _stream(self, flight: _InFlight) -> Result:
         generator = self._engines.options(stream=True).stream.remote(flight.request, work=flight.work)
 
         async def read() -> Result:
@@ -187,7 +187,7 @@ class ReplicaBackend:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlight:
     """An in-flight request.
 
     Args:
@@ -200,7 +200,7 @@ class _Flight:
     """
 
     request: Request
-    work: Work
+    work: RequestWork
     stream: Stream
     streams: bool
     accepted: float

@@ -12,7 +12,7 @@ from typing import Any
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.ranges import shorten
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -43,7 +43,7 @@ class PreparedRequest:
     """
 
     requests: list[Request]
-    work: Work
+    work: RequestWork
 
     @property
     def image_bytes(self) -> int:
@@ -212,7 +212,7 @@ class RequestBuilder:
 
     def _work(
         self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
-    ) -> Work:
+    ) -> RequestWork:
         """Return the estimated work of a request, from its documents' headers.
 
         Raises:
@@ -226,7 +226,7 @@ class RequestBuilder:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
-        return Work(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+        return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
 
 
 def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:

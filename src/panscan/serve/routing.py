@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from panscan.serve.backend import Work
+from panscan.serve.backend import RequestWork
 
 __all__ = ["CostModel", "Router", "books", "open_books"]
 
@@ -32,12 +32,12 @@ class CostModel:
     expected_output: int = 256
     tokens_per_view: int = 256
 
-    def of(self, work: Work) -> float:
+    def of(self, work: RequestWork) -> float:
         """Return the cost of a request on a replica that has seen none of its images."""
         output = min(work.max_new_tokens, self.expected_output) * self.output_token
         return work.views * self.view + work.prompt_tokens + output
 
-    def saved(self, work: Work, known: Sequence[bool]) -> float:
+    def saved(self, work: RequestWork, known: Sequence[bool]) -> float:
         """Return the cost that the caches save: views of known images, and the prefix before the first unknown one.
 
         Args:
@@ -103,7 +103,7 @@ class Router:
         replica = self._replicas.get(id)
         return 0.0 if replica is None else replica.load
 
-    def rank(self, work: Work, candidates: Iterable[str] | None = None) -> list[str]:
+    def rank(self, work: RequestWork, candidates: Iterable[str] | None = None) -> list[str]:
         """Return the candidates (default: all replicas), best first.
 
         Ties: the fewest running requests first, then the replica that was used least recently.
@@ -121,7 +121,7 @@ class Router:
 
         return sorted(found, key=key)
 
-    def assign(self, request_id: str, id: str, work: Work) -> None:
+    def assign(self, request_id: str, id: str, work: RequestWork) -> None:
         """Assign a request to a replica. Assigning it to another one moves it there.
 
         Args:
@@ -156,7 +156,7 @@ class Router:
         replica.load = replica.load - cost if replica.running else 0.0  # no rounding errors on an idle replica
 
 
-def _known(replica: _Replica, work: Work) -> list[bool]:
+def _known(replica: _Replica, work: RequestWork) -> list[bool]:
     return [image in replica.seen for image in work.keys]
 
 

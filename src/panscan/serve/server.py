@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from panscan.core import EngineError, SettingError
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
-from panscan.serve.generation import Desk
+from panscan.serve.generation import AdmissionControl
 from panscan.serve.options import ServeOptions
 
 __all__ = ["run_server"]
@@ -141,14 +141,14 @@ class _Server:
             try:
                 if await self._load(backend):
                     self._on_ready(_url(self._options.host, listener))
-                    await self._until_signal(backend, app.state.desk)
+                    await self._until_signal(backend, app.state.admission)
             finally:
-                app.state.desk.draining = True
+                app.state.admission.draining = True
                 server.should_exit = True
                 server.force_exit = self._hurried.is_set()
                 await backend.close()
                 await serving
-                app.state.desk.close()
+                app.state.admission.close()
         return 0
 
     async def _load(self, backend: EngineProcess) -> bool:
@@ -165,7 +165,7 @@ class _Server:
             await loading
         return False
 
-    async def _until_signal(self, backend: EngineProcess, desk: Desk) -> None:
+    async def _until_signal(self, backend: EngineProcess, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.
 
         Raises:
@@ -179,7 +179,7 @@ class _Server:
             raise EngineError("the engine's process died too often; its log is above")
         failed.cancel()
         log.info("finishing running requests; a second signal cancels them")
-        drained = asyncio.ensure_future(desk.drain())
+        drained = asyncio.ensure_future(admission.drain())
         hurried = asyncio.ensure_future(self._hurried.wait())
         await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
         if drained.done() and not drained.result():

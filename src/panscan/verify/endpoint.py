@@ -17,7 +17,7 @@ from panscan.core import EndpointError, PanAndScan, Request, SettingError
 from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json
 from panscan.verify.evidence import ReportedStep, ReportedToken
 
-__all__ = ["Capabilities", "EndpointAnswer", "EndpointSession", "encoded_image"]
+__all__ = ["Capabilities", "EndpointAnswer", "EndpointClient", "encoded_image"]
 
 _REFUSED = (400, 415, 422, 500, 501)
 """HTTP statuses of a request that may succeed with fewer fields."""
@@ -75,7 +75,7 @@ def encoded_image(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-class EndpointSession:
+class EndpointClient:
     """Requests to one endpoint, within a limit.
 
     Args:

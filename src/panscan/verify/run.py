@@ -19,7 +19,7 @@ from panscan.verify.diagnosis import (
     judge_candidate,
     summary,
 )
-from panscan.verify.endpoint import EndpointAnswer, EndpointSession
+from panscan.verify.endpoint import EndpointAnswer, EndpointClient
 from panscan.verify.evidence import Fit, MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
@@ -89,7 +89,7 @@ def verify_endpoint(
         UnsupportedError: the checkpoint cannot be the reference on this machine.
     """
     endpoint = Endpoint(options.url, options.served_model or "", options.api_key, timeout=options.timeout)
-    session = EndpointSession(
+    session = EndpointClient(
         endpoint, max_requests=options.max_requests, max_tokens=options.max_tokens, top_logprobs=options.top_logprobs
     )
     on_progress("looking up the served model")
@@ -111,7 +111,7 @@ class _Asked:
 
 
 def _ask_all(
-    session: EndpointSession, questions: Sequence[Request], on_progress: OnProgress
+    session: EndpointClient, questions: Sequence[Request], on_progress: OnProgress
 ) -> tuple[list[_Asked], list[str]]:
     """Ask the questions, the first one twice; return answers and what is not visible without the others."""
     asked: list[_Asked] = []
@@ -138,14 +138,14 @@ def _ask_all(
     return asked, notes
 
 
-def _ask(session: EndpointSession, request: Request) -> _Asked:
+def _ask(session: EndpointClient, request: Request) -> _Asked:
     try:
         return _Asked(request, session.answer(request))
     except EndpointError as error:
         return _Asked(request, None, str(error), error.status)
 
 
-def _learn_refusal(session: EndpointSession, asked: _Asked) -> None:
+def _learn_refusal(session: EndpointClient, asked: _Asked) -> None:
     """Remember that images are refused, so that no request is wasted on more of them."""
     can, count = session.capabilities, len(asked.request.images)
     refused = asked.status in _IMAGES_REFUSED
@@ -155,7 +155,7 @@ def _learn_refusal(session: EndpointSession, asked: _Asked) -> None:
         can.several_images = False
 
 
-def _repeated(session: EndpointSession, first: _Asked) -> list[str]:
+def _repeated(session: EndpointClient, first: _Asked) -> list[str]:
     """Ask a question again; return what differs."""
     again = _ask(session, first.request)
     if again.answer is None or first.answer is None:
@@ -233,7 +233,7 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
 
 
 def _concluded(
-    options: VerifyOptions, session: EndpointSession, local: LocalModel, probes: Sequence[AskedProbe], notes: list[str],
+    options: VerifyOptions, session: EndpointClient, local: LocalModel, probes: Sequence[AskedProbe], notes: list[str],
     failed: Sequence[_Asked], on_progress: OnProgress,
 ) -> Verification:  # fmt: skip
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
@@ -330,7 +330,7 @@ def _answer_row(probe: AskedProbe, local: LocalModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _not_visible(session: EndpointSession, probes: Sequence[AskedProbe], failed: Sequence[_Asked]) -> list[str]:
+def _not_visible(session: EndpointClient, probes: Sequence[AskedProbe], failed: Sequence[_Asked]) -> list[str]:
     """Return what the endpoint's refusals hide."""
     can, found = session.capabilities, []
     reasons = can.refusals

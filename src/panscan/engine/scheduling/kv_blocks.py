@@ -320,6 +320,8 @@ class KVBlocks:
         """Blocks of all groups for the positions before ``end``; False, and nothing changed, if they do not suffice."""
         blocks = -(-end // self.block_size)
         counts = [blocks - len(group.table(sequence)) for group in self._groups]
+        if not any(counts):  # as in most decode steps
+            return True
         if any(count > group.pool.available for group, count in zip(self._groups, counts, strict=True)):
             return False
         for group, count in zip(self._groups, counts, strict=True):

@@ -1,0 +1,426 @@
+"""Tables of docs/faster.md: what each change gains, what it costs in exactness, and the command that makes it.
+
+A gain is a ratio within one record, or between two records of the same GPU or CPU model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+from panscan.analysis.cells import measured_rows
+from panscan.analysis.significance import paired_difference, points_text
+from panscan.records.store import read_run
+
+__all__ = ["Figure", "Step", "commands", "faster_cpu", "faster_one", "faster_several", "faster_small",
+           "faster_transformers", "faster_wrong"]  # fmt: skip
+
+RECORDS = Path(__file__).parent / "records"
+_RATE, _TIME = "requests/s", "ms"
+_27B, _4B = "--model google/gemma-3-27b-it", "--model google/gemma-3-4b-it"
+_ASKED = '-p "What is the total?" -o answers.jsonl'
+_BATCH = f"panscan batch scans/ {_ASKED} {_27B}"
+_BENCH = "panscan bench --dataset docs/questions.jsonl"
+_INT4 = "int4, groups of 64"  # of the mini model, whose widths 128 does not divide
+_HEADINGS = ["step", "gain", "before", "after", "verdict; accuracy", "command", "record"]
+_TEXTS = (0, 4, 5, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured figure.
+
+    Args:
+        value: in the unit.
+        unit: requests/s, where more is better, or ms, where less is.
+        record: name of the record that holds it.
+        machine: GPU model, else CPU model.
+    """
+
+    value: float
+    unit: str
+    record: str
+    machine: str
+
+    def __str__(self) -> str:
+        """Return value and unit."""
+        if self.unit == _TIME:
+            return f"{self.value:,.{1 if self.value < 100 else 0}f} ms"
+        return f"{self.value:,.2f}/s"
+
+    def gain(self, before: Figure) -> float:
+        """Return how many times better this figure is than an earlier one.
+
+        Raises:
+            ValueError: they have different units, or come from different hardware.
+        """
+        if (self.unit, self.machine) != (before.unit, before.machine):
+            raise ValueError(f"{self} of {self.record} and {before} of {before.record} cannot be compared")
+        return before.value / self.value if self.unit == _TIME else self.value / before.value
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change.
+
+    Args:
+        name: what to do.
+        before: a figure without it.
+        after: the same with it.
+        verdict: whether results are the same: a verdict, or the measured accuracy.
+        command: as a reader types it; empty: nothing to do.
+    """
+
+    name: str
+    before: Figure
+    after: Figure
+    verdict: str
+    command: str
+
+    def row(self) -> list[str]:
+        """Return the cells of a table row."""
+        what = "faster" if self.after.unit == _TIME else "throughput"
+        return [
+            self.name, f"{self.after.gain(self.before):.2f}x {what}", str(self.before), str(self.after), self.verdict,
+            f"`{self.command}`" if self.command else "automatic", _named(self.before, self.after),
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A way to spread 27B over cards; ``figure`` is the throughput per card."""
+
+    name: str
+    figure: Figure
+    verdict: str
+    command: str
+
+
+def faster_one() -> str:
+    """Return the steps on one GPU, 27B."""
+    return _steps(_one_steps())
+
+
+def faster_transformers() -> str:
+    """Return the steps for Transformers' ``generate()`` on one GPU."""
+    return _steps(_transformers_steps())
+
+
+def faster_several() -> str:
+    """Return the steps with a second GPU."""
+    return _steps(_several_steps())
+
+
+def faster_cpu() -> str:
+    """Return the steps without a GPU."""
+    return _steps(_cpu_steps())
+
+
+def faster_small() -> str:
+    """Return the layouts of 27B on cards with little memory, compared per card."""
+    layouts = _small_layouts()
+    base = layouts[0].figure
+    rows = [
+        [
+            each.name,
+            f"{each.figure.gain(base):.2f}x",
+            str(each.figure),
+            each.verdict,
+            f"`{each.command}`",
+            _named(each.figure),
+        ]
+        for each in layouts
+    ]
+    headings = ["one replica", "per card", "throughput per card", "verdict; accuracy", "command", "record"]
+    note = (
+        "The commands use ten cards. Measured on one or two cards with the memory limit of `--gpu-memory-gb` but the"
+        f" speed of an {base.machine}: compare the layouts with each other. An A100 or RTX 4090 is slower."
+    )
+    return f"{table(headings, rows, text=(0, 3, 4, 5))}\n\n{note}"
+
+
+def faster_wrong() -> str:
+    """Return changes that raise the throughput at a cost in answers, or do not raise it."""
+    quality = _record("mini-quality")["summary"]
+    right = {name: f"{100 * quality[f'tall and wide, {name}']['exact_match']:.1f}%"
+             for name in ("with", "without", "crops-2")}  # fmt: skip
+    chunks, whole = (_cell("h200-4b-chunks", prefill_chunk_size=size) for size in (1024, None))
+    off, on = (_cell("h200-27b", do_pan_and_scan=scan, batch_size=12) for scan in (False, True))
+    bf16, int4, two = _w1("w1-27b"), _w1("w1-27b-int4"), _w1("w1-27b-tp2", gpus=2)
+    dropped, causal = (_task_cost(name) for name in ("dropped images", "causal image attention"))
+    rows = [
+        ["`generate(prefill_chunk_size=1024)`, 4B", _times(whole, chunks),
+         f"{chunks.verdict}: images are dropped or cut apart; accuracy without images {dropped}",
+         _named(chunks.figure) + ", `task-cost`"],
+        ["flash attention in Transformers", "not measured", f"image tokens become causal; accuracy {causal}",
+         "`task-cost`"],
+        ["pan and scan off, 27B, batches of 12", _times(on, off),
+         f"accuracy on tall and wide documents {right['without']} instead of {right['with']}",
+         _named(off.figure) + ", `mini-quality`"],
+        ["2 crops instead of 4", "not measured",
+         f"accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}", "`mini-quality`"],
+        ["int4 for throughput, 27B", f"{int4.gain(bf16):.2f}x", "prefill computes in bf16, after dequantising",
+         _named(bf16, int4)],
+        ["one model over two GPUs where it fits on one, 27B", f"{two.gain(bf16):.2f}x per GPU",
+         "ranks exchange data in each layer: use replicas for throughput", _named(bf16, two)],
+        ['`device_map="auto"` over several GPUs', "not measured", "the GPUs work one after the other", "-"],
+    ]  # fmt: skip
+    note = "Accuracy is the bundled mini model's on its own documents; other models lose a different share."
+    return f"{table(['change', 'throughput', 'what happens', 'record'], rows, text=(0, 2, 3))}\n\n{note}"
+
+
+def commands() -> list[str]:
+    """Return the commands of all steps."""
+    steps = [*_one_steps(), *_transformers_steps(), *_several_steps(), *_cpu_steps()]
+    return [step.command for step in steps if step.command] + [layout.command for layout in _small_layouts()]
+
+
+def _small_layouts() -> list[_Layout]:
+    weights = {
+        "int8, one 40 GB card": ("int8", "int8", "40gb"),
+        "int4, one 40 GB card": ("int4", _INT4, "40gb"),
+        "int4, one 24 GB card": ("int4", _INT4, "24gb"),
+    }
+    pair = "w1-27b-tp2-40gb"
+    return [
+        _Layout("bf16, two 40 GB cards", _w1(pair, gpus=2), _judged(pair),
+                f"{_BATCH} --replicas 5 --tensor-parallel-size 2"),
+        *(
+            _Layout(name, _w1(f"w1-27b-{kind}", part=f"measured_{memory}"), _accuracy(variant),
+                    f"{_BATCH} --replicas 10 --quantization {kind}")
+            for name, (kind, variant, memory) in weights.items()
+        ),
+    ]  # fmt: skip
+
+
+def _one_steps() -> list[Step]:
+    single, batched, engine = (
+        _cell("h200-27b-engine", runner=runner, batch_size=size)
+        for runner, size in (("generate", 1), ("generate", 8), ("engine", None))
+    )
+    bf16, alone = _w1("w1-27b"), _alone("w1-27b")
+    serial = Figure(1e3 / alone.value, _RATE, alone.record, alone.machine)
+    exact = _judged("w1-27b")
+    follow_up = _figure("w2-27b", _record("w2-27b")["measured"]["engine"]["follow_up"]["ttft_ms"]["median"], _TIME)
+    pages = _figure("w2-27b", _throughput(_record("w2-27b")["measured"]["engine"]["image_major"]), _RATE)
+    vision = _record("vision-tower")
+    cudnn, hopper = (
+        Figure(statistics.median(vision["ms_per_view"][kernel]["32"]), _TIME, "vision-tower", _machine(vision))
+        for kernel in ("cudnn", "hopper")
+    )
+    quantised = [
+        Step(
+            f"{kind} weights ({cards})", bf16, _w1(f"w1-27b-{kind}"), _accuracy(kind), f"{_BATCH} --quantization {kind}"
+        )
+        for kind, cards in (("fp8", "H100, H200, L40S"), ("int8", "A100"))
+    ]
+    return [
+        Step("the engine instead of `generate()`, one request at a time", single.figure, engine.figure, engine.verdict,
+             _BATCH),
+        Step("the engine instead of `generate()` in batches of 8", batched.figure, engine.figure, engine.verdict,
+             f"{_BENCH} {_27B} --runner generate,engine --batch-size 1,8 --preprocess device"),
+        Step("requests sent concurrently, not one by one", serial, bf16, exact,
+             "panscan load http://127.0.0.1:8000 --max-concurrency 1,128"),
+        Step("several questions about each page, asked together (prefix caching)", bf16, pages, _judged("w2-27b"),
+             f"panscan batch questions.jsonl -o answers.jsonl {_27B}"),
+        Step("time to the first token of a later question about a page", _ttft("w1-27b"), follow_up, _judged("w2-27b"),
+             f"panscan serve {_27B}"),
+        *quantised,
+        Step("int4 weights, one request at a time", alone, _alone("w1-27b-int4"), _accuracy(_INT4),
+             f"{_BATCH} --quantization int4"),
+        Step("vision attention for Hopper GPUs, per view", cudnn, hopper, exact, ""),
+    ]  # fmt: skip
+
+
+def _transformers_steps() -> list[Step]:
+    def cell(attention: str, kv: str, preprocess: str) -> _Cell:
+        return _cell("h200-4b", attention=attention, cache=kv, preprocess=preprocess)
+
+    cells = [
+        cell("eager", "dynamic", "cpu"), cell("sdpa", "dynamic", "cpu"), cell("sdpa", "static", "cpu"),
+        cell("sdpa", "static", "device"),
+    ]  # fmt: skip
+    named = [
+        ("SDPA instead of eager attention, 4B", "--attn-impl eager,sdpa"),
+        ("then a static cache, which compiles decoding, 4B", "--attn-impl sdpa --cache dynamic,static"),
+        ("then preprocessing on the GPU, 4B", "--attn-impl sdpa --cache static --preprocess cpu,device"),
+    ]
+    single, batched = (_cell("h200-27b-engine", runner="generate", batch_size=size) for size in (1, 8))
+    return [
+        Step("batches of 8 instead of 1, 27B", single.figure, batched.figure, batched.verdict,
+             f"{_BENCH} {_27B} --preprocess device --batch-size 1,8"),
+        *(
+            Step(name, before.figure, after.figure, after.verdict, f"{_BENCH} {_4B} --batch-size 4 {flags}")
+            for (name, flags), before, after in zip(named, cells, cells[1:], strict=False)
+        ),
+    ]  # fmt: skip
+
+
+def _several_steps() -> list[Step]:
+    one, two = (_cell(name) for name in ("h200-x2-one", "h200-x2-replicas"))
+    replicas = _record("replicas-4b")
+    engine, engines = (
+        _figure("replicas-4b", replicas["throughput"][count]["requests_per_s"]["median"]) for count in "12"
+    )
+    random, affinity = (
+        _figure("replicas-4b", replicas["cache_hits"][each]["requests_per_s"]) for each in ("random", "affinity")
+    )
+    bf16, tp2 = _w1("w1-27b"), _w1("w1-27b-tp2")
+    same = "not compared"
+    return [
+        Step("a second replica of `generate()`, 4B", one.figure, two.figure, two.verdict,
+             f"{_BENCH} {_4B} --replicas 2"),
+        Step("a second engine replica, one burst shared by both, 4B", engine, engines, same,
+             f"panscan serve {_4B} --replicas 2"),
+        Step("follow-up questions routed to the replica that knows the page, 4B", random, affinity, same,
+             f"panscan serve {_4B} --replicas 2 --routing affinity"),
+        Step("one model on two GPUs, one request at a time, 27B", _alone("w1-27b"), _alone("w1-27b-tp2"),
+             _judged("w1-27b-tp2"), f"panscan serve {_27B} --tensor-parallel-size 2"),
+        Step("one model on two GPUs, 27B", bf16, tp2, _judged("w1-27b-tp2"), f"{_BATCH} --tensor-parallel-size 2"),
+        Step("fp8 weights, one model on two GPUs, 27B", tp2, _w1("w1-27b-fp8-tp2"), _accuracy("fp8"),
+             f"{_BATCH} --tensor-parallel-size 2 --quantization fp8"),
+    ]  # fmt: skip
+
+
+def _cpu_steps() -> list[Step]:
+    record = _record("engine-on-cpu")
+    ways = ("generate, one by one", "generate, batches of 4", "engine, 16 in flight")
+    single, batched, engine = (
+        _figure("engine-on-cpu", record["requests"] / statistics.median(record["seconds"][way])) for way in ways
+    )
+    pages = _record("batch-replicas")
+    one, two = (
+        _figure("batch-replicas", pages["pages"] / statistics.median(each["seconds"] for each in pages["runs"][count]))
+        for count in ("engine", "2")
+    )
+    product = max(_record("quantization-mini")["products"]["times"], key=lambda each: -int(each["rows"]))
+    dense, int8 = (_figure("quantization-mini", product[f"{kind}_ms"], "ms") for kind in ("float32", "int8"))
+    ask = f"panscan batch scans/ {_ASKED}"
+    return [
+        Step("the engine instead of `generate()`, one request at a time, tiny", single, engine, "the same tokens", ask),
+        Step("the engine instead of `generate()` in batches of 4, tiny", batched, engine, "the same tokens", ask),
+        Step("two replicas with a core each, mini", one, two, "not compared", f"{ask} --replicas 2"),
+        Step(f"int8 weights, one product of {product['rows']} row", dense, int8, _accuracy("int8"),
+             f"{ask} --quantization int8"),
+    ]  # fmt: skip
+
+
+def _steps(steps: Sequence[Step]) -> str:
+    figures = [figure for step in steps for figure in (step.before, step.after)]
+    notes = [
+        ", ".join(sorted({figure.machine for figure in figures})),
+        "One record: a ratio within a run; two: between runs on the same hardware",
+    ]
+    if any("points" in step.verdict for step in steps):
+        notes.append("Points: the bundled mini model's accuracy minus that with unquantised weights, 95% interval")
+    return f"{table(_HEADINGS, [step.row() for step in steps], text=_TEXTS)}\n\n{'. '.join(notes)}."
+
+
+@cache
+def _record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def _machine(record: dict[str, Any]) -> str:
+    facts = record["environment"]
+    return str(facts["gpus"][0]["name"] if facts["gpus"] else facts["cpu"])
+
+
+def _figure(name: str, value: float, unit: str = _RATE) -> Figure:
+    return Figure(value, unit, name, _machine(_record(name)))
+
+
+def _throughput(turns: Sequence[dict[str, Any]]) -> float:
+    return statistics.median(float(turn["requests_per_s"]) for turn in turns)
+
+
+def _w1(name: str, *, part: str = "measured", gpus: int = 1) -> Figure:
+    """Return the requests per second of W1, all at once, divided by a number of GPUs."""
+    return _figure(name, _throughput(_measured(name, part)["throughput"]) / gpus)
+
+
+def _alone(name: str) -> Figure:
+    """Return the time of one request alone, end to end."""
+    return _figure(name, statistics.median(_measured(name)["alone"]["e2e_ms"]["all"]), _TIME)
+
+
+def _ttft(name: str) -> Figure:
+    return _figure(name, statistics.median(_measured(name)["alone"]["ttft_ms"]["all"]), _TIME)
+
+
+def _measured(name: str, part: str = "measured") -> dict[str, Any]:
+    found: dict[str, Any] = _record(name)[part]
+    return dict(found.get("engine", found))
+
+
+def _judged(name: str) -> str:
+    """Return the verdict of a workload's record."""
+    verdict = _record(name)["verdict"]["engine"]
+    ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
+    return _verdict(verdict["verdict"], ratio)
+
+
+def _verdict(word: str, ratio: float) -> str:
+    return f"{word} ({ratio:,.{2 if ratio < 10 else 0}f}x the noise)"
+
+
+def _accuracy(weights: str) -> str:
+    """Return the mini model's verdict and its change of accuracy with quantised weights."""
+    variants = _record("quantization-mini")["variants"]
+    found = variants[weights]
+    groups = f", {weights.partition(', ')[2]}" if weights.startswith("int4") else ""
+    return f"{found['verdict']['verdict']}; {_points(found, variants['unquantised'])} points{groups}"
+
+
+def _task_cost(variant: str) -> str:
+    variants = _record("task-cost")["variants"]
+    return f"{_points(variants[variant], variants['reference'])} points"
+
+
+def _points(variant: dict[str, Any], base: dict[str, Any]) -> str:
+    pairs = zip(variant["exact_match"], base["exact_match"], strict=True)
+    found = paired_difference([ours - theirs for ours, theirs in pairs])
+    return f"{points_text(found.value)} ({points_text(found.low)} to {points_text(found.high)})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Throughput and verdict of a cell of a sweep."""
+
+    figure: Figure
+    verdict: str
+
+
+@cache
+def _cells(name: str) -> tuple[tuple[dict[str, Any], _Cell], ...]:
+    run = read_run(RECORDS / name)
+    machine = run.header["environment"]["gpus"][0]["name"]
+    found = []
+    for each in measured_rows(run):
+        rate, ratio = each.metrics.values["request_throughput"], each.verdict.ratio
+        assert rate is not None and ratio is not None  # every committed sweep has both
+        found.append(
+            (dict(each.settings), _Cell(Figure(rate, _RATE, name, machine), _verdict(each.verdict.word, ratio)))
+        )
+    return tuple(found)
+
+
+def _cell(name: str, **settings: Any) -> _Cell:
+    """Return the one cell of a sweep with these settings."""
+    [cell] = [cell for held, cell in _cells(name) if settings.items() <= held.items()]
+    return cell
+
+
+def _times(before: _Cell, after: _Cell) -> str:
+    return f"{after.figure.gain(before.figure):.2f}x"
+
+
+def _named(*figures: Figure) -> str:
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(figure.record for figure in figures))

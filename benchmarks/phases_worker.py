@@ -1,0 +1,254 @@
+"""One configuration of :mod:`benchmarks.phases`, measured in one process with one load of the weights.
+
+    python -m benchmarks.phases_worker 27b:bf16:1 --output part.json
+
+Requests are those of W1: one synthetic page (four views) and one question each. Milliseconds throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.phases import Configuration
+from benchmarks.workloads.common import Asked, Work, ask, say
+from benchmarks.workloads.device import Power
+from benchmarks.workloads.figures import e2e_ms, latencies, spread, stage_means, step_ms, ttft_ms
+from benchmarks.workloads.turns import with_tokens
+from panscan.core import PanAndScan, Request, Result, now
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+from panscan.engine.ranks import RankGroup
+from panscan.model.ceilings import measure_ceilings
+from panscan.model.load import load_for, load_outline_for
+from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
+from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.records.environment import environment
+from panscan.records.store import write_atomically
+from panscan.settings import Settings, settings_from
+
+__all__ = ["main"]
+
+_TURNS = 3  # of what takes milliseconds, after one that warms up
+_WARM_UP = 24  # requests that run first: kernels are compiled for the row counts of their passes
+_FEW = 8  # requests of the middle decode batch
+
+
+class _Bench:
+    """A model that is loaded once, and engines of different options on it, one at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._ranks: RankGroup | None = None
+        self._engine: Engine | None = None
+        if settings.tensor_parallel_size > 1:
+            self.loaded = load_outline_for(settings)
+            self._ranks = RankGroup(settings)
+        else:
+            self.loaded = load_for(settings)
+            apply_attention(self.loaded.model, settings.attention)
+            apply_tf32(settings.tf32)
+
+    def open(self, settings: Settings) -> list[str]:
+        """Open an engine of these settings in place of the one before, and return what it decided at startup."""
+        self._close_engine()
+        self._engine = Engine(self.loaded, EngineOptions.of(settings), settings, ranks=self._ranks)
+        return list(self._engine.decisions)
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Answer requests with empty caches, all at once.
+
+        Raises:
+            PanscanError: of a request that failed.
+        """
+        assert self._engine is not None  # it is open
+        self._engine.reset_caches()
+        found = dict(self._engine.stream_results(requests, max_concurrency=len(requests)))
+        for result in found.values():
+            if result.error is not None:
+                raise result.error
+        return [found[index] for index in range(len(requests))]
+
+    def peaks(self) -> list[dict[str, int | None]]:
+        """Return the peak bytes of each process that computes since the last call, and start new peaks."""
+        if self._ranks is not None:
+            return self._ranks.peak_memory(reset=True)
+        found = peak_memory()
+        reset_peak_memory()
+        return [found]
+
+    def close(self) -> None:
+        """Close the engine and the ranks."""
+        self._close_engine()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            release_memory()
+
+
+def weight_bytes(bench: _Bench) -> int | None:
+    """Return the bytes of all weights; None where ranks have them."""
+    if bench.settings.tensor_parallel_size > 1:
+        return None
+    model = bench.loaded.model
+    sizes: list[int] = [each.nbytes for each in (*model.parameters(), *model.buffers())]
+    return sum(sizes)
+
+
+def alone(bench: _Bench, requests: Sequence[Request]) -> dict[str, Any]:
+    """Return TTFT and stages of single requests with one output token, and one request's end-to-end latency."""
+    first = [bench.run([with_tokens(request, 1)])[0] for request in requests[: _TURNS + 1]][1:]
+    [whole] = bench.run(requests[:1])
+    return {
+        "ttft_ms": spread([ttft_ms(result) for result in first]),
+        "stages_ms": {name: spread([each.stages_ms[name] for each in first]) for name in first[0].stages_ms},
+        "e2e_ms": e2e_ms(whole),
+        "step": decode_step([whole]),
+    }
+
+
+def decode_step(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the decode step of requests that ran at once, while all of them decoded."""
+    found = step_ms([result.stamps for result in results])
+    return {
+        "batch": len(results),
+        "ms_per_step": None if found is None else found[0],
+        "steps": 0 if found is None else found[1],
+        "output_tokens": results[0].output_tokens,
+    }
+
+
+def w1(bench: _Bench, requests: Sequence[Request]) -> dict[str, Any]:
+    """Return throughput and latencies of all requests at once, and the end and tokens of every pass."""
+    with Power(bench.loaded.device) as power:
+        start = now()
+        results = bench.run(requests)
+        seconds = now() - start
+    ends = Counter(at for result in results for at in result.stamps.tokens)
+    return {
+        "requests": len(results),
+        "seconds": seconds,
+        "requests_per_s": len(results) / seconds,
+        "latencies": latencies(results),
+        "stages_ms": stage_means(results),
+        "step": decode_step(results),
+        "passes": [[round(1e3 * (at - start), 2), count] for at, count in sorted(ends.items())],
+        "power": power.summary(),
+    }
+
+
+def long_prompt(bench: _Bench, request: Request) -> dict[str, Any]:
+    """Return the stages of one request that a single pass computes."""
+    turns = [bench.run([with_tokens(request, 1)])[0] for _ in range(_TURNS + 1)][1:]
+    one = turns[0]
+    return {
+        "views": one.views,
+        "prompt_tokens": one.prompt_tokens,
+        "vision_ms_per_view": spread([result.stages_ms["vision"] / one.views for result in turns]),
+        "prefill_ms": spread([result.stages_ms["prefill"] for result in turns]),
+        "ttft_ms": spread([ttft_ms(result) for result in turns]),
+    }
+
+
+def long_prompts(bench: _Bench, requests: Sequence[Request], pages: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the stages of prompts with one view, and with all views of each number of pages."""
+    single = replace(requests[0], pan_and_scan=PanAndScan(enabled=False))
+    joined = [
+        replace(requests[0], images=[page for each in requests[:count] for page in each.images]) for count in pages
+    ]
+    return [long_prompt(bench, request) for request in (single, *joined)]
+
+
+def measure(wanted: Configuration, own: argparse.Namespace) -> None:
+    """Measure one configuration, saving after every phase."""
+    quantization = None if wanted.kind == "bf16" else wanted.kind
+    settings = settings_from(
+        {
+            "runner": "engine", "model_shape": wanted.shape, "random_weights": True, "quantization": quantization,
+            "tensor_parallel_size": wanted.ranks, "device": own.device, "prefix_caching": False, "ignore_eos": True,
+            "max_new_tokens": own.output_tokens, "preprocess": "cpu" if own.device == "cpu" else "device",
+        }
+    )  # fmt: skip
+    found: dict[str, Any] = {"settings": settings.changed(), "seconds": {}}
+    began = now()
+
+    def save(phase: str, **values: Any) -> None:
+        nonlocal began
+        found.update(values)
+        found["seconds"][phase] = round(now() - began, 2)
+        began = now()
+        write_atomically(own.output, json.dumps(found, allow_nan=False).encode())
+        say(f"{wanted}: {phase}: {found['seconds'][phase]} s")
+
+    bench = _Bench(settings)
+    bench.peaks()
+    save(
+        "load",
+        environment=environment(),
+        weight_bytes=weight_bytes(bench),
+        loaded=bench.peaks(),
+        dtype=str(bench.loaded.dtype),
+    )
+    work = Work("phases", settings, ("engine",), own.requests, 1, 0, own.output, "")
+    pages = [int(count) for count in own.pages.split(",")]
+    requests = ask(work, bench.loaded, [Asked(seed, seed) for seed in range(max(own.requests, *pages))])
+    save("pages")
+    if wanted.ranks == 1:
+        save("ceilings", ceilings=asdict(measure_ceilings(bench.loaded.device, bench.loaded.dtype)))
+        release_memory()
+    try:
+        _measure(bench, requests, own.requests, pages, save)
+    finally:
+        bench.close()
+
+
+def _measure(bench: _Bench, requests: Sequence[Request], count: int, pages: Sequence[int], save: Any) -> None:
+    """Measure with the default options, then with passes that hold the longest prompt."""
+    settings = bench.settings
+    save("engine", decisions=bench.open(settings))
+    bench.run([with_tokens(request, 4) for request in requests[:_WARM_UP]])
+    save("warm-up")
+    save("alone", alone=alone(bench, requests))
+    few = bench.run([with_tokens(each, max(2, settings.sampling.max_new_tokens // 2)) for each in requests[:_FEW]])
+    save("decode", decode=decode_step(few))
+    bench.peaks()
+    save("w1", w1=w1(bench, requests[:count]))
+    save("peaks", peaks=bench.peaks())
+    [one] = bench.run([with_tokens(requests[0], 1)])
+    work = {"views": one.views, "prompt_tokens": one.prompt_tokens, "output_tokens": settings.sampling.max_new_tokens}
+    longest = max(pages) * one.prompt_tokens
+    wide = replace(settings, prefill_chunk_size=longest, vision_batch_size=max(pages) * one.views)
+    save("wide engine", work=work, wide_decisions=bench.open(wide))
+    save("long prompts", long_prompts=long_prompts(bench, requests, pages))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write the part."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.phases_worker", description=__doc__)
+    parser.add_argument("configuration", help="SHAPE:KIND:RANKS")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--pages", default="1,2,8")
+    parser.add_argument("--output", type=Path, required=True)
+    own = parser.parse_args(argv)
+    if own.device == "auto" and not torch.cuda.is_available():
+        own.device = "cpu"
+    measure(Configuration.of(own.configuration), own)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What `panscan plan` predicts against what committed records measured; fits its factors.
+
+    python -m benchmarks.plan_accuracy            # the table
+    python -m benchmarks.plan_accuracy --fit      # also writes src/panscan/plan/efficiency.json
+    python -m benchmarks.plan_accuracy --check    # exit status 1 if that file differs from a new fit
+
+The factors are fitted to the vision, prefill and decode times of some configurations of the phase records
+(:data:`benchmarks.plan_points.FITTED`). Everything else is held out: other configurations, all throughput, long
+prompts, and the older records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
+
+from benchmarks.markdown import table
+from benchmarks.plan_points import GPU, PHASES, Point, points, read_ceilings
+from panscan.plan.efficiency import Clock, Efficiency, Factors, committed_efficiency
+from panscan.plan.gpus import all_gpus
+
+__all__ = ["PLAN_FILE", "TARGET", "errors", "fit", "fit_factors", "main", "plan_accuracy"]
+
+PLAN_FILE = Path(__file__).parent.parent / "src" / "panscan" / "plan" / "efficiency.json"
+TARGET = 0.2
+"""Relative error that the plan aims to stay within."""
+_TOLERANCE = 0.02  # relative difference of a factor that rounding and another NumPy explain
+_PRIOR_WEIGHT = 0.25  # of a factor's log against its prior: decides factors that no record determines
+_ROUNDS = 30
+_ENOUGH = 1e-6  # gained of the sum of squares in a round
+_STEP = 1e-4  # in logs, for derivatives
+_DIGITS = 3
+_QUANTILE = 0.9
+_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "vision ms, 4 views": ("vision", (4,)),
+    "32 views": ("vision", (32,)),
+    "prefill ms, 1,102 tokens": ("prefill", (1102,)),
+    "decode step ms, 1 request": ("decode", (1,)),
+    "8": ("decode", (8,)),
+    "64": ("decode", (64,)),
+    "TTFT ms": ("TTFT", ()),
+    "W1 req/s": ("W1", ()),
+}
+"""Of the table: phase and sizes; no sizes stands for all."""
+
+_PRIOR = Factors(
+    read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.75, read_int4_few=0.3,
+    compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, vision=0.7, attention=0.4, kv=1.0, activations=0.8,
+    link=0.6, layer_seconds=35e-6, tail_seconds=80e-6, int4_few_seconds=40e-6, pass_seconds=3e-4, message_seconds=12e-6,
+    launch_seconds=4e-4, launch_ranks_seconds=8e-4, replay_seconds=1e-3, replay_ranks_seconds=2.7e-3,
+    sequence_ranks_seconds=3e-5,
+    prepare_seconds=2e-3, prepare_ranks_seconds=4e-3,
+)  # fmt: skip
+"""Where the fit starts: the records of single products (products.json), of the tower, and of W1."""
+
+
+def fit(found: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
+    """Return the fitted efficiency, with its spread over all points.
+
+    Raises:
+        ValueError: no point is fitted.
+    """
+    fitted = tuple(sorted({point.record for point in found if point.fitted}))
+    held_out = tuple(sorted({point.record for point in found if not point.fitted}))
+    efficiency = Efficiency(GPU, ceilings, 0.0, fitted, held_out, fit_factors(found, ceilings))
+    return replace(efficiency, spread=_spread(found, efficiency))
+
+
+def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factors:
+    """Return the factors that predict the fitted points best: least squares of relative errors, in logs.
+
+    Raises:
+        ValueError: no point is fitted.
+    """
+    fitted = [point for point in found if point.fitted]
+    if not fitted:
+        raise ValueError("no phase record to fit to: run benchmarks.phases")
+    names = [item.name for item in fields(Factors)]
+    prior = np.log([getattr(_PRIOR, name) for name in names])
+
+    def residuals(logs: Any) -> Any:
+        factors = Factors(**dict(zip(names, map(float, np.exp(logs)), strict=True)))
+        trial = Efficiency(GPU, ceilings, 0.0, (), (), factors)
+        return np.array([*(_log_error(point, trial) for point in fitted), *(_PRIOR_WEIGHT * (logs - prior))])
+
+    logs = _least_squares(residuals, prior)
+    return Factors(**{name: _rounded(math.exp(log)) for name, log in zip(names, logs, strict=True)})
+
+
+def errors(found: Sequence[Point], efficiency: Efficiency) -> list[float]:
+    """Return the relative error of each prediction: 0.1 if it is 10% too high."""
+    return [math.expm1(_log_error(point, efficiency)) for point in found]
+
+
+def _log_error(point: Point, efficiency: Efficiency) -> float:
+    return math.log(point.predict(Clock(all_gpus()[GPU], point.variant, efficiency=efficiency)) / point.measured)
+
+
+def _spread(found: Sequence[Point], efficiency: Efficiency) -> float:
+    """Return the relative error that nine of ten points stay within."""
+    sizes = [abs(_log_error(point, efficiency)) for point in found if point.phase != "prepare"]
+    return math.ceil(100 * math.expm1(float(np.quantile(sizes, _QUANTILE)))) / 100
+
+
+def _least_squares(residuals: Callable[[Any], Any], start: Any) -> Any:
+    """Return where the sum of squares is least, by Levenberg's and Marquardt's method."""
+    at, damping = np.array(start), 1e-3
+    wrong = residuals(at)
+    for _ in range(_ROUNDS):
+        slopes = np.stack([(residuals(at + step) - wrong) / _STEP for step in _STEP * np.eye(len(at))], 1)
+        normal = slopes.T @ slopes
+        while damping < 1e6:
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ wrong)
+            tried = residuals(at + step)
+            if tried @ tried < wrong @ wrong:
+                break
+            damping *= 10
+        else:
+            return at
+        gained = wrong @ wrong - tried @ tried
+        at, wrong, damping = at + step, tried, damping / 10
+        if gained < _ENOUGH:
+            return at
+    return at
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two contents of ``efficiency.json``, beyond rounding."""
+    wrong = [name for name in ("gpu", "fitted", "held_out") if list(first[name]) != list(second[name])]
+    numbers = {**first["factors"], "spread": first["spread"]}, {**second["factors"], "spread": second["spread"]}
+    wrong += [
+        name for name in numbers[0].keys() | numbers[1].keys()
+        if not math.isclose(numbers[0].get(name, 0), numbers[1].get(name, 0), rel_tol=_TOLERANCE)
+    ]  # fmt: skip
+    return sorted(wrong)
+
+
+def plan_accuracy() -> str:
+    """Return the table of predictions against measurements with the committed factors."""
+    found = points()
+    return accuracy_table(found, errors(found, committed_efficiency()))
+
+
+def accuracy_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
+    """Return the table: a row for each configuration of a record, predicted / measured of each phase."""
+    rows: dict[tuple[str, str], list[tuple[Point, float]]] = {}
+    for point, error in zip(found, wrong, strict=True):
+        if point.phase != "prepare":
+            rows.setdefault((point.configuration, point.record), []).append((point, error))
+    lines = [
+        [
+            *name,
+            *(", ".join(_cell(*each) for each in row if _stands_in(each[0], column)) or "-" for column in _COLUMNS),
+            f"{max(abs(error) for _, error in row):.0%}",
+        ]
+        for name, row in rows.items()
+    ]
+    return table(["configuration", "record", *_COLUMNS, "largest error"], lines)
+
+
+def _stands_in(point: Point, column: str) -> bool:
+    phase, sizes = _COLUMNS[column]
+    return point.phase == phase and (not sizes or point.size in sizes)
+
+
+def _cell(point: Point, error: float) -> str:
+    """Return the predicted and the measured value: milliseconds, or requests per second; fitted ones in italics."""
+    scale = 1.0 if point.phase == "W1" else 1e3
+    value = scale * point.measured
+    digits = 0 if value >= 100 else 1 if value >= 20 else 2
+    text = f"{value * (1 + error):.{digits}f} / {value:.{digits}f}"
+    return f"*{text}*" if point.fitted else text
+
+
+def summary(found: Sequence[Point], wrong: Sequence[float]) -> str:
+    """Return medians, largest errors and misses by phase, fitted and held out."""
+    lines = []
+    for fitted in (True, False):
+        for phase in PHASES:
+            sizes = [abs(e) for p, e in zip(found, wrong, strict=True) if p.fitted == fitted and p.phase == phase]
+            if sizes:
+                name = f"{'fitted' if fitted else 'held out'} {phase}"
+                within = f"{sum(size <= TARGET for size in sizes)} of {len(sizes)} within {TARGET:.0%}"
+                lines.append(f"{name}: {within}; median {median(sizes):.1%}, largest {max(sizes):.1%}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; fit or check on request."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_accuracy", description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the factors and write efficiency.json")
+    parser.add_argument("--check", action="store_true", help="compare efficiency.json with a new fit")
+    own = parser.parse_args(argv)
+    found = points()
+    held = json.loads(PLAN_FILE.read_bytes())
+    if own.fit or own.check:
+        fresh = asdict(fit(found, read_ceilings()))
+        if own.check and (wrong := differences(held, fresh)):
+            print(f"{PLAN_FILE.name} differs from a new fit in {', '.join(wrong)}: run --fit", file=sys.stderr)
+            return 1
+        if own.fit:
+            PLAN_FILE.write_text(json.dumps(fresh, indent=1) + "\n", "utf-8")
+            held = json.loads(PLAN_FILE.read_bytes())
+    missed = errors(found, Efficiency.from_dict(held))
+    print(accuracy_table(found, missed))
+    print(summary(found, missed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

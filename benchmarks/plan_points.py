@@ -1,0 +1,249 @@
+"""Measurements of committed records that `panscan plan` predicts: what was measured, and what the plan says.
+
+Records of :mod:`benchmarks.phases`, :mod:`benchmarks.workloads.w1` and :mod:`benchmarks.workloads.quantized`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import floor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from panscan.engine.options import EngineOptions
+from panscan.model.shapes import SHAPES
+from panscan.plan.cost import Variant
+from panscan.plan.efficiency import Clock
+from panscan.plan.memory import memory_plan
+from panscan.plan.mix import PageShare, WorkloadMix
+from panscan.plan.simulate import EngineSizes, simulate_burst
+
+__all__ = ["FITTED", "GPU", "PHASES", "RECORDS", "Point", "points", "read_ceilings"]
+
+RECORDS = Path(__file__).parent / "records"
+GPU = "h200"
+_OLDER = (
+    "w1-27b.json", "w1-27b-fp8.json", "w1-27b-int8.json", "w1-27b-int4.json", "w1-27b-tp2.json",
+    "w1-27b-tp2-40gb.json", "w1-27b-fp8-tp2.json", "w4-4b.json",
+)  # fmt: skip
+FITTED = (
+    "27b:bf16:1", "27b:fp8:1", "27b:int8:1", "27b:int4:1", "4b:bf16:1", "4b:int4:1", "27b:bf16:2", "27b:fp8:2",
+    "4b:bf16:2",
+)  # fmt: skip
+"""Configurations of the phase records whose vision, prefill and decode times the factors are fitted to."""
+PHASES = ("vision", "prefill", "decode", "mixed", "prepare", "TTFT", "W1")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement.
+
+    Args:
+        record: file name.
+        configuration: SHAPE:KIND:RANKS.
+        phase: one of ``PHASES``.
+        size: views, prompt tokens, requests that decode, or requests in all.
+        measured: seconds; of W1, requests per second.
+        fitted: whether the factors are fitted to it; the others are held out.
+        variant: what ran.
+        predict: returns the prediction of a clock.
+    """
+
+    record: str
+    configuration: str
+    phase: str
+    size: int
+    measured: float
+    fitted: bool
+    variant: Variant
+    predict: Callable[[Clock], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _W1:
+    """The requests of a record, all of one size. Methods predict; their last argument is the clock."""
+
+    views: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def prepare(self, clock: Clock) -> float:
+        return clock.prepare_seconds(self.views)
+
+    def ttft(self, clock: Clock) -> float:
+        return self.prepare(clock) + clock.pass_seconds((), [(0, self.prompt_tokens)], self.views).value
+
+    def decode(self, requests: int, output_tokens: int, clock: Clock) -> float:
+        """Return the step in the middle of the answers, when all requests decode."""
+        return clock.pass_seconds([self.prompt_tokens + output_tokens // 2] * requests).value
+
+    def mixed(self, requests: int, prompts: float, clock: Clock) -> float:
+        """Return a pass that decodes requests and computes prompts with their views; means may be fractions."""
+        tokens, views = round(prompts * self.prompt_tokens), prompts * self.views
+        chunks = [(0, self.prompt_tokens), (0, tokens - self.prompt_tokens)]
+        context = self.prompt_tokens + self.output_tokens // 4
+        low = floor(views)
+        first, second = (clock.pass_seconds([context] * requests, chunks, count).value for count in (low, low + 1))
+        return first + (views - low) * (second - first)
+
+    def rate(self, requests: int, options: EngineOptions, clock: Clock) -> float:
+        """Return the requests per second of a simulated engine that gets all requests at once."""
+        variant = clock.variant
+        tokens = (self.output_tokens, self.output_tokens)
+        mix = WorkloadMix((PageShare(self.views, 1.0),), 0, tokens)
+        mix = replace(mix, text_tokens=self.prompt_tokens - mix.prompt_tokens(self.views))
+        memory = memory_plan(variant, clock.gpu, options)
+        sizes = EngineSizes(
+            global_blocks=memory.global_tokens // options.block_size,
+            local_blocks=memory.local_tokens // options.block_size, window=variant.text.window,
+            max_num_seqs=options.max_num_seqs, prefill_chunk_size=options.prefill_chunk_size, prefix_caching=False,
+        )  # fmt: skip
+        simulated = simulate_burst(sizes, _Times(clock), mix.requests(requests))
+        return requests / max(each.tokens[-1] for each in simulated)
+
+
+_ASKED = _W1(views=4, prompt_tokens=1102, output_tokens=128)
+
+
+def _vision(views: int, clock: Clock) -> float:
+    return clock.vision_seconds(views).value
+
+
+def _prefill(tokens: int, views: int, clock: Clock) -> float:
+    """Return the time from the encoded views to the end of the pass, which the host launches meanwhile."""
+    return clock.pass_seconds((), [(0, tokens)], views).value - clock.vision_seconds(views).value
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """A clock's values, as the simulation takes them."""
+
+    clock: Clock
+
+    def pass_seconds(
+        self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
+    ) -> float:
+        return self.clock.pass_seconds(decode_contexts, prefill, views, graph=graph).value
+
+    def prepare_seconds(self, views: int) -> float:
+        return self.clock.prepare_seconds(views)
+
+
+def points(folder: Path = RECORDS) -> list[Point]:
+    """Return all points of the records in a folder, in a fixed order."""
+    found: list[Point] = []
+    for path in sorted(folder.glob("phases-*.json")):
+        record = json.loads(path.read_bytes())
+        for name, part in record["configurations"].items():
+            if "w1" in part:
+                found += _phases(path.name, name, part)
+    for name in _OLDER:
+        if (folder / name).exists():
+            found += _older(name, json.loads((folder / name).read_bytes()))
+    return found
+
+
+def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
+    """Return the medians of the FLOP/s and bytes/s that the records measured."""
+    found = []
+    for path in sorted(folder.glob("phases-*.json")):
+        parts = json.loads(path.read_bytes())["configurations"].values()
+        found += [part["ceilings"] for part in parts if "ceilings" in part]
+    found += [json.loads((folder / name).read_bytes())["ceilings"] for name in _OLDER if (folder / name).exists()]
+    return median(each["flops_per_s"] for each in found), median(each["bytes_per_s"] for each in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where points are from: makes them.
+
+    Args:
+        record: file name.
+        configuration: SHAPE:KIND:RANKS.
+        fitted: whether the factors are fitted to some of its points.
+    """
+
+    record: str
+    configuration: str
+    fitted: bool
+
+    def point(
+        self, phase: str, size: int, measured: float, predict: Callable[[Clock], float], *, fitted: bool = False
+    ) -> Point:
+        shape, kind, ranks = self.configuration.split(":")
+        variant = Variant(SHAPES[shape], None if kind == "bf16" else kind, tensor_parallel_size=int(ranks))
+        return Point(
+            self.record, self.configuration, phase, size, measured, self.fitted and fitted, variant, predict
+        )  # fmt: skip
+
+    def alone(self, asked: _W1, alone: Mapping[str, Any]) -> Iterator[Point]:
+        """Yield the points of a request alone."""
+        stages = {name: each["median"] / 1e3 for name, each in alone["stages_ms"].items()}
+        prepare, tokens = stages["load"] + stages["preprocess"], asked.prompt_tokens
+        yield self.point("prepare", asked.views, prepare, asked.prepare, fitted=True)
+        vision = partial(_vision, asked.views)
+        yield self.point("vision", asked.views, stages["vision"], vision, fitted=True)
+        yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens, asked.views), fitted=True)
+        yield self.point("TTFT", tokens, alone["ttft_ms"]["median"] / 1e3, asked.ttft)
+
+    def decode(self, asked: _W1, step: Mapping[str, Any], output_tokens: int) -> Iterator[Point]:
+        """Yield the point of a decode step, if it was measured."""
+        if step["ms_per_step"] is not None:
+            predict = partial(asked.decode, step["batch"], output_tokens)
+            yield self.point("decode", step["batch"], step["ms_per_step"] / 1e3, predict, fitted=True)
+
+    def mixed(self, asked: _W1, passes: Sequence[Sequence[float]]) -> Point:
+        """Return the mean of the passes of a W1 run that decode and prefill, in the second half of its prompts."""
+        requests = int(max(tokens for _, tokens in passes))
+        before, until = (
+            next(at for at, (_, tokens) in enumerate(passes) if tokens >= part * requests) for part in (0.5, 1)
+        )
+        seconds = (passes[until][0] - passes[before][0]) / 1e3 / (until - before)
+        prompts = (passes[until][1] - passes[before][1]) / (until - before)
+        predict = partial(asked.mixed, round(0.75 * requests), prompts)
+        return self.point("mixed", requests, seconds, predict, fitted=True)
+
+    def vision(self, views: int, ms_per_view: Mapping[str, Any]) -> Point:
+        return self.point("vision", views, views * ms_per_view["median"] / 1e3, partial(_vision, views), fitted=True)
+
+    def throughput(self, asked: _W1, requests: int, rate: float, options: EngineOptions) -> Point:
+        return self.point("W1", requests, rate, partial(asked.rate, requests, options))
+
+
+def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterator[Point]:
+    """Yield the points of one configuration of a phase record, as far as it was measured."""
+    source, asked = _Source(record, configuration, configuration in FITTED), _ASKED
+    yield from source.alone(asked, part["alone"])
+    yield source.mixed(asked, part["w1"]["passes"])
+    for step in (part["alone"]["step"], part["decode"], part["w1"]["step"]):
+        yield from source.decode(asked, step, step["output_tokens"])
+    for prompt in part.get("long_prompts", ()):
+        tokens = prompt["prompt_tokens"]
+        yield source.vision(prompt["views"], prompt["vision_ms_per_view"])
+        predict = partial(_prefill, tokens, prompt["views"])
+        yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, predict, fitted=True)
+    yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
+
+
+def _older(record: str, found: Mapping[str, Any]) -> Iterator[Point]:
+    """Yield the points of a W1 record, all held out."""
+    settings, work = found["settings"], found["work"]
+    kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
+    source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", fitted=False)
+    asked = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
+    parts = {settings.get("gpu_memory_gb"): found["measured"].get("engine", found["measured"])}
+    parts |= {float(name[9:-2]): each for name, each in found.items() if name.startswith("measured_")}
+    for limit, part in parts.items():
+        turns = part["throughput"]
+        rate = median(turn["requests_per_s"] for turn in turns)
+        yield source.throughput(asked, turns[0]["requests"], rate, EngineOptions(gpu_memory_gb=limit))
+        for step in part.get("decode", ()):
+            yield from source.decode(asked, step, asked.output_tokens * (1 if step["batch"] == 1 else 2))
+        for seen in part.get("vision", ()):
+            yield source.vision(seen["views"], seen["ms_per_view"])
+        if "alone" in part:
+            yield source.point("TTFT", asked.prompt_tokens, part["alone"]["ttft_ms"]["median"] / 1e3, asked.ttft)

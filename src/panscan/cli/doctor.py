@@ -1,0 +1,90 @@
+"""``panscan doctor``: what makes Gemma 3 slow or wrong on this machine, and the fix."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+from rich.text import Text
+
+from panscan.cli.options import InRange, common_options, echo, errors, out
+from panscan.core import SettingError, UnsupportedError, escape_controls
+from panscan.core.ranges import Range
+from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS
+from panscan.doctor.findings import Check
+from panscan.doctor.run import TIMEOUT, run_checks
+from panscan.doctor.text import as_json, lines, summary
+from panscan.settings import nearest
+
+__all__ = ["command"]
+
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checked": "dim"}
+
+_GROUP_NAMES = ", ".join(name for name in GROUPS if name != SYMBOLS.group)
+
+EPILOG = """\b
+Examples
+  panscan doctor
+  panscan doctor --only gpu,links
+  panscan doctor --json > doctor.json
+  panscan doctor --symbols
+
+Nothing is downloaded or sent, and no setting of the machine is changed. Exit codes: 0 no problem, 4 a problem:
+something makes Gemma 3 wrong or impossible here. See docs/doctor.md.
+"""
+
+
+@click.command("doctor", epilog=EPILOG, short_help="Find what makes Gemma 3 slow or wrong on this machine.")
+@click.option("--json", "json_output", is_flag=True, help="Print the findings as JSON.")
+@click.option("--only", metavar="NAME,...", help=f"Run these groups or checks only: {_GROUP_NAMES}, or check names.")
+@click.option("--symbols", is_flag=True, help="Check each Transformers name that panscan uses.")
+@click.option(
+    "--timeout",
+    type=InRange(Range(most=3600, least=1)),
+    default=TIMEOUT,
+    show_default=True,
+    help="Seconds for all checks.",
+)
+@common_options
+def command(**options: Any) -> int:
+    """Check GPUs, packages, Transformers and this host, and say what to change."""
+    checks = _chosen(options["only"], options["symbols"])
+    start = time.perf_counter()
+    with errors().status("starting") as status:
+
+        def progress(done: int, name: str) -> None:
+            status.update(Text(escape_controls(f"{done} of {len(checks)} checks done; running {name}")))
+
+        results = run_checks(checks, options["timeout"], progress)
+    seconds = time.perf_counter() - start
+    if options["json_output"]:
+        echo(json.dumps(as_json(results, seconds), indent=2))
+    else:
+        for colour, line in lines(results):
+            style = "bold" if colour is None and line and not line.startswith(" ") else _COLOURS.get(colour or "", "")
+            out().print(line, style=style, soft_wrap=True)
+        out().print(summary(results, seconds), soft_wrap=True)
+    worst = any(finding.status == "problem" for result in results for finding in result.findings)
+    return UnsupportedError.exit_code if worst else 0
+
+
+def _chosen(only: str | None, symbols: bool) -> list[Check]:
+    """Return the checks of the given groups and names, or that of symbols.
+
+    Raises:
+        SettingError: an unknown name, or names with ``--symbols``.
+    """
+    if symbols and only is not None:
+        raise SettingError("--symbols and --only exclude each other: --symbols is a check of its own")
+    if symbols:
+        return [SYMBOLS]
+    if only is None:
+        return list(CHECKS)
+    known = {*GROUPS.keys() - {SYMBOLS.group}, *(check.name for check in CHECKS)}
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in known:
+            raise SettingError(f"--only: no group or check is called {name!r}{nearest(name, known)}")
+    return [check for check in CHECKS if check.group in names or check.name in names]

@@ -1,0 +1,175 @@
+"""``panscan profile``: where the time of a warm request goes, on ``generate()`` and on the engine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.text import Text
+
+from panscan.cli.options import (
+    axis_options,
+    common_options,
+    errors,
+    given_values,
+    max_pages_option,
+    out,
+    say_mini,
+    show_warnings,
+    url_options,
+    utf8,
+)
+from panscan.core import SettingError, escape_controls
+from panscan.settings import ENGINE_LIMITS, Settings
+
+if TYPE_CHECKING:
+    from panscan.core import Request
+    from panscan.profile.modes import Mode
+    from panscan.profile.run import Profiled
+
+__all__ = ["command"]
+
+_TOKENS = 16
+_AXES = (
+    "model", "revision", "random_weights", "model_shape", "dtype", "quantization", "quantization_group_size", "device",
+    "attention", "tf32", "batch_size", "max_new_tokens", "ignore_eos", "preprocess", "do_pan_and_scan",
+    "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
+    "tensor_parallel_size", "attention_backend", "gpu_memory_utilization", "gpu_memory_gb", "kv_cache_gb",
+    "kv_cache_dtype", "prefix_caching", "prefill_chunk_size", "vision_batch_size",
+)  # fmt: skip
+_DEFAULTS = {"max_new_tokens": str(_TOKENS), "ignore_eos": "true"}
+_VIEWS = tuple(name for name in _AXES if "pan_and_scan" in name)
+_GEMMA3N = "Gemma 3n has no pan and scan and no panscan engine"
+
+EPILOG = """\b
+Examples
+  panscan profile --model google/gemma-3-4b-it receipt.png -p "What is the total?"
+  panscan profile --model google/gemma-3-4b-it --mode all
+  panscan profile --model google/gemma-3n-e2b-it --mode all
+  panscan profile --model google/gemma-3-4b-it --runner engine --batch-size 16 --stacks
+
+\b
+Modes of generate()
+  dynamic      dynamic cache (the default of Transformers)
+  static       static cache, not compiled
+  compiled     static cache, compiled decode step
+  cuda-graphs  static cache, compiled decode step in CUDA graphs (NVIDIA GPUs)
+
+A trace per mode opens in https://ui.perfetto.dev and chrome://tracing. panscan trace
+prints its summary again. See docs/profile.md.
+"""
+
+
+@click.command("profile", epilog=EPILOG, short_help="Profile a warm request: what the GPU waited for.")
+@click.argument("images", nargs=-1, metavar="[IMAGE]...")
+@click.option("-p", "--prompt", help="The question.  [default: one that suits the drawn documents]")
+@click.option("--runner", "runners", default=None, help="generate, engine, or both as a comma list.  [default: both]")
+@click.option("--mode", "modes", default=None, help="Modes of generate(), comma list, or all.  [default: dynamic]")
+@click.option("--output-tokens", "output_tokens", help="The same as --max-new-tokens.")
+@click.option("--record-shapes", is_flag=True, help="Record the shapes of tensors: a larger trace.")
+@click.option("--memory", is_flag=True, help="Record allocations: a larger trace.")
+@click.option("--stacks", is_flag=True, help="Record Python functions: a much larger and slower trace.")
+@click.option("--output-dir", default="profiles", show_default=True, help="Directory for profile directories.")
+@url_options
+@max_pages_option
+@axis_options(_AXES, defaults=_DEFAULTS)
+@common_options
+def command(**options: Any) -> None:
+    """Profile one warm request, or a steady batch with --batch-size, and compare modes of decoding.
+
+    Without images, documents are drawn. A profile directory gets one trace for each mode and summary.html.
+    """
+    show_warnings(errors())
+    settings, given = _settings(options)
+    prompt = utf8("--prompt", options["prompt"])
+    if prompt is not None and not prompt.strip():
+        raise SettingError("--prompt is empty: give a question, or leave it out")
+    from panscan.model.runtime import quiet_libraries
+
+    quiet_libraries()
+    modes = _modes(options, settings, given)
+    if settings.model == "mini" and not settings.random_weights and "model" not in given:
+        say_mini()
+    from panscan.profile.run import checked_modes
+    from panscan.profile.workload import profiled_requests, repeats_documents
+
+    with tempfile.TemporaryDirectory() as drawn:
+        requests = profiled_requests(
+            prompt, options["images"], settings, Path(drawn), max_pages=options["max_pages"]
+        )  # fmt: skip
+        if repeats_documents(len(options["images"]), settings):
+            errors().print("requests share images: the engine encodes each view once", style="dim", soft_wrap=True)
+            if "prefix_caching" not in given:
+                settings = replace(settings, prefix_caching=False)
+        _profile(requests, checked_modes(settings, modes), options)
+
+
+def _settings(options: dict[str, Any]) -> tuple[Settings, Collection[str]]:
+    """Return the settings that all modes share, and the names of those that the user gave."""
+    if (tokens := options["output_tokens"]) is not None:
+        if options["max_new_tokens"] is not None:
+            raise SettingError("--output-tokens and --max-new-tokens are the same option: give one of them")
+        options["max_new_tokens"] = tokens
+    given = given_values(options)
+    return Settings(**{"max_new_tokens": _TOKENS, "ignore_eos": True, **given}), given.keys()
+
+
+def _modes(options: dict[str, Any], settings: Settings, given: Collection[str]) -> list[Mode]:
+    """Return the modes to profile.
+
+    Raises:
+        SettingError: an unknown mode, or an option that none of the modes has.
+    """
+    from panscan.profile.modes import ENGINE, RUNNERS, chosen_modes
+    from panscan.profile.run import runs_gemma3n
+
+    runners = _names("--runner", options["runners"])
+    gemma3n = runs_gemma3n(settings)
+    if gemma3n:
+        if "engine" in runners:
+            raise SettingError(f"--runner engine: {_GEMMA3N}; use --runner generate")
+        if named := [name for name in _VIEWS if name in given]:
+            raise SettingError(f"--{named[0].replace('_', '-')}: Gemma 3n has no pan and scan; leave it out")
+        errors().print(f"{_GEMMA3N}: profiling Transformers' generate()", style="dim", soft_wrap=True)
+    modes = chosen_modes(runners or (["generate"] if gemma3n else list(RUNNERS)), _names("--mode", options["modes"]))
+    if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
+        raise SettingError(f"--{idle[0].replace('_', '-')} is for --runner generate: leave it out")
+    return modes
+
+
+def _names(flag: str, text: str | None) -> list[str]:
+    found = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise SettingError(f"{flag} has an empty value: {text!r}")
+    return found
+
+
+def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], options: dict[str, Any]) -> None:
+    from panscan.bench.run import new_directory
+    from panscan.profile.capture import CaptureOptions
+    from panscan.profile.run import profile_modes
+
+    wanted = CaptureOptions(options["record_shapes"], options["memory"], options["stacks"])
+    found: list[Profiled] = []
+    folder = new_directory(Path(options["output_dir"]), modes[0][1].model_name)
+    with errors().status(Text("starting")) as status:
+        found.extend(profile_modes(requests, modes, folder, wanted, lambda text: status.update(_text(text))))
+    from panscan.profile.results import printed, summary_of, write_results
+
+    with errors().status("summarising the traces"):
+        summaries = [summary_of(each, compared=len(found) > 1) for each in found]
+        page = write_results(folder, found, summaries, title=f"Profile of {modes[0][1].model_name}")
+    for line in printed(found, summaries, width=out().width if out().is_terminal else 120):
+        out().print(line, soft_wrap=True)
+    out().print("")
+    for each in found:
+        out().print(f"trace: {each.trace}", soft_wrap=True)
+    out().print(f"page: {page}", soft_wrap=True)
+
+
+def _text(text: str) -> Text:
+    return Text(escape_controls(text))

@@ -1,0 +1,92 @@
+"""``panscan trace``: the summary of a Chrome or Kineto trace, or several side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from panscan.cli.options import InRange, common_options, echo, errors, out
+from panscan.core import SettingError
+from panscan.core.ranges import Range
+
+if TYPE_CHECKING:
+    from panscan.trace.figures import Summary
+
+__all__ = ["command"]
+
+EPILOG = """\b
+Examples
+  panscan trace trace.json.gz
+  panscan trace before.json.gz after.json.gz --html compared.html
+  panscan trace vllm.pt.trace.json.gz --step execute_model --gpu h100
+
+Reads traces of torch.profiler and other files in Chrome's format: JSON, gzip, or a zip archive with one trace. See
+docs/trace.md.
+"""
+
+_MOST_FILES = 8
+_TOP = Range(whole=True, least=1, most=1_000)
+_COMPARED = 1_000  # names to match between traces
+
+
+@click.command("trace", epilog=EPILOG, short_help="Summarise profiler traces: GPU busy, idle, and why.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--step", metavar="NAME", help="Range or function that begins each step.  [default: panscan.decode]")
+@click.option("--gpu", metavar="NAME", help="GPU to compare rates with.  [default: the trace's]")
+@click.option("--top", type=InRange(_TOP), default=12, show_default=True, help="Rows of each table.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the summary as a web page.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@common_options
+def command(
+    files: tuple[str, ...], step: str | None, gpu: str | None, top: int, html: Path | None, as_json: bool
+) -> None:
+    """Summarise each trace FILE: time by phase, GPU busy and idle, what fills the idle gaps, kernels, operators.
+
+    Several files are compared, the first with the last. Files of any size are read in pieces.
+    """
+    from panscan.plan.gpus import gpu_named
+    from panscan.records.store import write_atomically
+    from panscan.trace.read import open_trace
+    from panscan.trace.summary import summarize
+
+    if len(files) > _MOST_FILES:
+        raise SettingError(f"trace takes 1 to {_MOST_FILES} files, got {len(files)}")
+    if html is not None and html.is_dir():
+        raise SettingError(f"--html {html} is a folder: name a file")
+    if html is not None and any(html.resolve() == Path(path).resolve() for path in files):
+        raise SettingError(f"--html {html} would replace a trace: name another file")
+    limits = gpu_named(gpu) if gpu is not None else None
+    traces = [open_trace(path) for path in files]
+    summaries = []
+    for trace in traces:
+        with errors().status(f"reading {trace.path.name}"):
+            summaries.append(summarize(trace, gpu=limits, step=step, top=top if len(files) == 1 else _COMPARED))
+    if as_json:
+        echo(json.dumps(_document(summaries), indent=2, allow_nan=False))
+    else:
+        _print(summaries)
+    if html is not None:
+        from panscan.trace.html import page
+
+        write_atomically(html, page(summaries, top=top).encode())
+        (errors() if as_json else out()).print(f"page: {html}", soft_wrap=True)
+
+
+def _document(summaries: list[Summary]) -> dict[str, object]:
+    from panscan.trace.compare import compare
+
+    traces = [asdict(summary) for summary in summaries]
+    return {"traces": traces, **({"comparison": asdict(compare(summaries))} if len(traces) > 1 else {})}
+
+
+def _print(summaries: list[Summary]) -> None:
+    from panscan.trace.text import comparison_lines, lines
+
+    width = out().width if out().is_terminal else 120
+    found = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
+    for line in found:
+        out().print(line, soft_wrap=True)

@@ -1,0 +1,115 @@
+"""Which Gemma 3 sizes fit into this machine's free memory, by the engine's own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+
+import psutil
+
+from panscan.core import SettingError
+from panscan.doctor.findings import CheckFinding, ok, warning
+from panscan.doctor.host import read_limits
+from panscan.model.shapes import SHAPES, Shape
+from panscan.plan.cost import Variant
+from panscan.plan.gpus import Gpu
+from panscan.plan.memory import memory_plan
+from panscan.settings import WEIGHT_KINDS
+
+__all__ = ["fit_finding", "fits"]
+
+_SIZES = ("270m", "1b", "4b", "12b", "27b")
+_GB = 1e9
+_BF16, _FP8 = (8, 0), (8, 9)
+
+
+def fits() -> Iterator[CheckFinding]:
+    """Report for each released size which precision fits, on one GPU, on several, or in the host's memory."""
+    import torch
+
+    devices = _gpus() if torch.cuda.is_available() else [_host()]
+    for size in _SIZES:
+        yield fit_finding(size, devices)
+
+
+def _gpus() -> list[Gpu]:
+    """Return the visible GPUs with the memory that is free now."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        free, _ = torch.cuda.mem_get_info(index)
+        found.append(_described(f"GPU {index}", free, (facts.major, facts.minor)))
+    return found
+
+
+def _host() -> Gpu:
+    available, limit = psutil.virtual_memory().available, read_limits().memory
+    return _described("this host", available if limit is None else min(available, limit), None)
+
+
+def _described(label: str, free: int, capability: tuple[int, int] | None) -> Gpu:
+    """Return a GPU, or the CPU, with the product types that it has. Rates are not used here."""
+    kinds = ["fp32", "int8"]
+    if capability is None or capability >= _BF16:
+        kinds.append("bf16")
+    if capability is not None and capability >= _FP8:
+        kinds.append("fp8")
+    return Gpu(
+        name=label, label=label, memory_bytes=free, bytes_per_s=1.0, link="", link_bytes_per_s=1.0,
+        flops_per_s=MappingProxyType(dict.fromkeys(kinds, 1.0)), capability=capability,
+    )  # fmt: skip
+
+
+def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
+    """Judge one size of Gemma 3.
+
+    Args:
+        size: name of a shape, such as ``27b``.
+        devices: GPUs with their free memory, or the host alone (``capability`` None).
+    """
+    shape, smallest = SHAPES[size], min(devices, key=lambda device: device.memory_bytes)
+    on_gpu, free = smallest.capability is not None, f"{smallest.memory_bytes / _GB:.1f} GB free"
+    where = f"on one GPU ({free})" if on_gpu else f"in this host's memory ({free})"
+    weights = 0
+    for variant in _variants(shape, smallest):
+        plan, weights = memory_plan(variant, smallest), variant.weight_bytes()
+        if plan.fits:
+            how = variant.dtype if variant.weights is None else f"--quantization {variant.weights} ({variant.dtype})"
+            fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"
+            several = "" if variant.weights is None else _unquantized(shape, devices)
+            return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
+    fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
+    if several := _unquantized(shape, devices):
+        return ok(f"{fact}{several}")
+    advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` tells which GPUs hold it."
+    return warning(fact, f"Stop other processes if they hold memory. {advice}")
+
+
+def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
+    """Yield what a device can run, the most precise first."""
+    dtypes = ["bf16"] if device.capability is not None and "bf16" in device.flops_per_s else ["fp32"]
+    if device.capability is None:
+        dtypes.append("bf16")
+    for dtype in dtypes:
+        yield Variant(shape, dtype=dtype)
+    for dtype in dtypes:
+        for kind in WEIGHT_KINDS:
+            if device.refusal(kind, dtype=dtype) is None:
+                yield Variant(shape, weights=kind, dtype=dtype)
+
+
+def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:
+    """Return how several GPUs hold a shape without quantisation; empty if they do not."""
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    for ranks in (2, 4, 8):
+        if ranks > len(devices):
+            break
+        try:
+            variant = Variant(shape, tensor_parallel_size=ranks)
+        except SettingError:  # this shape cannot be split so often
+            break
+        if memory_plan(variant, smallest).fits:
+            return f"; unquantised with --tensor-parallel-size {ranks}"
+    return ""

@@ -1,0 +1,381 @@
+"""Checks of GPUs: driver, PyTorch build, kernels for this architecture, precision, clocks and power under load."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pynvml
+
+from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
+from panscan.doctor.nvml import Driver, driver, handle_of, pci_gpus, read
+
+__all__ = [
+    "GpuLoad",
+    "build_finding",
+    "driver_finding",
+    "gpus",
+    "kernels",
+    "load",
+    "load_finding",
+    "pytorch",
+    "runs_on",
+    "tf32",
+    "triton_kernels",
+]
+
+_NO_GPU = "PyTorch uses no NVIDIA GPU here"
+_INSTALL = "pytorch.org/get-started/locally lists the index of each CUDA version"
+_GIB = 2**30
+_BUSY_SHARE = 0.1  # of a GPU's memory, used by others
+_LOAD_SECONDS = 1.0
+_PRODUCTS = 20  # in flight on each GPU while the driver is asked
+_TF32_ERROR = 1e-4  # float32 products err by about 1e-6 here, TF32's by about 1e-3
+_NO_BF16, _FP8 = (8, 0), (8, 9)
+_OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_SLOWDOWNS = {
+    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "thermal slowdown (hardware)",
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "thermal slowdown (driver)",
+    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "external power brake",
+    pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting: "application clocks",
+}
+_POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
+
+
+def pytorch() -> Iterator[CheckFinding]:
+    """Check that PyTorch can be imported, and that its build and the driver match."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing or of another version
+        text = " ".join(str(error).split())[:200]
+        yield problem(f"PyTorch cannot be imported: {text}", f"Reinstall torch; {_INSTALL}.")
+        return
+    if torch.version.hip is not None:
+        yield not_checked(f"PyTorch {torch.__version__} is a ROCm build; AMD GPUs are not checked")
+        return
+    reason = _cuda_error(torch) if torch.version.cuda is not None else None
+    yield build_finding(torch.__version__, torch.version.cuda, driver(), pci_gpus(), reason)
+    found = driver()
+    if found is not None and torch.version.cuda is not None and reason is None:
+        yield driver_finding(torch.version.cuda, found, torch.cuda.device_count())
+    if torch.backends.mps.is_available():
+        yield ok("an Apple GPU is available as --device mps; the checks of NVIDIA GPUs do not apply to it")
+
+
+def _cuda_error(torch: Any) -> str | None:
+    """Return why CUDA does not start; None if it does."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())[:200]
+    return None
+
+
+def build_finding(
+    version: str, cuda: str | None, found: Driver | None, on_bus: int | None, error: str | None
+) -> CheckFinding:
+    """Judge whether this build of PyTorch reaches the machine's NVIDIA GPUs.
+
+    Args:
+        version: of PyTorch.
+        cuda: CUDA version that it was built for; None: a build without CUDA.
+        found: the driver; None: there is none.
+        on_bus: NVIDIA GPUs on the PCI bus; None: unknown.
+        error: why CUDA does not start.
+    """
+    built = "without CUDA" if cuda is None else f"for CUDA {cuda}"
+    fact = f"PyTorch {version}, built {built}"
+    gpus = found.gpus if found is not None else on_bus or 0
+    if gpus == 0:
+        bus = "no NVIDIA GPU found" if on_bus == 0 or found is not None else "no NVIDIA driver found"
+        return ok(f"{fact}; {bus}: Gemma 3 runs on the CPU")
+    if found is None:
+        return problem(f"{fact}; {gpus} NVIDIA GPUs on the PCI bus, but no driver answers", "Install NVIDIA's driver.")
+    supported = "{}.{}".format(*found.cuda)
+    if cuda is None:
+        return problem(
+            f"{fact}: it cannot use this machine's {gpus} NVIDIA GPUs",
+            f"Install a build for CUDA {supported} or earlier: {_INSTALL}.",
+        )
+    if error is not None and int(cuda.split(".")[0]) > found.cuda[0]:
+        return problem(
+            f"{fact}, but driver {found.version} supports CUDA up to {supported}: {error}",
+            f"Update the driver, or install a PyTorch built for CUDA {found.cuda[0]}: {_INSTALL}.",
+        )
+    if error is not None:
+        return problem(f"{fact}; CUDA does not start: {error}", "Check that `nvidia-smi` works in this environment.")
+    return ok(fact)
+
+
+def driver_finding(cuda: str, found: Driver, visible: int) -> CheckFinding:
+    """Judge the driver of a machine where CUDA starts.
+
+    Args:
+        cuda: CUDA version that PyTorch was built for.
+        found: the driver.
+        visible: GPUs that PyTorch uses.
+    """
+    fact = f"driver {found.version} supports CUDA up to {found.cuda[0]}.{found.cuda[1]}; PyTorch needs {cuda}"
+    if visible == found.gpus:
+        return ok(fact)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return warning(
+        f"{fact}; the driver manages {found.gpus} GPUs, PyTorch uses {visible}",
+        "Set CUDA_VISIBLE_DEVICES to the GPUs that you want to use"
+        + ("." if hidden is None else f", or unset it (it is {hidden!r} now)."),
+    )
+
+
+def gpus() -> Iterator[CheckFinding]:
+    """Report each GPU, its memory, and who else uses it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield not_checked(_NO_GPU)
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        capability = facts.major, facts.minor
+        size = f"{facts.total_memory / _GIB:.1f} GiB"
+        label = f"GPU {index}: {facts.name}, {size}, compute capability {facts.major}.{facts.minor}"
+        if capability < _NO_BF16:
+            yield warning(
+                f"{label}, which has no bfloat16 in hardware; Gemma 3 overflows in float16",
+                "Use --dtype fp32, or a GPU of compute capability 8.0 or later.",
+            )
+        else:
+            yield ok(f"{label}, bfloat16" + (" and float8" if capability >= _FP8 else ", no float8 products"))
+        yield from _used_memory(index, handle_of(str(facts.uuid)))
+
+
+def _used_memory(index: int, handle: Any | None) -> Iterator[CheckFinding]:
+    memory = None if handle is None else read(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        yield not_checked(f"GPU {index}: the driver reports no memory use")
+    elif memory.used > _BUSY_SHARE * memory.total:
+        yield warning(
+            f"GPU {index}: {memory.used / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are in use",
+            "Stop the other processes (`nvidia-smi` lists them), or limit panscan with --gpu-memory-gb.",
+        )
+    if handle is not None and read(pynvml.nvmlDeviceGetComputeMode, handle) == pynvml.NVML_COMPUTEMODE_PROHIBITED:
+        yield problem(f"GPU {index} is in compute mode 'prohibited'", "Run `nvidia-smi -c DEFAULT` as root.")
+    errors = None
+    if handle is not None:
+        uncorrected, volatile = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        errors = read(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, volatile)
+    if errors:
+        yield warning(
+            f"GPU {index}: {errors} uncorrected memory errors since the driver was loaded",
+            "Reset or replace the GPU; its results may be wrong.",
+        )
+
+
+def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
+    """Return how a build runs on a GPU: ``binary``, ``PTX`` (compiled by the driver), or None if it does not.
+
+    Args:
+        architectures: as ``torch.cuda.get_arch_list()`` reports them: ``sm_90``, ``sm_90a``, ``compute_90``.
+        capability: of the GPU.
+    """
+    found = None
+    for each in architectures:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", each)
+        if match is None:
+            continue
+        kind, version, exact = match[1], (int(match[2]), int(match[3])), match[4] == "a"
+        if kind == "sm" and (
+            version == capability or (version[0] == capability[0] and version <= capability and not exact)
+        ):
+            return "binary"
+        if kind == "compute" and version <= capability and not exact:
+            found = "PTX"
+    return found
+
+
+def kernels() -> Iterator[CheckFinding]:
+    """Check that the installed wheel has kernels for each GPU, and that a bfloat16 product is right on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield not_checked(_NO_GPU)
+        return
+    built = torch.cuda.get_arch_list()
+    inputs = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = inputs[0].double() @ inputs[1].double()
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        how, label = runs_on(built, capability), "GPU {}: compute capability {}.{}".format(index, *capability)
+        if how is None:
+            yield problem(
+                f"{label} is not among this wheel's ({', '.join(built)})", f"Install a newer torch; {_INSTALL}."
+            )
+            continue
+        there = inputs.to(f"cuda:{index}")
+        error = float(((there[0] @ there[1]).double().cpu() - expected).abs().max() / expected.abs().max())
+        if not error < 0.01:  # NaN counts
+            yield problem(
+                f"{label}: a bfloat16 product is wrong by {error:.1%}", "Check the GPU with its vendor's tools."
+            )
+        elif how == "PTX":
+            yield warning(
+                f"{label}: this wheel has no binary for it, the driver compiles its PTX (slow first start)",
+                f"Install a wheel built for it; {_INSTALL}.",
+            )
+        else:
+            yield ok(f"{label}: this wheel has kernels for it; a bfloat16 product is right")
+
+
+def tf32() -> Iterator[CheckFinding]:
+    """Check which precision float32 products have, by computing one where there is a GPU."""
+    import torch
+
+    named = [f"{name}={os.environ[name]}" for name in _OVERRIDES if os.environ.get(name, "0") != "0"]
+    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    fact = f"float32 matmul precision is {precision!r}, TF32 in convolutions is {'on' if convolutions else 'off'}"
+    if not torch.cuda.is_available():
+        yield ok(f"{fact}; neither changes anything on a CPU")
+        return
+    left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).double()
+    product = (left.float().cuda() @ right.float().cuda()).double().cpu()
+    error = float((product - left.float().double() @ right.float().double()).abs().max() / 512**0.5)
+    if error < _TF32_ERROR:
+        yield ok(f"{fact}: a float32 product is computed in float32; panscan sets both for each run (--tf32)")
+        return
+    where = " and ".join(named) or "a setting outside of PyTorch"
+    yield warning(
+        f"{fact}, but float32 products are computed in TF32 ({where}): float32 references are rounded to 10 bits",
+        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}; use --tf32 where you want TF32.",
+    )
+
+
+def triton_kernels() -> Iterator[CheckFinding]:
+    """Check that one of panscan's Triton kernels compiles and is right on the first GPU."""
+    import torch
+
+    from panscan.linear.multiply import has_kernels
+
+    if not torch.cuda.is_available():
+        yield not_checked(f"{_NO_GPU}; panscan's Triton kernels run on NVIDIA GPUs only")
+        return
+    device = torch.device("cuda:0")
+    if not has_kernels(device):
+        yield warning("Triton is not installed: the engine runs slower kernels", "pip install triton")
+        return
+    from panscan.model.layer_kernels import rms_norm
+
+    hidden = torch.randn(8, 512, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(512, device=device, dtype=torch.bfloat16)
+    try:
+        found = rms_norm(hidden, weight, 1e-6)
+    except Exception as error:  # Triton raises what its compilers raise: CalledProcessError, RuntimeError, ...
+        text = " ".join(str(error).split())[:200]
+        yield problem(
+            f"a Triton kernel does not compile or run: {type(error).__name__}: {text}",
+            "Install a C compiler (gcc) and the triton that torch requires.",
+        )
+        return
+    values = hidden.double()
+    expected = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight.double())
+    assert isinstance(found, torch.Tensor)  # no input type was asked for, so nothing is quantised
+    if not torch.allclose(found.double(), expected, rtol=0.02, atol=0.02):
+        yield problem("a Triton kernel computes a wrong result", "Install the triton that torch requires.")
+    else:
+        yield ok("a Triton kernel compiles and is right")
+
+
+@dataclass(slots=True)
+class GpuLoad:
+    """What NVML reported about one GPU while it was busy: clocks in MHz, watts, degrees Celsius, throttle reasons."""
+
+    clocks: list[int] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
+    degrees: list[int] = field(default_factory=list)
+    reasons: int = 0
+
+    def sample(self, handle: Any) -> None:
+        """Add what the driver reports now."""
+        milliwatts = read(pynvml.nvmlDeviceGetPowerUsage, handle)
+        for values, value in (
+            (self.clocks, read(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)),
+            (self.watts, milliwatts and milliwatts / 1000),
+            (self.degrees, read(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)),
+        ):
+            if value is not None:
+                values.append(value)
+        self.reasons |= int(read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0)
+
+
+def load() -> Iterator[CheckFinding]:
+    """Keep all GPUs busy for a second and report clocks, power, temperature and why clocks are lowered."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield not_checked(_NO_GPU)
+        return
+    indices = range(torch.cuda.device_count())
+    handles = [handle_of(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability(0) >= _NO_BF16 else torch.float16
+    squares = [torch.randn(4096, 4096, device=f"cuda:{index}", dtype=dtype) for index in indices]
+    loads = [GpuLoad() for _ in indices]
+    until = time.perf_counter() + _LOAD_SECONDS
+    while time.perf_counter() < until:
+        for _ in range(_PRODUCTS):
+            for square in squares:
+                torch.matmul(square, square)
+        for handle, each in zip(handles, loads, strict=True):  # while the products run
+            if handle is not None:
+                each.sample(handle)
+        for index in indices:
+            torch.cuda.synchronize(index)
+    for index, handle, each in zip(indices, handles, loads, strict=True):
+        if handle is None or not each.clocks:
+            yield not_checked(f"GPU {index}: the driver reports no clocks (a MIG slice or a virtual GPU)")
+        else:
+            highest = read(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
+            limit = _watts(read(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
+            default = _watts(read(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle))
+            yield load_finding(index, each, highest, limit, default)
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def load_finding(
+    index: int, found: GpuLoad, highest: int | None, limit: float | None, default: float | None
+) -> CheckFinding:
+    """Judge what the driver reported about one busy GPU.
+
+    Args:
+        index: of the GPU.
+        found: samples; at least one clock.
+        highest: the highest clock of the multiprocessors, in MHz; None: not reported.
+        limit: enforced power limit in watts; None: not reported.
+        default: the GPU's default power limit in watts; None: not reported.
+    """
+    clock = statistics.median(found.clocks)
+    parts = [f"{clock:.0f} MHz" + ("" if highest is None else f" of {highest} MHz")]
+    if found.watts:
+        parts.append(f"{statistics.median(found.watts):.0f} W" + ("" if limit is None else f" of {limit:.0f} W"))
+    if found.degrees:
+        parts.append(f"{max(found.degrees)} °C")
+    fact = f"GPU {index} under load: {', '.join(parts)}"
+    if slowdowns := [name for bit, name in _SLOWDOWNS.items() if found.reasons & bit]:
+        return warning(
+            f"{fact}; clocks are lowered: {', '.join(slowdowns)}",
+            "Check cooling and power supply; `nvidia-smi -q -d PERFORMANCE,CLOCK` shows the details.",
+        )
+    if limit is not None and default is not None and limit < 0.95 * default:
+        return warning(
+            f"{fact}; the power limit is below the default of {default:.0f} W",
+            f"Run `nvidia-smi -i {index} -pl {default:.0f}` as root, unless the limit is intended.",
+        )
+    if found.reasons & _POWER_CAP:
+        return ok(f"{fact}; the power limit lowers the clock, as large products may")
+    return ok(fact)

@@ -1,0 +1,227 @@
+"""Checks of the host: cores, memory, container limits, disks, and access to gated checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from panscan.core.process import cache_directory
+from panscan.doctor.findings import CheckFinding, not_checked, ok, warning
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
+
+__all__ = [
+    "Limits",
+    "caches",
+    "checkpoints",
+    "cores",
+    "cores_finding",
+    "hub_access",
+    "limits",
+    "memory",
+    "memory_finding",
+    "read_limits",
+    "shared_memory",
+]
+
+_GIB = 2**30
+_CGROUP, _SHARED = Path("/sys/fs/cgroup"), Path("/dev/shm")
+_FEW_CORES = 2
+_LEAST_MEMORY = 4 * _GIB
+_LEAST_SHARED = 1 * _GIB
+_LEAST_DISK = 60 * _GIB  # Gemma 3 27B in bf16 takes 55 GB
+_FILES_PER_REQUEST = 2
+_LEAST_FILES = 4096
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of this container or service: cores and bytes; None: no limit."""
+
+    cores: float | None
+    memory: int | None
+
+
+def read_limits(root: Path = _CGROUP) -> Limits:
+    """Return the limits of the control group mounted at ``root``, version 2 or 1."""
+    quota, _, period = _content(root / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _content(root / "cpu/cpu.cfs_quota_us"), _content(root / "cpu/cpu.cfs_period_us")
+    memory = _content(root / "memory.max") or _content(root / "memory/memory.limit_in_bytes")
+    whole = quota.isdigit() and period.isdigit()  # "max" and -1 stand for no limit
+    bounded = memory.isdigit() and int(memory) < psutil.virtual_memory().total  # version 1 writes 2**63 for no limit
+    return Limits(int(quota) / int(period) if whole else None, int(memory) if bounded else None)
+
+
+def cores() -> Iterator[CheckFinding]:
+    """Report the cores that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield cores_finding(os.cpu_count() or 1, usable, read_limits().cores)
+
+
+def cores_finding(present: int, usable: int, quota: float | None) -> CheckFinding:
+    """Judge the cores of this machine.
+
+    Args:
+        present: logical cores of the machine.
+        usable: cores that the affinity of this process allows.
+        quota: cores' worth of time that the container may use; None: no limit.
+    """
+    fact = f"{usable} of {present} logical cores" + (
+        "" if quota is None else f", limited to {quota:.1f} by the container"
+    )
+    available = usable if quota is None else min(usable, quota)
+    if quota is not None and quota < usable:
+        return warning(
+            f"{fact}: PyTorch starts a thread for each core that it sees, and the kernel then pauses them",
+            f"Set OMP_NUM_THREADS={max(1, int(quota))}, or raise the container's limit.",
+        )
+    if available <= _FEW_CORES:
+        return warning(
+            f"{fact}: images are decoded and resized on the CPU, which may keep a GPU waiting",
+            "Use a machine with more cores, or --preprocess device.",
+        )
+    return ok(fact)
+
+
+def memory() -> Iterator[CheckFinding]:
+    """Report the memory that this process may use."""
+    found = psutil.virtual_memory()
+    yield memory_finding(found.total, found.available, read_limits().memory)
+
+
+def memory_finding(total: int, available: int, limit: int | None) -> CheckFinding:
+    """Judge the memory of this machine, in bytes; ``limit``: of the container, None: none."""
+    fact = f"{available / _GIB:.1f} GiB of {total / _GIB:.1f} GiB memory are available"
+    if limit is not None:
+        fact += f", the container may use {limit / _GIB:.1f} GiB"
+    if min(available, available if limit is None else limit) < _LEAST_MEMORY:
+        return warning(
+            f"{fact}: too little to load a released Gemma 3 in bf16, the 1B model excepted",
+            "Stop other processes, or raise the container's limit.",
+        )
+    return ok(fact)
+
+
+def shared_memory() -> Iterator[CheckFinding]:
+    """Report the size of /dev/shm, which NCCL (tensor parallel) and Ray (replicas) use."""
+    if not _SHARED.is_dir():
+        yield not_checked("this system has no /dev/shm")
+        return
+    found = shutil.disk_usage(_SHARED)
+    fact = f"/dev/shm: {found.free / _GIB:.1f} of {found.total / _GIB:.1f} GiB free"
+    if found.free < _LEAST_SHARED:
+        yield warning(
+            f"{fact}: NCCL (--tensor-parallel-size) and Ray (--replicas) need more",
+            "Start the container with --shm-size=16g or --ipc=host.",
+        )
+    else:
+        yield ok(fact)
+
+
+def limits() -> Iterator[CheckFinding]:
+    """Report the limits of open files and locked memory."""
+    if resource is None:
+        yield not_checked("this system has no resource limits (ulimit)")
+        return
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _LEAST_FILES:  # -1: unlimited
+        yield warning(
+            f"open files: {files} (hard limit {_number(most)}); each connection to `panscan serve` takes one",
+            f"Run `ulimit -n {_LEAST_FILES}` before panscan serve and panscan load.",
+        )
+    else:
+        yield ok(f"open files: {_number(files)}")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    size = "unlimited" if locked < 0 else f"{locked / 2**20:.0f} MiB"
+    yield ok(f"locked memory: {size}; one machine's GPUs need none, RDMA between machines does")
+
+
+def caches() -> Iterator[CheckFinding]:
+    """Report free space and access rights of the hub cache and of panscan's cache."""
+    for name, path in (("hub cache", _hub_cache()), ("panscan's cache", cache_directory())):
+        there = next(each for each in (path, *path.parents) if each.exists())
+        free = shutil.disk_usage(there).free
+        fact = f"{name} {path}: {free / _GIB:.0f} GiB free"
+        if not os.access(there, os.W_OK):
+            variable = "HF_HOME" if path == _hub_cache() else "PANSCAN_CACHE"
+            yield warning(f"{fact}, not writable", f"Set {variable} to a directory that you can write.")
+        elif free < _LEAST_DISK and path == _hub_cache():
+            yield warning(
+                f"{fact}; Gemma 3 27B in bf16 takes 55 GB, 12B 24 GB, 4B 9 GB",
+                "Free space, or set HF_HOME to a directory on a larger disk.",
+            )
+        else:
+            yield ok(fact)
+
+
+def hub_access() -> Iterator[CheckFinding]:
+    """Report whether a hub token is present, and whether downloads are allowed. The token is neither read nor shown."""
+    offline = next(
+        (n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n, "").upper() in _TRUE), None
+    )
+    if offline is not None:
+        yield ok(f"{offline} is set: only checkpoints on this disk can be loaded")
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    variable = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
+    if variable is not None or file.is_file():
+        yield ok(f"a hub token is present ({variable or file}); whether it opens Gemma 3 was not asked")
+    elif offline is None:
+        yield warning(
+            "no hub token: google/gemma-3-* are gated and cannot be downloaded",
+            "Accept the licence on the model's page, then run `hf auth login` or set HF_TOKEN."
+            " Local checkpoints and the bundled models need no token.",
+        )
+
+
+def checkpoints() -> Iterator[CheckFinding]:
+    """Report Gemma 3 checkpoints in the hub cache, whether they are complete, and how their tokenizers pad."""
+    found = sorted(_hub_cache().glob("models--*gemma-3-*/snapshots/*/config.json"))
+    if not found:
+        yield ok(f"no Gemma 3 checkpoint in the hub cache {_hub_cache()}; panscan's mini and tiny need none")
+    for config in found:
+        name = config.parents[2].name.removeprefix("models--").replace("--", "/")
+        yield _checkpoint(name, config.parent)
+
+
+def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
+    index, single = snapshot / "model.safetensors.index.json", snapshot / "model.safetensors"
+    needed = [single.name]
+    if index.is_file():
+        try:
+            needed = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            return warning(f"{name}: {index.name} is damaged", f"Delete {snapshot} and download the checkpoint again.")
+    missing = [each for each in needed if not (snapshot / each).exists()]
+    if missing:
+        return warning(
+            f"{name} in the hub cache lacks {len(missing)} of {len(needed)} weight files", f"Run `hf download {name}`."
+        )
+    return ok(f"{name} is in the hub cache, complete")
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+
+
+def _number(limit: int) -> str:
+    return "unlimited" if limit < 0 else str(limit)
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text("ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,127 @@
+"""Checks of the links of GPUs: to each other and to the host, measured with short copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pynvml
+
+from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
+from panscan.doctor.nvml import handle_of, read
+
+__all__ = ["host_links", "idle_gpus", "peers"]
+
+_NO_GPU = "PyTorch uses no NVIDIA GPU here"
+_BYTES = 256 << 20
+_RUNS = 5
+_MOST_LINKS = 18  # of NVLink on one GPU; the driver refuses higher numbers
+_SLOW = 5e9  # bytes/s; PCIe 3.0 x8 is faster
+
+
+def idle_gpus() -> Iterator[CheckFinding]:
+    """Say how to use several GPUs, and that ``device_map="auto"`` uses one at a time."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        yield not_checked(_NO_GPU)
+    elif count == 1:
+        yield ok("one GPU: --device-map has nothing to spread over")
+    else:
+        sizes = [size for size in (8, 4, 2) if count % size == 0]
+        layouts = " or ".join([f"--replicas {count}", *(f"--tensor-parallel-size {size}" for size in sizes[:1])])
+        yield ok(
+            f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so one computes while"
+            f" {count - 1} wait; `panscan serve {layouts}` keeps all of them busy"
+        )
+
+
+def peers() -> Iterator[CheckFinding]:
+    """Measure copies from each GPU to the next one, and check the copied values."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        yield not_checked("peer-to-peer copies need two GPUs")
+        return
+    pairs = [(index, (index + 1) % count) for index in range(count if count > 2 else 1)]
+    for source, target in pairs:
+        yield _peer(torch, source, target)
+
+
+def _peer(torch: Any, source: int, target: int) -> CheckFinding:
+    values = torch.arange(_BYTES // 4, dtype=torch.int32, device=f"cuda:{source}")
+    copy = torch.empty_like(values, device=f"cuda:{target}")
+    seconds = _best_seconds(torch, partial(copy.copy_, values), (source, target))
+    label = f"GPU {source} to GPU {target}"
+    rate = f"{_BYTES / seconds / 1e9:.0f} GB/s"
+    if not torch.equal(copy.cpu(), values.cpu()):
+        return problem(
+            f"{label}: a peer-to-peer copy changes values",
+            "Disable the IOMMU or PCIe ACS on the host, or run with NCCL_P2P_DISABLE=1 and --replicas.",
+        )
+    if not torch.cuda.can_device_access_peer(source, target):
+        return warning(
+            f"{label}: no peer-to-peer access, copies go through host memory at {rate}",
+            "Prefer --replicas to --tensor-parallel-size on this machine.",
+        )
+    links = _nvlinks(torch, source)
+    by = f" ({links} active NVLink links on GPU {source})" if links else " (no active NVLink)"
+    return ok(f"{label}: peer-to-peer copies at {rate}{by}")
+
+
+def _nvlinks(torch: Any, index: int) -> int:
+    handle = handle_of(str(torch.cuda.get_device_properties(index).uuid))
+    if handle is None:
+        return 0
+    states = (read(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_MOST_LINKS))
+    return sum(state == pynvml.NVML_FEATURE_ENABLED for state in states)
+
+
+def host_links() -> Iterator[CheckFinding]:
+    """Measure pinned copies between host and each GPU, and compare the PCIe link with what the GPU supports."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        yield not_checked(_NO_GPU)
+        return
+    host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
+    for index in range(count):
+        there = torch.empty(_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
+        up = _BYTES / _best_seconds(torch, partial(there.copy_, host, non_blocking=True), (index,))
+        down = _BYTES / _best_seconds(torch, partial(host.copy_, there, non_blocking=True), (index,))
+        handle = handle_of(str(torch.cuda.get_device_properties(index).uuid))
+        yield _host_link(index, up, down, handle)
+        del there
+
+
+def _host_link(index: int, up: float, down: float, handle: Any | None) -> CheckFinding:
+    fact = f"GPU {index}: {up / 1e9:.0f} GB/s from the host, {down / 1e9:.0f} GB/s to the host"
+    width = most = None
+    if handle is not None:
+        width = read(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
+        most = read(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    if width and most:
+        fact += f", PCIe x{width} of x{most}"
+    if width and most and width < most:
+        return warning(fact, "The slot has fewer lanes than the GPU: loading and --preprocess device are slower.")
+    if min(up, down) < _SLOW:
+        return warning(fact, "The link is slow: check the slot, or whether other processes copy at the same time.")
+    return ok(fact)
+
+
+def _best_seconds(torch: Any, work: Callable[[], object], indices: tuple[int, ...]) -> float:
+    best = float("inf")
+    for _ in range(_RUNS):
+        for index in indices:
+            torch.cuda.synchronize(index)
+        start = time.perf_counter()
+        work()
+        for index in indices:
+            torch.cuda.synchronize(index)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,106 @@
+"""Checks of installed packages: versions that must match, and attention kernels that import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from panscan.doctor.findings import CheckFinding, ok, problem, warning
+
+__all__ = ["attention_packages", "optional_packages", "requirements", "torchvision"]
+
+_KERNELS = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface", "flash-attn-4": "flash_attn.cute"}
+_OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--replicas"}
+
+
+def requirements() -> Iterator[CheckFinding]:
+    """Check that the installed versions are those that panscan's own package metadata requires."""
+    wrong, shown = [], []
+    for text in requires("panscan") or ():
+        needed = Requirement(text)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(needed.name)
+        if found is None or not needed.specifier.contains(found, prereleases=True):
+            wrong.append(f"{needed.name} {found or 'is missing'} (needs {needed.specifier})")
+        elif needed.name in ("torch", "transformers", "tokenizers", "accelerate"):
+            shown.append(f"{needed.name} {found}")
+    if wrong:
+        yield problem(f"versions that panscan does not support: {', '.join(wrong)}", "pip install --upgrade panscan")
+    else:
+        yield ok(", ".join(shown))
+
+
+def torchvision() -> Iterator[CheckFinding]:
+    """Check that torchvision, if installed, imports and belongs to the installed PyTorch."""
+    found, torch = _version("torchvision"), _version("torch")
+    if found is None:
+        yield ok("torchvision is not installed; panscan resizes views without it (Pillow, or PyTorch on the GPU)")
+        return
+    if (error := _import_error("torchvision")) is not None:
+        yield problem(
+            f"torchvision {found} does not work with torch {torch}: {error}",
+            "Install the torchvision of this PyTorch, or uninstall torchvision: panscan does not need it.",
+        )
+        return
+    needed = [each for each in map(Requirement, requires("torchvision") or ()) if each.name == "torch"]
+    if torch is not None and any(not each.specifier.contains(torch, prereleases=True) for each in needed):
+        yield warning(
+            f"torchvision {found} requires torch{needed[0].specifier}, installed is {torch}",
+            "Install the torchvision of this PyTorch, or uninstall torchvision: panscan does not need it.",
+        )
+    else:
+        yield ok(f"torchvision {found} works with torch {torch}")
+
+
+def attention_packages() -> Iterator[CheckFinding]:
+    """Report attention kernel packages, and whether they work with the installed PyTorch."""
+    found = {name: installed for name in _KERNELS if (installed := _version(name)) is not None}
+    for name, installed in found.items():
+        if (error := _import_error(_KERNELS[name])) is None:
+            yield ok(f"{name} {installed} imports; see the attention checks before you use it")
+        else:
+            yield warning(
+                f"{name} {installed} does not import: {error}",
+                f"pip uninstall {name}, or install a build for this PyTorch and CUDA; panscan does not need it.",
+            )
+    missing = [name for name in _KERNELS if name not in found]
+    if missing:
+        yield ok(f"{', '.join(missing)}: not installed, and not needed")
+    if (installed := _version("kernels")) is not None:
+        yield warning(
+            f"kernels {installed}: Transformers downloads flash-attention kernels from the hub if a flash"
+            " implementation is requested",
+            "Keep --attention at sdpa or eager; see the attention checks.",
+        )
+
+
+def optional_packages() -> Iterator[CheckFinding]:
+    """Report packages that only some settings need."""
+    for name, purpose in _OPTIONAL.items():
+        installed = _version(name)
+        if installed is None:
+            yield ok(f"{name} is not installed; only {purpose} needs it")
+        elif (error := _import_error(name.replace("-", "_"))) is None:
+            yield ok(f"{name} {installed} imports")
+        else:
+            yield warning(f"{name} {installed} does not import: {error}", f"Reinstall {name}; only {purpose} needs it.")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str | None:
+    """Return why a module cannot be imported; None if it can."""
+    try:
+        import_module(module)
+    except Exception as error:  # extension modules raise anything: OSError, RuntimeError for operators, AttributeError
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None

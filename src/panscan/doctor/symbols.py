@@ -1,0 +1,175 @@
+"""The Transformers names and arguments that panscan relies on, and whether the installed version has them.
+
+Imports and keyword arguments of imported names are read from panscan's own source. Methods and parts of models have no
+import; they are listed in :data:`METHODS` and :data:`PARTS`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import panscan
+from panscan.doctor.findings import CheckFinding, not_checked, ok, problem
+
+__all__ = ["METHODS", "PARTS", "SymbolUse", "findings", "symbols", "used_symbols"]
+
+_LIBRARY = "transformers"
+_SHOWN_PLACES = 3  # of each name
+_MODEL = f"{_LIBRARY}.Gemma3ForConditionalGeneration"
+METHODS: dict[str, tuple[str, ...]] = {
+    _MODEL: (),
+    f"{_MODEL}.forward": (
+        "input_ids", "pixel_values", "attention_mask", "token_type_ids", "inputs_embeds", "use_cache",
+    ),
+    f"{_MODEL}.generate": ("generation_config", "stopping_criteria", "logits_processor"),
+    f"{_MODEL}.generate_batch": (
+        "inputs", "generation_config", "continuous_batching_config", "record_timestamps", "progress_bar",
+    ),
+    f"{_MODEL}.get_image_features": ("pixel_values",),
+    f"{_MODEL}.set_attn_implementation": ("attn_implementation",),
+    f"{_MODEL}.from_pretrained": ("revision",),
+    f"{_LIBRARY}.GenerationConfig": (
+        "max_new_tokens", "do_sample", "pad_token_id", "eos_token_id", "suppress_tokens", "prefill_chunk_size",
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "cache_implementation",
+    ),
+    f"{_LIBRARY}.Gemma3Processor.apply_chat_template": ("processor_kwargs",),
+    f"{_LIBRARY}.Gemma3ImageProcessor": (),
+    f"{_LIBRARY}.Gemma3ImageProcessorPil.pan_and_scan": (
+        "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
+    ),
+}  # fmt: skip
+"""Methods of objects, and names used through a variable only, with the keyword arguments that panscan gives."""
+PARTS = (
+    "config._attn_implementation",
+    "generation_config",
+    "model.vision_tower.encoder.layers",
+    "model.vision_tower.post_layernorm",
+    "model.multi_modal_projector.mm_input_projection_weight",
+    "model.multi_modal_projector.mm_soft_emb_norm",
+    "model.language_model.embed_tokens.embed_scale",
+    "model.language_model.rotary_emb.full_attention_inv_freq",
+    "model.language_model.rotary_emb.sliding_attention_inv_freq",
+    "model.language_model.norm",
+    "model.language_model.layers.0.self_attn.q_norm",
+    "model.language_model.layers.0.self_attn.q_proj",
+    "model.language_model.layers.0.mlp.gate_proj",
+    "model.language_model.layers.0.pre_feedforward_layernorm",
+    "lm_head",
+)
+"""Parts of a Gemma 3 model that panscan's own layers, quantisation and verdict read by name."""
+
+
+@dataclass(slots=True)
+class SymbolUse:
+    """A dotted name, the keyword arguments that panscan gives it, and the places (file:line) that use it."""
+
+    symbol: str
+    arguments: set[str] = field(default_factory=set)
+    places: list[str] = field(default_factory=list)
+
+
+def symbols() -> Iterator[CheckFinding]:
+    """Check each name and argument that panscan relies on."""
+    from panscan.model.runtime import quiet_libraries
+
+    quiet_libraries()
+    yield from findings(used_symbols(Path(panscan.__file__).parent))
+
+
+def used_symbols(root: Path) -> list[SymbolUse]:
+    """Return the names of Transformers that the modules under ``root`` use, sorted by name.
+
+    Args:
+        root: directory with Python files.
+    """
+    found: dict[str, SymbolUse] = {}
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_text("utf-8")
+        if _LIBRARY in text:
+            _Reader(path.relative_to(root).as_posix(), found).visit(ast.parse(text))
+    return [found[name] for name in sorted(found)]
+
+
+def findings(uses: list[SymbolUse]) -> Iterator[CheckFinding]:
+    """Look up uses, :data:`METHODS` and :data:`PARTS` in the installed Transformers."""
+    from panscan.runners.symbols import resolve, resolve_part
+
+    listed = [SymbolUse(name, set(arguments)) for name, arguments in METHODS.items()]
+    for use in [*uses, *listed]:
+        found = resolve(use.symbol, use.arguments)
+        places = _shortened(use.places)
+        if found.location is None:
+            yield _missing(f"{use.symbol} does not exist (used: {places})")
+        elif found.missing:
+            yield _missing(f"{use.symbol} does not accept {', '.join(found.missing)} (used: {places})")
+        else:
+            accepted = sorted(use.arguments - set(found.unverified))
+            arguments = f"({', '.join(accepted)})" if accepted else ""
+            yield ok(f"{use.symbol}{arguments}: {found.location} (used: {places})")
+        if found.unverified:
+            yield not_checked(f"{use.symbol}: takes {', '.join(found.unverified)} in **kwargs, which accept any name")
+    for part in PARTS:
+        kind = resolve_part(part).location
+        yield ok(f"a model's {part}: {kind}") if kind is not None else _missing(f"a model has no {part}")
+
+
+def _shortened(places: list[str]) -> str:
+    more = f" and {len(places) - _SHOWN_PLACES} more" if len(places) > _SHOWN_PLACES else ""
+    return ", ".join(places[:_SHOWN_PLACES]) + more if places else "called on objects"
+
+
+def _missing(fact: str) -> CheckFinding:
+    return problem(fact, "Install a version of Transformers that panscan supports: pip install --upgrade panscan.")
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects the names that one module imports from Transformers, and the keyword arguments that it gives them."""
+
+    def __init__(self, file: str, found: dict[str, SymbolUse]) -> None:
+        self._file, self._found = file, found
+        self._names: dict[str, str] = {}  # name in the module -> dotted name
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if _ours(alias.name):
+                self._names[alias.asname or _LIBRARY] = alias.name if alias.asname else _LIBRARY
+                self._add(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.module is not None and _ours(node.module):
+            for alias in node.names:
+                symbol = f"{node.module}.{alias.name}"
+                self._names[alias.asname or alias.name] = symbol
+                self._add(symbol, node.lineno)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if (symbol := self._symbol(node)) is not None:
+            self._add(symbol, node.lineno)
+        else:
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if (symbol := self._symbol(node.func)) is not None:
+            self._add(symbol, node.lineno).arguments |= {each.arg for each in node.keywords if each.arg is not None}
+        self.generic_visit(node)
+
+    def _symbol(self, node: ast.expr) -> str | None:
+        """Return the dotted name that an expression stands for; None if it is none of Transformers'."""
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id)
+        if isinstance(node, ast.Attribute) and (owner := self._symbol(node.value)) is not None:
+            return f"{owner}.{node.attr}"
+        return None
+
+    def _add(self, symbol: str, line: int) -> SymbolUse:
+        use = self._found.setdefault(symbol, SymbolUse(symbol))
+        if (place := f"{self._file}:{line}") not in use.places:
+            use.places.append(place)
+        return use
+
+
+def _ours(module: str) -> bool:
+    return module == _LIBRARY or module.startswith(f"{_LIBRARY}.")

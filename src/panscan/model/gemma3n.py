@@ -1,0 +1,140 @@
+"""Gemma 3n, for profiles of its ``generate()``: checkpoints, small random models from a configuration, and inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    Gemma3nTextConfig,
+    PreTrainedConfig,
+)
+
+from panscan.core import ModelError, SettingError
+from panscan.images.pixels import PixelSpec
+from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
+from panscan.model.config import generation_config
+from panscan.model.hub_errors import friendly_errors, quiet_transformers
+from panscan.model.inputs import Prepared, Read, plan_request
+from panscan.model.prompt import Prompt, PromptWriter, conversation
+from panscan.model.tokenizer import tokenizer_for
+
+__all__ = [
+    "E2B", "gemma3n_config", "gemma3n_reads_images", "is_gemma3n", "load_gemma3n", "prepare_gemma3n", "random_gemma3n",
+]  # fmt: skip
+
+_IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
+_DEVIATION = 0.02
+E2B: dict[str, Any] = {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}
+"""What Gemma 3n E2B's text decoder changes of ``Gemma3nTextConfig``, whose defaults are E4B's."""
+
+
+def gemma3n_config(**changes: Any) -> Gemma3nTextConfig:
+    """Return the configuration of a Gemma 3n text decoder: E4B's with changes, such as :data:`E2B`.
+
+    Raises:
+        ValueError: the changes contradict each other.
+    """
+    return Gemma3nTextConfig(**changes)
+
+
+def is_gemma3n(name: str, revision: str | None = None) -> bool:
+    """Return whether a checkpoint (a directory or a hub id) is a Gemma 3n.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    return _model_type(name, revision) in (_IMAGE_MODEL, _TEXT_MODEL)
+
+
+def gemma3n_reads_images(name: str, revision: str | None = None) -> bool:
+    """Return whether a Gemma 3n checkpoint reads images; one of its text decoder alone does not.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    return _model_type(name, revision) == _IMAGE_MODEL
+
+
+def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None) -> Loaded:
+    """Load a Gemma 3n checkpoint as Transformers has it, with its processor, or its tokenizer if it reads text only.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        UnsupportedError: a package is missing: the vision tower comes from timm.
+    """
+    source, text_only = checkpoint_source(name), _model_type(name, revision) == _TEXT_MODEL
+    options = {"revision": revision, "trust_remote_code": False}
+    with friendly_errors(name), quiet_transformers():
+        tools = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(source, **options)
+        kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+        model, info = kind.from_pretrained(
+            source, use_safetensors=True, dtype=dtype, device_map={"": device}, output_loading_info=True, **options
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
+    return ready_model(model, _reader(name, tools, model.config))
+
+
+@torch.no_grad()
+def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """Build a text-only Gemma 3n in place with random weights, N(0, 0.02), and a bundled tokenizer.
+
+    Args:
+        name: of the model, for messages.
+        config: sizes; its token ids are replaced by the tokenizer's.
+        dtype: of the weights.
+        device: of the model.
+    """
+    tokenizer = tokenizer_for(config.vocab_size)
+    config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        draws = torch.Generator(device).manual_seed(0)
+        for parameter in model.parameters():
+            parameter.normal_(0, _DEVIATION, generator=draws)
+    model.generation_config = generation_config(tokenizer)
+    return ready_model(model, _reader(name, tokenizer, config))
+
+
+def prepare_gemma3n(read: Read, loaded: Loaded) -> Prepared:
+    """Write the prompt and compute the pixels of one request, with the checkpoint's own processor.
+
+    Raises:
+        SettingError: the checkpoint reads text only, and the request has images.
+    """
+    reader = loaded.reader
+    if not read.images:
+        _, prompt = plan_request(read, reader)
+        return Prepared(read.request, [], prompt, None)
+    if reader.pixels is None:
+        raise SettingError(f"--model {reader.name} reads text only: leave the images out")
+    text = reader.processor.apply_chat_template(conversation(read.request), tokenize=False, add_generation_prompt=True)
+    inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
+    ids = inputs["input_ids"][0].tolist()
+    image_tokens = ids.count(reader.processor.image_token_id)
+    pixels = inputs["pixel_values"].to(loaded.device, loaded.dtype)
+    return Prepared(read.request, [], Prompt(ids, image_tokens), pixels)
+
+
+def _model_type(name: str, revision: str | None) -> str | None:
+    source = checkpoint_source(name)
+    with friendly_errors(name):
+        stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    found = stored.get("model_type")
+    return found if isinstance(found, str) else None
+
+
+def _reader(name: str, tools: Any, config: Any) -> Reader:
+    tokenizer = getattr(tools, "tokenizer", tools)
+    context = int(config.get_text_config().max_position_embeddings)
+    spec = None
+    if (images := getattr(tools, "image_processor", None)) is not None:
+        size = images.size["height"] if isinstance(images.size, dict) else images.size.height
+        spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, 0, context), spec)

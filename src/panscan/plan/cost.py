@@ -1,0 +1,256 @@
+"""Cost of passes: FLOPs, bytes and messages of one GPU, counted without a tensor library. No times.
+
+A tensor-parallel group of n GPUs splits heads, MLP width and vocabulary (:mod:`panscan.model.sharding`); each GPU holds
+the whole vision tower and encodes one n-th of the views. A multiply-add is two FLOPs; norms, activations, softmax and
+rotations are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import ceil
+
+from panscan.core import SettingError
+from panscan.engine.scheduling.kv_sizes import KVShape
+from panscan.model.shapes import Shape, TextShape, split_reason
+from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, RANGES, WEIGHT_KINDS, nearest
+
+__all__ = ["DTYPE_BYTES", "Variant", "Work", "pass_work", "vision_work"]
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of an unquantised weight or an activation."""
+_INT4_BLOCK = 256  # input channels that int4 weights are padded to (panscan.linear.quantized.BLOCK)
+_SCALE_BYTES = 4  # float32 scale of each output channel of 8-bit weights
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model as one GPU runs it.
+
+    Args:
+        shape: the whole model.
+        weights: quantisation of the decoder layers' matrices: fp8, int8 or int4; None: none.
+        group_size: input channels per int4 scale; None: the largest that divides every matrix.
+        kv_cache_dtype: type of keys and values: ``auto`` (that of activations) or ``fp8``.
+        tensor_parallel_size: GPUs that share the model.
+        dtype: type of everything else: bf16, fp16 or fp32.
+
+    Raises:
+        SettingError: an unknown value, or a size that does not divide the model.
+    """
+
+    shape: Shape
+    weights: str | None = None
+    group_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        choices: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+            ("quantization", self.weights, (None, *WEIGHT_KINDS)),
+            ("quantization-group-size", self.group_size, (None, *GROUP_SIZES)),
+            ("kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
+            ("dtype", self.dtype, tuple(DTYPE_BYTES)),
+        )
+        for flag, value, known in choices:
+            if value not in known:
+                names = ", ".join(str(each) for each in known if each is not None)
+                raise SettingError(f"--{flag} takes {names}; got {value!r}{nearest(str(value), map(str, known))}")
+        self._check_split()
+        if self.weights == "int4":
+            self.int4_group_size()
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def text(self) -> TextShape:
+        return self.shape.text
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return (inputs, outputs) of each matrix of one decoder layer on one GPU."""
+        text, size = self.text, self.tensor_parallel_size
+        query, key = text.heads * text.head_size // size, text.kv_heads * text.head_size // size
+        inner = text.intermediate // size
+        hidden = text.hidden
+        attention = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
+        return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
+
+    def vocabulary(self) -> int:
+        """Return the rows of the output matrix on one GPU, padding included."""
+        return ceil(self.text.vocabulary / self.tensor_parallel_size)
+
+    def layer_bytes(self) -> int:
+        """Return the bytes of one decoder layer's matrices on one GPU, scales included."""
+        return _layer_bytes(self)
+
+    def text_bytes(self) -> int:
+        """Return the bytes of the decoder on one GPU: layers, norms, and the embedding, which is the output matrix."""
+        text = self.text
+        norms = text.parameters() - text.vocabulary * text.hidden - text.layers * text.layer_matrices()
+        return text.layers * self.layer_bytes() + (self.vocabulary() * text.hidden + norms) * self.width
+
+    def vision_bytes(self) -> int:
+        """Return the bytes of the vision tower and the projector, which every GPU holds whole."""
+        return (self.shape.parameters() - self.text.parameters()) * self.width
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights on one GPU."""
+        return self.text_bytes() + self.vision_bytes()
+
+    def kv_shape(self) -> KVShape:
+        """Return the bytes of one token in all global and in all local layers, on one GPU."""
+        text = self.text
+        width = 1 if self.kv_cache_dtype == "fp8" else self.width
+        token = 2 * text.kv_heads // self.tensor_parallel_size * text.head_size * width
+        return KVShape(text.global_layers * token, text.local_layers * token)
+
+    def int4_group_size(self) -> int:
+        """Return the input channels per int4 scale.
+
+        Raises:
+            SettingError: the size does not divide every matrix.
+        """
+        widths = {inputs for inputs, _ in self.matrices()}
+        fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
+        if self.group_size in fitting:
+            return self.group_size
+        if self.group_size is None and fitting:
+            return fitting[0]
+        use = f"use {' or '.join(map(str, fitting))}" if fitting else "use fp8 or int8"
+        raise SettingError(
+            f"--quantization-group-size {self.group_size or GROUP_SIZES[-1]} does not divide the matrices; {use}"
+        )
+
+    def _check_split(self) -> None:
+        text, size = self.text, self.tensor_parallel_size
+        RANGES["tensor_parallel_size"].check("--tensor-parallel-size", size)
+        reason = split_reason(heads=text.heads, kv_heads=text.kv_heads, intermediate=text.intermediate, size=size)
+        if reason is not None:
+            raise SettingError(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Counts of a pass or a phase on one GPU. Sums with ``+``.
+
+    Args:
+        products: FLOPs of products in the weights' 8-bit type.
+        dense: FLOPs of products in the activations' type: vision, output matrix; with dense and int4 weights, all.
+        attention: FLOPs of attention scores and values.
+        weight_bytes: bytes of weights read, each once.
+        kv_bytes: bytes of keys and values read and written.
+        activation_bytes: bytes of activations read and written between products.
+        link_bytes: bytes that this GPU sends to its peers.
+        reductions: number of messages between the GPUs: all-reduces and all-gathers.
+    """
+
+    products: float = 0.0
+    dense: float = 0.0
+    attention: float = 0.0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    link_bytes: float = 0.0
+    reductions: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+
+def vision_work(variant: Variant, views: int) -> Work:
+    """Return the work of encoding ``views`` views together, on the GPU that encodes most of them.
+
+    GPUs share the views and send each other the features. Activations: per patch and layer, 20 hidden states and 4 of
+    the MLP's width.
+    """
+    shape, vision, size = variant.shape, variant.shape.vision, variant.tensor_parallel_size
+    if vision is None or views < 1:
+        return Work()
+    own = ceil(views / size)
+    attention = own * vision.attention_flops()
+    states = own * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
+    features = own * shape.image_tokens * variant.text.hidden * variant.width
+    return Work(
+        dense=shape.vision_flops(own) - attention,
+        attention=attention,
+        weight_bytes=variant.vision_bytes(),
+        activation_bytes=states * variant.width,
+        link_bytes=features * (size - 1),
+        reductions=int(size > 1),
+    )
+
+
+def pass_work(
+    variant: Variant, *, decode_contexts: Sequence[int] = (), prefill: Sequence[tuple[int, int]] = (),
+    sampled: int | None = None, views: int = 0,
+) -> Work:  # fmt: skip
+    """Return the work of one pass of the decoder, without vision.
+
+    Activations: per row and layer, 12 hidden states, 6 of the MLP's width, 6 of all queries and 4 of all keys.
+
+    Args:
+        decode_contexts: tokens of each decoding sequence, the new one included.
+        prefill: chunks of prompts, as positions [start, end).
+        sampled: rows whose logits are computed; None: decode rows and one of each chunk.
+        views: image blocks in the chunks, whose tokens attend to all of their block.
+    """
+    text, size, width = variant.text, variant.tensor_parallel_size, variant.width
+    rows = len(decode_contexts) + sum(end - start for start, end in prefill)
+    if not rows:
+        return Work()
+    sampled = len(decode_contexts) + len(prefill) if sampled is None else sampled
+    layers = 2.0 * rows * text.layers * text.layer_matrices() / size
+    logits = 2.0 * sampled * variant.vocabulary() * text.hidden
+    quantized = variant.weights in ("fp8", "int8")
+    token_bytes = variant.kv_shape()
+    pairs, read = _attention(text, decode_contexts, prefill, views * variant.shape.block_pairs())
+    inner = text.head_size * (6 * text.heads + 4 * text.kv_heads) + 6 * text.intermediate
+    states = text.layers * (12 * text.hidden + inner / size)
+    unread = 0 if sampled else variant.vocabulary() * text.hidden * width
+    summed = 2 * (size - 1) / size * rows * text.hidden * width * (1 + 2 * text.layers)
+    joined = (size - 1) * sampled * variant.vocabulary() * width
+    return Work(
+        products=layers if quantized else 0.0,
+        dense=logits + (0.0 if quantized else layers),
+        attention=4.0 * text.heads * text.head_size * pairs / size,
+        weight_bytes=variant.text_bytes() - unread,
+        kv_bytes=(read[0] + rows) * token_bytes.global_bytes + (read[1] + rows) * token_bytes.local_bytes,
+        activation_bytes=rows * states * width,
+        link_bytes=summed + joined,
+        reductions=(1 + 2 * text.layers + (sampled > 0)) if size > 1 else 0,
+    )
+
+
+@lru_cache(maxsize=256)  # a simulation asks for every pass
+def _layer_bytes(variant: Variant) -> int:
+    matrices = variant.matrices()
+    if variant.weights is None:
+        return variant.width * sum(inputs * outputs for inputs, outputs in matrices)
+    if variant.weights == "int4":
+        group = variant.int4_group_size()
+        return sum(
+            outputs * (ceil(inputs / _INT4_BLOCK) * _INT4_BLOCK // 2 + inputs // group * variant.width)
+            for inputs, outputs in matrices
+        )
+    return sum(outputs * (inputs + _SCALE_BYTES) for inputs, outputs in matrices)
+
+
+def _attention(
+    text: TextShape, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], block_pairs: int
+) -> tuple[int, tuple[int, int]]:
+    """Return the (query, key) pairs over all layers, and the tokens read in a global and in a local layer."""
+    window = text.window
+    seen = sum(decode_contexts)
+    local = sum(context if context < window else window for context in decode_contexts)
+    pairs = text.global_layers * seen + text.local_layers * local + text.layers * block_pairs
+    for start, end in prefill:
+        pairs += text.attention_pairs(end) - text.attention_pairs(start)
+        seen += end
+        local += min(end, end - start + window - 1)
+    return pairs, (seen, local)

@@ -1,0 +1,428 @@
+"""From counts of work to seconds: a model of time with a few factors, fitted to committed records.
+
+A pass takes the longer of two times: what the GPU computes, and what the host needs to launch its kernels. The GPU's
+time is a sum:
+
+- products of the decoder layers, from their FLOPs and from the weights that they read: the norm of both times, little
+  more than the longer one; the output matrix likewise;
+- attention: FLOPs in prefill, keys and values read in decode; elementwise kernels: activations read and written;
+- the latency of each layer's chain of kernels, and the fixed work of a pass (embedding, sampling, inputs);
+- between GPUs, a latency for each message, and the bytes sent.
+
+Rates are a GPU's measured ceilings (a large product, a large copy), or its data sheet's times what an H200 reaches of
+its own. ``efficiency.json`` holds the factors; ``benchmarks/plan_accuracy.py`` fits and tests them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Self
+
+from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, graph_sizes
+from panscan.plan.cost import Variant, Work, pass_work, vision_work
+from panscan.plan.gpus import Gpu, all_gpus
+
+__all__ = ["Clock", "Efficiency", "Factors", "Interval", "Rates", "committed_efficiency"]
+
+_VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
+_FEW_ROWS = 64  # int4: more rows multiply dequantised weights
+_OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
+_OPTIONS = EngineOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Seconds that are predicted, and the bounds that the records justify."""
+
+    low: float
+    value: float
+    high: float
+
+    def __add__(self, other: Interval) -> Interval:
+        return Interval(self.low + other.low, self.value + other.value, self.high + other.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Factors of the model of time. Rates are relative to the ceilings of a large bf16 product and a large copy.
+
+    Args:
+        read_bf16: bandwidth at which products read unquantised weights.
+        read_fp8: the same for fp8 weights.
+        read_int8: the same for int8 weights.
+        read_int4: the same for int4 weights in products of up to 2 rows.
+        read_int4_few: the same in products of 3 to 64 rows, which dequantise in registers.
+        compute_bf16: rate of products of many rows.
+        compute_fp8: the same for fp8, relative to the data sheet's ratio to bf16.
+        compute_int8: the same for int8.
+        vision: rate of the vision tower, attention included.
+        attention: rate of attention in prefill.
+        kv: bandwidth at which decode reads keys and values.
+        activations: bandwidth of elementwise kernels.
+        link: bandwidth between GPUs, relative to the data sheet's.
+        layer_seconds: latency of one layer's kernels in a CUDA graph.
+        tail_seconds: the same in passes launched kernel by kernel, whose products end in partly filled waves.
+        int4_few_seconds: additional latency of one layer's int4 products of 3 to 64 rows.
+        pass_seconds: fixed time of a pass.
+        message_seconds: latency of one message between GPUs.
+        launch_seconds: host time to launch one layer, of the tower or the decoder, kernel by kernel.
+        launch_ranks_seconds: the same with tensor parallelism.
+        replay_seconds: host time to prepare a pass and replay its CUDA graph.
+        replay_ranks_seconds: the same with tensor parallelism.
+        sequence_ranks_seconds: host time per request of a pass with tensor parallelism.
+        prepare_seconds: host time to prepare one view.
+        prepare_ranks_seconds: the same with tensor parallelism, where pixels are sent to ranks.
+    """
+
+    read_bf16: float
+    read_fp8: float
+    read_int8: float
+    read_int4: float
+    read_int4_few: float
+    compute_bf16: float
+    compute_fp8: float
+    compute_int8: float
+    vision: float
+    attention: float
+    kv: float
+    activations: float
+    link: float
+    layer_seconds: float
+    tail_seconds: float
+    int4_few_seconds: float
+    pass_seconds: float
+    message_seconds: float
+    launch_seconds: float
+    launch_ranks_seconds: float
+    replay_seconds: float
+    replay_ranks_seconds: float
+    sequence_ranks_seconds: float
+    prepare_seconds: float
+    prepare_ranks_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """The factors and where they come from.
+
+    Args:
+        gpu: name of the GPU that the records are from.
+        ceilings: its measured FLOP/s and bytes/s.
+        spread: relative error that nine of ten measurements stay within, held-out ones included.
+        fitted: names of the records that the factors are fitted to, in part.
+        held_out: names of the records with measurements that they are tested on.
+        factors: the factors.
+    """
+
+    gpu: str
+    ceilings: tuple[float, float]
+    spread: float
+    fitted: tuple[str, ...]
+    held_out: tuple[str, ...]
+    factors: Factors
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return what ``efficiency.json`` holds.
+
+        Raises:
+            TypeError: a factor is missing or unknown.
+        """
+        flops, copied = values["ceilings"]
+        lists = {name: tuple(values[name]) for name in ("fitted", "held_out")}
+        return cls(**{**values, **lists, "ceilings": (flops, copied), "factors": Factors(**values["factors"])})
+
+    def reached(self) -> tuple[float, float]:
+        """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
+        gpu = all_gpus()[self.gpu]
+        return self.ceilings[0] / gpu.flops_per_s["bf16"], self.ceilings[1] / gpu.bytes_per_s
+
+
+@cache
+def committed_efficiency() -> Efficiency:
+    """Return the efficiency that was fitted to the committed records."""
+    text = files(__package__).joinpath("efficiency.json").read_text(encoding="utf-8")
+    return Efficiency.from_dict(json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Ceilings of one GPU.
+
+    Args:
+        flops_per_s: rate of a large product by operand type.
+        bytes_per_s: rate of a large copy, read and written counted.
+        link_bytes_per_s: bandwidth to its peers in each direction.
+    """
+
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    link_bytes_per_s: float
+
+    @classmethod
+    def expected(cls, gpu: Gpu, efficiency: Efficiency) -> Rates:
+        """Return the ceilings to expect from a data sheet: the same share of it as on the GPU of the records."""
+        flops, copied = efficiency.reached()
+        rates = {kind: rate * flops for kind, rate in gpu.flops_per_s.items()}
+        return cls(rates, gpu.bytes_per_s * copied, gpu.link_bytes_per_s)
+
+    @classmethod
+    def measured(cls, gpu: Gpu, flops_per_s: float, bytes_per_s: float) -> Rates:
+        """Return ceilings measured on this machine (:mod:`panscan.model.ceilings`).
+
+        Other operand types and the link, which are not measured, keep their data sheet's ratio to bf16.
+
+        Args:
+            gpu: the data sheet.
+            flops_per_s: measured rate of a large bf16 product (fp16 without bf16 units).
+            bytes_per_s: measured rate of a large copy.
+        """
+        whole = gpu.flops_per_s.get("bf16") or gpu.flops_per_s["fp16"]
+        rates = {kind: flops_per_s * rate / whole for kind, rate in gpu.flops_per_s.items()}
+        return cls(rates, bytes_per_s, gpu.link_bytes_per_s)
+
+    def of(self, kind: str) -> float:
+        """Return the rate of an operand type; without units for it, that of the 16-bit type it is converted to."""
+        rates = self.flops_per_s
+        return rates.get(kind) or rates.get("bf16") or rates["fp16"]
+
+
+class Clock:
+    """Predicted times of one variant on one GPU (with tensor parallelism, of the whole group).
+
+    ``measured``: the factors are from records of this GPU. ``basis``: what the prediction rests on, one line.
+
+    Args:
+        gpu: the GPU.
+        variant: what runs on it.
+        ceilings: FLOP/s of a large bf16 product and bytes/s of a large copy, measured on the GPU; None: expected from
+            its data sheet.
+        efficiency: factors; None: the committed ones.
+    """
+
+    def __init__(
+        self, gpu: Gpu, variant: Variant, *, ceilings: tuple[float, float] | None = None,
+        efficiency: Efficiency | None = None,
+    ) -> None:  # fmt: skip
+        found = efficiency or committed_efficiency()
+        self.gpu, self.variant = gpu, variant
+        self.measured = gpu.name == found.gpu
+        self._factors = found.factors
+        self._rates = Rates.expected(gpu, found) if ceilings is None else Rates.measured(gpu, *ceilings)
+        self._widening = self._widened(found, ceilings is not None)
+        self.basis = self._basis(found, ceilings is not None)
+
+    @classmethod
+    def of(cls, gpu: Gpu, variant: Variant, *, ceilings: tuple[float, float] | None = None) -> Clock:
+        """Return the clock of a variant on a GPU, with the committed factors."""
+        return cls(gpu, variant, ceilings=ceilings)
+
+    def vision_seconds(self, views: int) -> Interval:
+        """Return the time of encoding views together; 0 without any."""
+        return self._interval(self._vision(views))
+
+    def pass_seconds(
+        self,
+        decode_contexts: Sequence[int] = (),
+        prefill: Sequence[tuple[int, int]] = (),
+        views: int = 0,
+        *,
+        graph: bool | None = None,
+    ) -> Interval:
+        """Return the time of one pass of the engine.
+
+        Args:
+            decode_contexts: tokens of each decoding request, the new one included.
+            prefill: chunks of prompts, as positions [start, end).
+            views: views that the pass encodes first.
+            graph: whether a CUDA graph is replayed; None: as the engine would.
+        """
+        return self._interval(self._pass(decode_contexts, prefill, views, graph))
+
+    def bound(self, work: Work, rows: int) -> str:
+        """Return what takes the largest part of some work: ``compute``, ``bandwidth``, ``link`` or ``host``.
+
+        Args:
+            work: counts of a pass or a phase.
+            rows: rows of the pass; one of more than a CUDA graph holds is launched kernel by kernel.
+        """
+        variant, factors, rates = self.variant, self._factors, self._rates
+        copied, kind = rates.bytes_per_s, variant.weights or "bf16"
+        narrow = rates.of(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
+        plain = rates.of(variant.dtype)
+        latency = factors.layer_seconds if rows <= MOST_CHUNK_ROWS else self._launch
+        found = {
+            "compute": work.products / narrow
+            + work.dense / (plain * factors.compute_bf16)
+            + work.attention / (plain * factors.attention),
+            "bandwidth": work.weight_bytes / (copied * getattr(factors, f"read_{kind}"))
+            + work.kv_bytes / (copied * factors.kv)
+            + work.activation_bytes / (copied * factors.activations),
+            "link": self._between(work.link_bytes, work.reductions),
+            "host": variant.text.layers * latency + factors.pass_seconds,
+        }
+        return max(found, key=lambda name: found[name])
+
+    def prepare_seconds(self, views: int) -> float:
+        """Return the host time to prepare a request: to decode its images and to cut and scale their views."""
+        factors = self._factors
+        return views * (factors.prepare_ranks_seconds if self._split else factors.prepare_seconds)
+
+    @property
+    def _split(self) -> bool:
+        return self.variant.tensor_parallel_size > 1
+
+    @property
+    def _launch(self) -> float:
+        """Return the host time to launch a layer."""
+        return self._factors.launch_ranks_seconds if self._split else self._factors.launch_seconds
+
+    def _pass(
+        self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, graph: bool | None
+    ) -> float:
+        """Return the time of a pass, from the start of its vision batch or of the pass before.
+
+        The decoder starts when the GPU has encoded the views and the host has launched them and prepared the graph; a
+        pass without a graph ends no sooner than the host has launched its last layer.
+        """
+        singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
+        if not singles + others:
+            return self._vision(views)
+        rows = padded_rows(singles, others) if graph is not False else None
+        computed = self._decoder(decode_contexts, prefill, rows)
+        host = self._vision_host(views) + self._pass_host(singles + len(prefill))
+        if rows is None:
+            return max(self._vision(views) + computed, host + self.variant.text.layers * self._launch)
+        return max(self._vision_device(views), host) + computed if views else max(computed, host)
+
+    def _pass_host(self, requests: int) -> float:
+        """Return the host time of a pass without its launches."""
+        factors = self._factors
+        if self._split:
+            return factors.replay_ranks_seconds + requests * factors.sequence_ranks_seconds
+        return factors.replay_seconds
+
+    def _decoder(self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], rows: int | None) -> float:
+        """Return the time of the decoder on the GPU. ``rows``: of its CUDA graph; None: launched kernel by kernel."""
+        factors, layers = self._factors, self.variant.text.layers
+        decode = pass_work(self.variant, decode_contexts=decode_contexts)
+        chunks = pass_work(self.variant, prefill=prefill)
+        sampled = len(decode_contexts) + len(prefill)
+        computed = rows or len(decode_contexts) + sum(end - start for start, end in prefill)
+        latency = factors.layer_seconds if rows else factors.tail_seconds
+        return (
+            layers * (self._layer_products(computed) + latency)
+            + self._output(sampled)
+            + self._attention(decode, chunks)
+            + self._between(decode.link_bytes + chunks.link_bytes, max(decode.reductions, chunks.reductions))
+            + factors.pass_seconds
+        )
+
+    def _vision(self, views: int) -> float:
+        return max(self._vision_device(views), self._vision_host(views))
+
+    def _vision_host(self, views: int) -> float:
+        vision = self.variant.shape.vision
+        return vision.layers * self._launch if vision is not None and views else 0.0
+
+    def _vision_device(self, views: int) -> float:
+        work = vision_work(self.variant, views)
+        rate = self._rates.of(self.variant.dtype) * self._factors.vision
+        return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
+
+    def _layer_products(self, rows: int) -> float:
+        """Return the time of one layer's products."""
+        variant, factors = self.variant, self._factors
+        kind, matrices = variant.weights or "bf16", sum(inputs * outputs for inputs, outputs in variant.matrices())
+        compute = 2.0 * rows * matrices / (self._rates.of(variant.dtype) * factors.compute_bf16)
+        if kind == "int4":
+            return self._int4_products(rows, matrices, compute)
+        if kind != "bf16":
+            compute = 2.0 * rows * matrices / (self._rates.of(kind) * getattr(factors, f"compute_{kind}"))
+        read = variant.layer_bytes() / (self._rates.bytes_per_s * getattr(factors, f"read_{kind}"))
+        return _norm(compute, read, _OVERLAP_INT8 if kind == "int8" else _OVERLAP)
+
+    def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
+        """Return the time of one layer's products with int4 weights, by the method for this many rows."""
+        factors, stored, copied = self._factors, self.variant.layer_bytes(), self._rates.bytes_per_s
+        if rows <= _VECTOR_ROWS:
+            return stored / (copied * factors.read_int4)
+        if rows <= _FEW_ROWS:
+            return compute + stored / (copied * factors.read_int4_few) + factors.int4_few_seconds
+        dense = matrices * self.variant.width
+        return _norm(compute, dense / (copied * factors.read_bf16), _OVERLAP) + (stored + dense) / copied
+
+    def _output(self, sampled: int) -> float:
+        """Return the time of the output matrix for the rows whose logits are computed."""
+        weights = self.variant.vocabulary() * self.variant.text.hidden
+        compute = 2.0 * sampled * weights / (self._rates.of(self.variant.dtype) * self._factors.compute_bf16)
+        read = weights * self.variant.width / (self._rates.bytes_per_s * self._factors.read_bf16)
+        return _norm(compute, read, _OVERLAP)
+
+    def _attention(self, decode: Work, chunks: Work) -> float:
+        """Return the time of attention and of the elementwise kernels."""
+        factors, copied = self._factors, self._rates.bytes_per_s
+        activations = decode.activation_bytes + chunks.activation_bytes
+        return (
+            chunks.attention / (self._rates.of(self.variant.dtype) * factors.attention)
+            + decode.kv_bytes / (copied * factors.kv)
+            + activations / (copied * factors.activations)
+        )
+
+    def _between(self, sent_bytes: float, messages: int) -> float:
+        """Return the time of the messages between GPUs."""
+        sent = sent_bytes / (self._rates.link_bytes_per_s * self._factors.link)
+        return sent + messages * self._factors.message_seconds
+
+    def _interval(self, seconds: float) -> Interval:
+        return Interval(seconds / self._widening, seconds, seconds * self._widening)
+
+    def _widened(self, found: Efficiency, ceilings: bool) -> float:
+        """Return the factor to both bounds: the records' spread; for another GPU also what a data sheet leaves open.
+
+        A GPU may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
+        far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
+        """
+        widening = 1 + found.spread
+        if self.measured:
+            return widening
+        gap = 1 / min(found.reached())
+        widening *= math.sqrt(gap) if ceilings else gap
+        return widening if self.gpu.capability is not None else widening**2
+
+    def _basis(self, found: Efficiency, ceilings: bool) -> str:
+        label = all_gpus()[found.gpu].label
+        if self.measured:
+            return f"records of {label}: within {found.spread:.0%} in nine of ten measurements"
+        rates = "its measured ceilings" if ceilings else "its data sheet"
+        return (
+            f"no record of this GPU: {rates} with the efficiency of {label}; interval widened to x{self._widening:.2f}"
+        )
+
+
+@cache
+def padded_rows(singles: int, others: int) -> int | None:
+    """Return the rows of the CUDA graph that a pass replays; None if it is launched kernel by kernel.
+
+    Args:
+        singles: decode rows.
+        others: rows of prefill chunks.
+    """
+    decode_rows = max(_OPTIONS.max_num_seqs, singles)
+    fitting = [
+        (rows, decode) for decode, rows in graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
+        if decode >= singles and rows >= others and bool(decode) == bool(singles) and bool(rows) == bool(others)
+    ]  # fmt: skip
+    return sum(min(fitting)) if fitting else None
+
+
+def _norm(compute: float, read: float, exponent: float) -> float:
+    """Return the norm of both times."""
+    total: float = (compute**exponent + read**exponent) ** (1 / exponent)
+    return total

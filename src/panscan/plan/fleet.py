@@ -1,0 +1,308 @@
+"""How many replicas a request rate needs, and the rate at which they break: from simulations of the real scheduler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
+
+from panscan.core.ranges import Range
+from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
+from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
+from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
+
+__all__ = [
+    "ArrivalTimes",
+    "Fleet",
+    "FleetLevel",
+    "Traffic",
+    "level_of",
+    "measure_level",
+    "size_fleets",
+    "with_replicas",
+]
+
+ArrivalTimes = Callable[[float, int], Sequence[float]]
+"""Returns the arrival times in seconds of so many requests at a rate, ascending."""
+
+REPLICAS = Range(whole=True, least=1, most=256)
+_PERCENTILES = (50, 90, 95, 99)
+_LEAST_REQUESTS, _MOST_REQUESTS = 64, 512
+_LEAST_SECONDS, _DELAY_SHARE = 20.0, 11.0  # of a level; as for the levels of panscan load --find-max-rate
+_STEP = 1.4  # between rates while the highest one is not enclosed
+_CLOSE = 1.1  # ratio of the enclosing rates at which the search ends
+_MOST_LEVELS = 12
+_ALONE_RATE = 0.01  # requests per second at which none waits for another
+_BLOCK = 16  # tokens
+_SECONDS = 10.0  # after which no further layout is simulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What users send and expect.
+
+    Args:
+        rate: requests per second.
+        limits: milliseconds that the times of a request may take; see :data:`panscan.records.goodput.Limits`.
+        attainment: share of the requests that must meet all limits.
+        arrivals: when requests arrive.
+        seed: seed of view counts and answer lengths.
+    """
+
+    rate: float
+    limits: Limits
+    attainment: float
+    arrivals: ArrivalTimes
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLevel:
+    """Replicas under requests that arrive at a rate, simulated.
+
+    Args:
+        rate: offered requests per second.
+        replicas: engines that share the requests.
+        requests: number of requests.
+        requests_per_s: completed requests per second, from the first arrival to the last token.
+        goodput: which requests meet the limits.
+        percentiles_ms: by time (ttft, tpot, e2el): milliseconds by percentile; empty without an answered request.
+        preemptions: how often a request gave its KV cache blocks back.
+        refused: requests that the KV cache cannot hold.
+    """
+
+    rate: float
+    replicas: int
+    requests: int
+    requests_per_s: float
+    goodput: Goodput
+    percentiles_ms: Mapping[str, Mapping[int, float]]
+    preemptions: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Replicas of a layout that meet the traffic.
+
+    Args:
+        layout: one layout; its own number of replicas does not count.
+        replicas: replicas needed; None if no number of them meets the limits, or more than 256 would be needed.
+        replicas_range: replicas needed at the fast and at the slow end of the predicted times, of the best fleet only;
+            None: no number of replicas.
+        rate_of_one: highest rate of a single replica, requests per second; 0 if one request alone misses the limits.
+        level: the replicas at the traffic's rate; of a single replica with one request alone if none meets the limits.
+        breaks_at: highest rate in requests per second at which the replicas meet the limits.
+    """
+
+    layout: Layout
+    replicas: int | None
+    replicas_range: tuple[int | None, int | None]
+    rate_of_one: float
+    level: FleetLevel
+    breaks_at: float
+
+    @property
+    def gpus(self) -> int | None:
+        """Number of GPUs needed."""
+        return None if self.replicas is None else self.replicas * self.layout.variant.tensor_parallel_size
+
+
+def size_fleets(
+    inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic, on_progress: Callable[[str], None]
+) -> list[Fleet]:
+    """Return the fleets of layouts that fit, that with the fewest GPUs first.
+
+    Stops before the next layout after 10 seconds, with at least one fleet.
+
+    Args:
+        inputs: the mix and the sizes.
+        layouts: layouts that fit, best first.
+        traffic: requests and limits.
+        on_progress: called with what is simulated next.
+    """
+    started, fleets = time.monotonic(), list[Fleet]()
+    for number, layout in enumerate(layouts, 1):
+        if fleets and time.monotonic() - started > _SECONDS:
+            break
+        on_progress(f"simulating layout {number} of {len(layouts)}")
+        fleets.append(_one_layout(inputs, layout, traffic))
+    best, *others = sorted(fleets, key=lambda fleet: (fleet.gpus or inf, -fleet.rate_of_one))
+    on_progress("simulating the ends of the predicted times")
+    return [_ranged(inputs, best, traffic), *others]
+
+
+def measure_level(
+    inputs: PlanInputs, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
+) -> FleetLevel:
+    """Simulate replicas of a layout at a rate.
+
+    Args:
+        inputs: the mix and the sizes.
+        layout: what each replica runs.
+        traffic: arrivals and limits; its rate does not count.
+        rate: requests per second.
+        replicas: number of engines.
+        level: which end of the predicted times counts.
+    """
+    engine, count = _engine_maker(inputs, layout, level), _requests(rate, traffic)
+    engines = [engine(None) for _ in range(replicas)]
+    sketches = inputs.mix.requests(count, traffic.seed)
+    return level_of(route_arrivals(engines, sketches, traffic.arrivals(rate, count)), traffic, rate, engines)
+
+
+def level_of(
+    requests: Sequence[SimulatedRequest], traffic: Traffic, rate: float, engines: Sequence[SimulatedEngine]
+) -> FleetLevel:
+    """Return the figures of simulated requests."""
+    done = [each for each in requests if not each.refused]
+    end = max((each.tokens[-1] for each in done), default=0.0)
+    seconds = end - min((each.arrived for each in requests), default=0.0)
+    goodput = goodput_of(map(_record, requests), traffic.limits, seconds, has_rate=True)
+    times = {
+        "ttft": [each.ttft for each in done],
+        "tpot": [tpot for each in done if (tpot := each.tpot) is not None],
+        "e2el": [each.e2e for each in done],
+    }
+    return FleetLevel(
+        rate, len(engines), len(requests), len(done) / seconds if seconds > 0 else 0.0, goodput,
+        {name: _percentiles(values) for name, values in times.items()},
+        sum(engine.preemptions for engine in engines), len(requests) - len(done),
+    )  # fmt: skip
+
+
+OnDone = Callable[[SimulatedRequest], bool] | None
+
+
+def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[[OnDone], SimulatedEngine]:
+    sizes = layout.sizes(inputs.options, prefix_caching=inputs.mix.image_reuse > 0, gpu=inputs.gpu)
+    # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
+    factor = _BLOCK // sizes.block_size if sizes.block_size < _BLOCK else 1
+    sizes = replace(
+        sizes, block_size=sizes.block_size * factor, global_blocks=sizes.global_blocks // factor,
+        local_blocks=sizes.local_blocks // factor,
+    )  # fmt: skip
+    times = ClockTimes(inputs.clock(layout.variant), level)
+    return lambda on_done: SimulatedEngine(sizes, times, on_done)
+
+
+def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
+    """Return the fleet of one layout, without the range of its replicas."""
+    assert layout.speed is not None  # it fits
+    rate_of_one = _highest_rate(inputs, layout, traffic, layout.speed.requests_per_s.value / layout.replicas)
+    needed = _replicas(traffic.rate, rate_of_one)
+    if needed is None:
+        alone = measure_level(inputs, layout, traffic, _ALONE_RATE)
+        return Fleet(layout, None, (None, None), rate_of_one, alone, 0.0)
+    # Replicas behind one router balance their load: fewer of them may do.
+    maker = _engine_maker(inputs, layout, "value")
+    while needed > 1 and _holds(maker, inputs, traffic, traffic.rate, needed - 1):
+        needed -= 1
+    level = measure_level(inputs, layout, traffic, traffic.rate, needed)
+    while not level.goodput.reaches(traffic.attainment) and needed < REPLICAS.most:
+        needed += 1
+        level = measure_level(inputs, layout, traffic, traffic.rate, needed)
+    return Fleet(layout, needed, (needed, needed), rate_of_one, level, max(traffic.rate, needed * rate_of_one))
+
+
+def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
+    """Return the fleet with the replicas needed at both ends of the predicted times."""
+    if fleet.replicas is None:
+        return fleet
+    found = {}
+    for level in _ENDS:
+        rate = _highest_rate(inputs, fleet.layout, traffic, fleet.rate_of_one, level)
+        found[level] = _replicas(traffic.rate, rate)
+    low, high = found["low"], found["high"]
+    low = fleet.replicas if low is None else min(low, fleet.replicas)
+    return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
+
+
+_ENDS: tuple[Level, ...] = ("low", "high")
+
+
+def _replicas(rate: float, rate_of_one: float) -> int | None:
+    count = ceil(rate / rate_of_one - 1e-9) if rate_of_one > 0 else REPLICAS.most + 1
+    return count if count <= REPLICAS.most else None
+
+
+def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: float, level: Level = "value") -> float:
+    """Return the highest rate at which one replica meets the limits; 0 if none does.
+
+    Args:
+        inputs: the mix and the sizes.
+        layout: what the replica runs.
+        traffic: arrivals and limits.
+        guess: the first rate to simulate.
+        level: which end of the predicted times counts.
+    """
+    engine, rate = _engine_maker(inputs, layout, level), max(guess, 1e-3)
+    passing, failing = 0.0, inf
+    for _ in range(_MOST_LEVELS):
+        if _holds(engine, inputs, traffic, rate):
+            passing = rate
+        else:
+            failing = rate
+        if passing and failing <= _CLOSE * passing:
+            break
+        if not passing:
+            rate /= _STEP
+        elif failing == inf:
+            rate *= _STEP
+        else:
+            rate = (passing * failing) ** 0.5
+    return passing
+
+
+def _holds(
+    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float, replicas: int = 1
+) -> bool:
+    """Return whether replicas meet the limits at a rate; ends as soon as too many requests miss them."""
+    count = _requests(rate, traffic)
+    allowed, missed = count - ceil(traffic.attainment * count), 0
+
+    def on_done(request: SimulatedRequest) -> bool:
+        nonlocal missed
+        missed += bool(missed_limits(_record(request), traffic.limits))
+        return missed <= allowed
+
+    engines = [maker(on_done) for _ in range(replicas)]
+    sketches = inputs.mix.requests(count, traffic.seed)
+    answered = route_arrivals(engines, sketches, traffic.arrivals(rate, count))
+    if any(engine.stopped for engine in engines):
+        return False
+    return level_of(answered, traffic, rate, engines).goodput.reaches(traffic.attainment)
+
+
+def _requests(rate: float, traffic: Traffic) -> int:
+    """Return the number of requests of a level: enough for a growing queue to miss the limits on delays."""
+    delays = [limit for name, limit in traffic.limits.items() if name != "tpot"]
+    seconds = max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
+    return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * seconds)))
+
+
+def _record(request: SimulatedRequest) -> dict[str, Any]:
+    """Return a request as the part of a record that :func:`panscan.records.goodput.goodput_of` reads."""
+    return {
+        "request": "",
+        "error": "refused" if request.refused else None,
+        "stamps": {"accepted": request.arrived, "tokens": request.tokens},
+        "output_tokens": len(request.tokens),
+        "due": request.arrived,
+        "queued": 0.0,
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
+    if not seconds:
+        return {}
+    return dict(zip(_PERCENTILES, (1e3 * np.percentile(seconds, _PERCENTILES)).tolist(), strict=True))
+
+
+def with_replicas(fleet: Fleet) -> Layout:
+    """Return the layout of a fleet with the number of replicas that it needs."""
+    return replace(fleet.layout, replicas=fleet.replicas or fleet.layout.replicas)

@@ -1,0 +1,174 @@
+"""GPUs by name: memory, bandwidth, rates and links from ``gpus.yaml``, or from a specification that the user types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from panscan.core import SettingError
+from panscan.core.ranges import shorten
+from panscan.settings import nearest
+
+__all__ = ["Gpu", "all_gpus", "gpu_named"]
+
+_RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
+_NEEDED = ("memory", "bandwidth", "bf16")
+_CUSTOM = (*_NEEDED, "fp16", "fp32", "fp8", "int8", "link", "capability")
+_EXAMPLE = "memory=24,bandwidth=936,bf16=71,int8=142,link=32 (GB, GB/s, TFLOP/s, TOP/s, GB/s)"
+_KERNELS, _FP8 = (8, 0), (8, 9)  # compute capabilities that quantised weights and float8 need (linear.multiply)
+_LINK = 32.0  # GB/s of PCIe 4.0 x16
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU model, or a CPU.
+
+    Args:
+        name: what ``--gpu`` takes.
+        label: the name as the vendor writes it.
+        memory_bytes: device memory as the driver reports it, which is less than the vendor's figure.
+        bytes_per_s: memory bandwidth.
+        flops_per_s: dense rates of products by type (bf16, fp16, fp32, fp8, int8); absent: no such hardware.
+        link: connection to other GPUs of the machine.
+        link_bytes_per_s: its bandwidth in each direction.
+        capability: CUDA compute capability; None: no NVIDIA GPU, or unknown.
+        sources: pages that these figures are from.
+        aliases: other names that ``--gpu`` takes.
+        note: what the figures leave out; empty: nothing.
+    """
+
+    name: str
+    label: str
+    memory_bytes: int
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    link: str
+    link_bytes_per_s: float
+    capability: tuple[int, int] | None
+    sources: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    note: str = ""
+
+    def refusal(self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16") -> str | None:
+        """Return why the engine cannot run these types here, and what to use; None if it can.
+
+        Args:
+            weights: quantisation of the weights; None: none.
+            kv_cache_dtype: type of keys and values.
+            dtype: type of everything else.
+        """
+        if self.capability is None:
+            return "--quantization fp8 needs an NVIDIA GPU: use int8 or int4" if weights == "fp8" else None
+        has = "{} has {}.{}".format(self.name, *self.capability)
+        if dtype == "bf16" and "bf16" not in self.flops_per_s:
+            return f"--dtype bf16: {self.name} has no bf16 products: use fp32"
+        if weights is not None and self.capability < _KERNELS:
+            return f"--quantization {weights} needs compute capability 8.0 or later; {has}"
+        if weights == "fp8" and self.capability < _FP8:
+            return f"--quantization fp8 needs compute capability 8.9 or later; {has}: use int8 or int4"
+        if kv_cache_dtype == "fp8" and self.capability < _FP8:
+            return f"--kv-cache-dtype fp8 needs compute capability 8.9 or later; {has}: use auto"
+        return None
+
+
+@cache
+def all_gpus() -> Mapping[str, Gpu]:
+    """Return the known GPUs by name, in the order of the data file."""
+    text = files(__package__).joinpath("gpus.yaml").read_text(encoding="utf-8")
+    return MappingProxyType({name: _gpu(name, values) for name, values in yaml.safe_load(text).items()})
+
+
+def gpu_named(text: str) -> Gpu:
+    """Return a GPU by its name or alias, or one with the figures of a specification.
+
+    Args:
+        text: a name in any case, or ``key=value`` pairs: memory in GB (10^9 bytes), bandwidth and link in GB/s, bf16
+            and fp8 in TFLOP/s, int8 in TOP/s, capability as in 8.9. Memory, bandwidth and bf16 are required.
+
+    Raises:
+        SettingError: an unknown name, key or value.
+    """
+    if "=" in text:
+        return _custom(text)
+    known = all_gpus()
+    wanted = _plain(text)
+    names = {_plain(each): gpu for gpu in known.values() for each in (gpu.name, gpu.label, *gpu.aliases)}
+    if wanted in names:
+        return names[wanted]
+    hint = nearest(text.strip().lower(), known)
+    raise SettingError(f"--gpu: unknown GPU {shorten(text)}{hint}; known: {', '.join(known)}; or type {_EXAMPLE}")
+
+
+def _plain(name: str) -> str:
+    """Return a name without case, spaces and punctuation."""
+    return "".join(each for each in name.lower() if each.isalnum())
+
+
+def _gpu(name: str, values: Mapping[str, Any]) -> Gpu:
+    capability = values["capability"]
+    return Gpu(
+        name=name,
+        label=values["label"],
+        memory_bytes=round(values["memory_gib"] * 2**30),
+        bytes_per_s=values["bandwidth_gb_s"] * 1e9,
+        flops_per_s=MappingProxyType({kind: values[kind] * 1e12 for kind in _RATES if kind in values}),
+        link=values["link"],
+        link_bytes_per_s=values["link_gb_s"] * 1e9,
+        capability=None if capability is None else (capability[0], capability[1]),
+        sources=tuple(values["sources"]),
+        aliases=tuple(values.get("aliases", ())),
+        note=values.get("note", ""),
+    )
+
+
+def _custom(text: str) -> Gpu:
+    """Return the GPU of a specification such as ``memory=24,bandwidth=936,bf16=71``."""
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = (each.strip() for each in part.partition("="))
+        if key not in _CUSTOM:
+            raise SettingError(f"--gpu: unknown key {shorten(key)}{nearest(key, _CUSTOM)}; expected {_EXAMPLE}")
+        if key in given:
+            raise SettingError(f"--gpu: {key} is given twice")
+        given[key] = value
+    if missing := [key for key in _NEEDED if key not in given]:
+        raise SettingError(f"--gpu: {', '.join(missing)} missing; expected {_EXAMPLE}")
+    capability = _capability(given.pop("capability")) if "capability" in given else None
+    numbers = {key: _number(key, value) for key, value in given.items()}
+    rates = {kind: numbers[kind] * 1e12 for kind in _RATES if kind in numbers}
+    if capability is None:
+        capability = _FP8 if "fp8" in rates else _KERNELS
+    return Gpu(
+        name="custom",
+        label=f"custom GPU ({numbers['memory']:g} GB)",
+        memory_bytes=round(numbers["memory"] * 1e9),
+        bytes_per_s=numbers["bandwidth"] * 1e9,
+        flops_per_s=MappingProxyType(rates),
+        link="custom" if "link" in numbers else "PCIe 4.0 x16, assumed",
+        link_bytes_per_s=numbers.get("link", _LINK) * 1e9,
+        capability=capability,
+    )
+
+
+def _number(key: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1e6:
+        raise SettingError(f"--gpu: {key} takes a number above 0 and below 1000000; got {shorten(value)}")
+    return number
+
+
+def _capability(value: str) -> tuple[int, int]:
+    major, _, minor = value.partition(".")
+    if not (major.isdecimal() and minor.isdecimal() and len(value) < 6):
+        raise SettingError(f"--gpu: capability takes a version such as 8.9; got {shorten(value)}")
+    return int(major), int(minor)

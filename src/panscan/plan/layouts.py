@@ -1,0 +1,345 @@
+"""Layouts of a model over GPUs: replicas x tensor parallel size x weights, what fits, and how fast each would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from panscan.core import SettingError
+from panscan.engine.options import EngineOptions
+from panscan.model.shapes import Shape
+from panscan.plan.cost import Variant, pass_work, vision_work
+from panscan.plan.efficiency import Clock, Interval
+from panscan.plan.gpus import Gpu
+from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
+from panscan.plan.mix import WorkloadMix
+from panscan.plan.simulate import EngineSizes
+from panscan.settings import WEIGHT_KINDS
+
+__all__ = [
+    "GPUS_PER_HOST",
+    "ClockTimes",
+    "Goal",
+    "Layout",
+    "LayoutSpeed",
+    "PlanInputs",
+    "find_layouts",
+    "kind_reason",
+    "layout_of",
+]
+
+Goal = Literal["throughput", "latency"]
+Level = Literal["low", "value", "high"]
+GPUS_PER_HOST = 8
+"""GPUs of one machine, which is the most that a tensor-parallel group uses."""
+_PREPARE_THREADS = 4  # see panscan.engine.loop
+_SERVED_SECONDS = 0.045
+"""From an HTTP request to the engine: body, base64, image file, processes. What requests that find the server idle take
+in load-27b.json, level rate-1.5, beyond their passes."""
+_SAME_TOKENS = 512  # decode tokens of a pass, whose keys and values are read in microseconds
+_MOST_KNOWN = 100_000
+_GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What a plan is made for.
+
+    Args:
+        shape: the model.
+        gpu: the type of GPU, or a CPU.
+        count: number of GPUs.
+        mix: the requests.
+        options: sizes of passes and caches.
+        kinds: weights to consider; None stands for unquantised ones.
+        goal: what the recommended layout is best at: requests/s, or the time of one request alone.
+        ceilings: measured FLOP/s of a large bf16 product and bytes/s of a large copy; None: the data sheet's.
+    """
+
+    shape: Shape
+    gpu: Gpu
+    count: int
+    mix: WorkloadMix
+    options: EngineOptions
+    kinds: tuple[str | None, ...] = (None, *WEIGHT_KINDS)
+    goal: Goal = "throughput"
+    ceilings: tuple[float, float] | None = None
+
+    def clock(self, variant: Variant) -> Clock:
+        """Return the predicted times of a variant."""
+        return Clock.of(self.gpu, variant, ceilings=self.ceilings)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSpeed:
+    """Predicted times of a layout, each with an interval.
+
+    Args:
+        ttft: seconds to the first token of a request that runs alone.
+        tpot_alone: seconds per further token of a request that runs alone.
+        e2e: seconds of a whole request that runs alone.
+        tpot_full: seconds per further token with all places taken.
+        requests_per_s: requests per second of all replicas, with all places taken.
+        prefill_bound: what limits vision and prefill: compute, bandwidth, link or host.
+        decode_bound: what limits decoding.
+        prefill_share: share of the time that vision and prefill take with all places taken, 0 to 1.
+        basis: where the efficiency factors come from.
+        measured: whether the factors were measured on this GPU.
+    """
+
+    ttft: Interval
+    tpot_alone: Interval
+    e2e: Interval
+    tpot_full: Interval
+    requests_per_s: Interval
+    prefill_bound: str
+    decode_bound: str
+    prefill_share: float
+    basis: str
+    measured: bool
+
+    @property
+    def bound(self) -> str:
+        """What limits the layout for most of the time."""
+        return self.prefill_bound if self.prefill_share >= 0.5 else self.decode_bound
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Replicas of a model, each on one GPU or split over several.
+
+    Args:
+        replicas: copies of the model.
+        variant: what each GPU runs.
+        memory: memory of one GPU.
+        running: requests that one replica computes at once.
+        speed: predicted times; None if the layout does not fit.
+        reason: why it does not fit; None if it does.
+    """
+
+    replicas: int
+    variant: Variant
+    memory: MemoryPlan
+    running: int
+    speed: LayoutSpeed | None
+    reason: str | None
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the layout uses."""
+        return self.replicas * self.variant.tensor_parallel_size
+
+    @property
+    def exact(self) -> bool:
+        """Whether weights and KV cache are unquantised, so that answers are those of the reference."""
+        return self.variant.weights is None and self.variant.kv_cache_dtype == "auto"
+
+    def sizes(self, options: EngineOptions, *, prefix_caching: bool, gpu: Gpu) -> EngineSizes:
+        """Return the sizes of one replica for a simulation."""
+        shape, on_gpu = self.variant.shape, gpu.capability is not None
+        view_bytes = shape.image_tokens * shape.text.hidden * self.variant.width
+        return EngineSizes(
+            global_blocks=self.memory.global_tokens // options.block_size,
+            local_blocks=self.memory.local_tokens // options.block_size,
+            window=shape.text.window, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+            prefill_chunk_size=options.prefill_chunk_size,
+            vision_slots=max(1, round(options.vision_cache_gb * 1e9) // view_bytes), prefix_caching=prefix_caching,
+            overlap=on_gpu, graphs=on_gpu,
+        )  # fmt: skip
+
+
+class ClockTimes:
+    """Predicted times of one engine at one end of their intervals, or in their middle.
+
+    Implements :class:`panscan.plan.simulate.PassTimes`.
+
+    Args:
+        clock: predicts intervals.
+        level: which part of each interval counts.
+        served: whether requests come over HTTP.
+    """
+
+    def __init__(self, clock: Clock, level: Level = "value", *, served: bool = True) -> None:
+        self._clock, self._level, self._served = clock, level, served
+        self._window = clock.variant.text.window
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def pass_seconds(
+        self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
+    ) -> float:
+        """See :class:`panscan.plan.simulate.PassTimes`.
+
+        Passes with the same chunks and about the same number of decode tokens take the same time.
+        """
+        window = self._window
+        seen = sum(decode_contexts) // _SAME_TOKENS
+        local = sum(context if context < window else window for context in decode_contexts) // _SAME_TOKENS
+        key = len(decode_contexts), seen, local, tuple(prefill), views, graph
+        if (known := self._known.get(key)) is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            interval = self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
+            known = self._known[key] = getattr(interval, self._level)
+        return known
+
+    def prepare_seconds(self, views: int) -> float:
+        """See :class:`panscan.plan.simulate.PassTimes`."""
+        return self._clock.prepare_seconds(views) + self._served * _SERVED_SECONDS
+
+
+def find_layouts(inputs: PlanInputs) -> list[Layout]:
+    """Return all layouts of a inputs: those that fit, best first, then those that do not, in order of their size.
+
+    A tensor-parallel group uses 1, 2, 4 or 8 GPUs, and replicas use as many of the GPUs as they can.
+    """
+    sizes = [size for size in (1, 2, 4, 8) if size <= min(inputs.count, GPUS_PER_HOST)]
+    found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
+    fitting = [each for each in found if each is not None and each.speed is not None]
+    others = [each for each in found if each is not None and each.speed is None]
+    return sorted(fitting, key=lambda layout: _rank(layout, inputs.goal)) + others
+
+
+def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
+    """Return the layout with these weights and GPUs per replica; None if the model cannot be split like this.
+
+    Args:
+        inputs: what the plan is made for.
+        kind: quantisation of the weights; None: none.
+        size: tensor-parallel size.
+    """
+    gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
+    try:
+        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size)
+    except SettingError:
+        return None
+    memory = memory_plan(variant, gpu, options)
+    replicas = inputs.count // size
+    tokens = ceil(mix.mean_prompt_tokens + mix.mean_output_tokens)
+    running = concurrent_requests(memory, variant, tokens, options)
+    reason = kind_reason(kind, gpu, options.kv_cache_dtype) or _memory_reason(memory, variant, gpu, mix, options)
+    speed = None if reason is not None else _speed(inputs, variant, replicas, max(1, running))
+    return Layout(replicas, variant, memory, running, speed, reason)
+
+
+def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto") -> str | None:
+    """Return why a GPU does not support a kind of weights; None if it does."""
+    if gpu.capability is not None and "bf16" not in gpu.flops_per_s:
+        return f"{gpu.name} has no bf16 products; panscan runs there in float32, which is not predicted"
+    return gpu.refusal(kind, kv_cache_dtype)
+
+
+def _memory_reason(
+    memory: MemoryPlan, variant: Variant, gpu: Gpu, mix: WorkloadMix, options: EngineOptions
+) -> str | None:
+    """Return why the memory does not hold the model and one request; None if it does."""
+    per_gpu = "" if variant.tensor_parallel_size == 1 else " per GPU"
+    weights, has = f"{memory.weights / 1e9:.1f} GB of weights{per_gpu}", f"{gpu.memory_bytes / 1e9:.1f} GB"
+    if not memory.fits:
+        needed = (memory.working + memory.graphs + memory.vision_cache) / 1e9
+        return f"{weights} and {needed:.1f} GB for passes and the vision cache leave no KV cache in {has}"
+    if concurrent_requests(memory, variant, mix.most_tokens, options) < 1:
+        return (
+            f"{weights} leave a KV cache of {memory.global_tokens:,} tokens in {has};"
+            f" the longest request has {mix.most_tokens:,}"
+        )
+    return None
+
+
+def _rank(layout: Layout, goal: Goal) -> tuple[float, int]:
+    """Return the key that orders layouts that fit, best first; of equal ones that with the fewest GPUs."""
+    assert layout.speed is not None  # it fits
+    figure = layout.speed.e2e.value if goal == "latency" else -layout.speed.requests_per_s.value
+    return figure, layout.gpus
+
+
+def _speed(inputs: PlanInputs, variant: Variant, replicas: int, running: int) -> LayoutSpeed:
+    """Return the predicted times of a layout that fits."""
+    clock, mix, options = inputs.clock(variant), inputs.mix, inputs.options
+    steady = {level: _Steady.of(ClockTimes(clock, level), mix, options, running) for level in _LEVELS}
+    views, tokens, outputs = round(mix.mean_views), ceil(mix.mean_prompt_tokens), mix.mean_output_tokens
+    alone = {level: _alone(ClockTimes(clock, level), views, tokens, outputs, options) for level in _LEVELS}
+    contexts = [ceil(tokens + outputs / 2)] * running
+    prefill = vision_work(variant, views) + pass_work(variant, prefill=[(0, tokens)])
+    middle = steady["value"]
+    preparing = middle.requests_per_s * clock.prepare_seconds(views) > _PREPARE_THREADS
+    return LayoutSpeed(
+        ttft=_interval(alone[level][0] for level in _LEVELS),
+        tpot_alone=_interval(alone[level][1] for level in _LEVELS),
+        e2e=_interval(alone[level][0] + (outputs - 1) * alone[level][1] for level in _LEVELS),
+        tpot_full=_interval(steady[level].tpot for level in _LEVELS),
+        requests_per_s=_interval(replicas * steady[level].requests_per_s for level in reversed(_LEVELS)),
+        prefill_bound="host" if preparing else clock.bound(prefill, tokens),
+        decode_bound=clock.bound(pass_work(variant, decode_contexts=contexts), running),
+        prefill_share=middle.prefill_share,
+        basis=clock.basis,
+        measured=clock.measured,
+    )
+
+
+_LEVELS: tuple[Level, ...] = ("low", "value", "high")
+
+
+def _interval(values: Iterable[float]) -> Interval:
+    low, value, high = values
+    return Interval(low, value, high)
+
+
+def _alone(times: ClockTimes, views: int, tokens: int, outputs: float, options: EngineOptions) -> tuple[float, float]:
+    """Return the seconds to the first token of a request that runs alone, and those of each further one."""
+    chunk = options.prefill_chunk_size
+    ttft, left = times.prepare_seconds(views), views
+    for start in range(0, tokens, chunk):
+        end = min(tokens, start + chunk)
+        seen = min(left, ceil(views * (end - start) / tokens))
+        ttft += times.pass_seconds([], [(start, end)], seen, graph=end - start <= _GRAPH_ROWS)
+        left -= seen
+    return ttft, times.pass_seconds([ceil(tokens + outputs / 2)], [], 0, graph=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    """One replica that always has the same number of requests in flight.
+
+    Args:
+        requests_per_s: requests per second.
+        tpot: seconds per output token, passes with prefill included.
+        prefill_share: share of the time that vision and prefill take.
+    """
+
+    requests_per_s: float
+    tpot: float
+    prefill_share: float
+
+    @classmethod
+    def of(cls, times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running: int) -> _Steady:
+        """Return the steady state from two kinds of passes: decode rows alone, and decode rows with a prefill chunk.
+
+        A request is in ``outputs`` passes, and ``running`` requests have ``running * prompt / chunk`` passes with
+        prefill among them. If that is more than all passes, prefill limits the number of requests that decode.
+        """
+        prompt, outputs = mix.mean_prompt_tokens, max(1.0, mix.mean_output_tokens)
+        chunk = min(float(options.prefill_chunk_size), running * prompt)
+        share = min(1.0, running * prompt / (chunk * outputs))  # passes that have a prefill chunk
+        decoding = min(running, max(1, round(outputs * chunk / prompt)))
+        contexts = [ceil(prompt + outputs / 2)]
+        graph = chunk <= _GRAPH_ROWS
+        mixed = times.pass_seconds(contexts * decoding, _chunks(chunk, prompt), 0, graph=graph)
+        mixed += _vision_seconds(times, mix.mean_views * chunk / prompt)
+        plain = times.pass_seconds(contexts * decoding, [], 0, graph=True)
+        seconds = share * mixed + (1 - share) * plain
+        rate = decoding / (outputs * seconds) if share < 1 else chunk / prompt / mixed
+        return cls(rate, seconds, share * (mixed - plain) / seconds)
+
+
+def _chunks(rows: float, prompt: float) -> list[tuple[int, int]]:
+    """Return the prefill chunks of a pass: whole prompts of this length, and part of another."""
+    whole, rest = divmod(round(rows), max(1, round(prompt)))
+    return [(0, round(prompt))] * whole + ([(0, rest)] if rest else [])
+
+
+def _vision_seconds(times: ClockTimes, views: float) -> float:
+    """Return the seconds of a fractional number of views, in batches of the next whole number."""
+    whole = max(1, round(views))
+    return times.pass_seconds([], [], whole, graph=False) * views / whole if views else 0.0

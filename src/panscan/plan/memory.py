@@ -1,0 +1,199 @@
+"""Memory of one GPU: what weights, passes and caches take, and how many tokens the KV cache holds.
+
+The engine measures its largest pass at startup; here it is derived from the shape. Everything else is the engine's own
+arithmetic (:mod:`panscan.engine.scheduling.kv_sizes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from panscan.core import UnsupportedError
+from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
+from panscan.engine.scheduling.kv_sizes import (
+    DeviceMemory,
+    MemoryBudget,
+    MemoryFacts,
+    choose_blocks,
+    gpu_working_bytes,
+    pass_rows,
+)
+from panscan.model.shapes import decoder_working_bytes, vision_working_bytes
+from panscan.plan.cost import Variant
+from panscan.plan.gpus import Gpu
+
+__all__ = ["MemoryPlan", "concurrent_requests", "memory_plan"]
+
+_CONTEXT = 600 << 20  # CUDA context and libraries, outside PyTorch's allocator
+_FRAGMENTS = 250_000_000  # bytes that PyTorch's allocator reserves and cannot release, whatever the decoder
+_DENSE_HOLES, _OTHER_HOLES = 0.16, 0.083  # of one dense MLP matrix, per decoder layer: likewise
+_FILTERED_ROWS = 32  # rows that the sampler filters at once
+_PIXEL_CHANNELS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one GPU by purpose, and what its KV cache holds.
+
+    Args:
+        weights: bytes of the weights.
+        working: bytes that stay free for passes, CUDA graphs not included.
+        graphs: bytes that stay free for CUDA graphs.
+        vision_cache: bytes of encoded views that are kept.
+        kv_bytes: bytes of the KV cache.
+        global_tokens: tokens that the KV cache holds in global layers.
+        local_tokens: tokens that it holds in local layers.
+        fits: whether the engine runs with these options.
+        reason: why it does not, and what to change; None if it does.
+    """
+
+    weights: int
+    working: int
+    graphs: int
+    vision_cache: int
+    kv_bytes: int
+    global_tokens: int
+    local_tokens: int
+    fits: bool
+    reason: str | None
+
+
+def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None) -> MemoryPlan:
+    """Return what the engine allocates on a GPU that does nothing else; on a CPU, with all ranks in its memory.
+
+    Args:
+        variant: what runs.
+        gpu: where it runs.
+        options: sizes; None: the defaults. ``kv_cache_dtype`` is the variant's.
+    """
+    options = options or EngineOptions()
+    facts, graphs = _facts(variant, gpu, options)
+    weights, budget = variant.weight_bytes(), MemoryBudget.of(options, gpu.memory_bytes)
+    vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
+    tokens, reason = (0, 0), gpu.refusal(variant.weights, variant.kv_cache_dtype, variant.dtype)
+    if reason is None:
+        try:
+            if facts.on_gpu:
+                budget.check_weights(weights, facts.device)
+            blocks = choose_blocks(facts, options, _memory(variant, gpu, facts.processes))
+            tokens = blocks[0] * options.block_size, blocks[1] * options.block_size
+        except UnsupportedError as error:
+            reason = str(error)
+    return MemoryPlan(
+        weights=weights,
+        working=facts.working_bytes - graphs,
+        graphs=graphs,
+        vision_cache=vision_cache,
+        kv_bytes=tokens[0] * facts.shape.global_bytes + tokens[1] * facts.shape.local_bytes,
+        global_tokens=tokens[0],
+        local_tokens=tokens[1],
+        fits=reason is None,
+        reason=reason,
+    )
+
+
+def concurrent_requests(plan: MemoryPlan, variant: Variant, tokens: int, options: EngineOptions | None = None) -> int:
+    """Return how many requests of ``tokens`` tokens each, prompt and answer, the engine computes at once.
+
+    The KV cache holds all tokens in global layers and a window, which begins and ends inside blocks, in local ones.
+    The limit ``max_num_seqs`` applies too.
+    """
+    if not plan.fits:
+        return 0
+    options = options or EngineOptions()
+    held = -(-max(1, tokens) // options.block_size) * options.block_size
+    window = min(held, variant.text.window + 2 * options.block_size)
+    return min(plan.global_tokens // held, plan.local_tokens // window, options.max_num_seqs)
+
+
+def _memory(variant: Variant, gpu: Gpu, processes: int) -> DeviceMemory:
+    """Return the device's memory with the weights loaded."""
+    if gpu.capability is None:
+        return DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - processes * variant.weight_bytes()))
+    reserved = variant.weight_bytes() + _fragments(variant)
+    return DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - reserved - _CONTEXT), reserved)
+
+
+def _fragments(variant: Variant) -> int:
+    """Return the bytes that PyTorch's allocator reserves beyond the weights and cannot release.
+
+    The engine joins query, key and value, and gate and up, into one tensor each. The joined tensors land in segments of
+    freed ones, which stay reserved. Those are largest where dense weights of one GPU are joined; quantised weights and
+    shards are filled matrix by matrix. Fitted to the 27B and 4B shapes on one and two GPUs, in four kinds of weights:
+    0.3 to 2.5 GB, off by 0.12 GB in the median and by 0.7 GB at most.
+    """
+    text = variant.text
+    share = _DENSE_HOLES if variant.weights is None and variant.tensor_parallel_size == 1 else _OTHER_HOLES
+    return _FRAGMENTS + round(share * text.layers * text.hidden * text.intermediate * variant.width)
+
+
+def _facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[MemoryFacts, int]:
+    """Return what the model needs besides its weights, and the part that is for CUDA graphs."""
+    shape, text, vision = variant.shape, variant.text, variant.shape.vision
+    image_tokens = shape.image_tokens if vision else 0
+    rows, on_gpu, graphs = pass_rows(options, image_tokens), gpu.capability is not None, 0
+    if on_gpu:
+        graphs = _bound(variant, options.max_num_seqs + MOST_CHUNK_ROWS, 0)
+        largest = max(_decoder_bytes(variant, rows), _sampler_bytes(variant, options), _vision_bytes(variant, options))
+        pixels = MemoryBudget.of(options, gpu.memory_bytes).pixel_bytes
+        working = gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=pixels)
+    else:
+        working = _bound(variant, rows, options.max_num_seqs)
+        if vision is not None:
+            working += vision_working_bytes(
+                patches=vision.patches, hidden=vision.hidden, intermediate=vision.intermediate,
+                views=options.vision_batch_size, width=variant.width,
+            )  # fmt: skip
+    facts = MemoryFacts(
+        shape=variant.kv_shape(), device=gpu.label, on_gpu=on_gpu, working_bytes=working,
+        view_bytes=image_tokens * text.hidden * variant.width, window=text.window, image_tokens=image_tokens,
+        max_positions=text.max_positions, processes=1 if on_gpu else variant.tensor_parallel_size,
+    )  # fmt: skip
+    return facts, graphs
+
+
+def _bound(variant: Variant, tokens: int, rows: int) -> int:
+    text = variant.text
+    return decoder_working_bytes(
+        hidden=text.hidden, intermediate=text.intermediate // variant.tensor_parallel_size,
+        vocabulary=text.vocabulary, tokens=tokens, rows=rows, width=variant.width,
+    )  # fmt: skip
+
+
+def _decoder_bytes(variant: Variant, rows: int) -> int:
+    """Return the bytes that a pass of ``rows`` rows allocates at once.
+
+    It peaks in the MLP of a layer. Per row: embedding, residual, norm and the attention's output (4 hidden states);
+    queries, keys and values as projected, rotated queries, attended values; gate and up, and their product. 8-bit
+    products of gate and up are sums of 4 bytes.
+    """
+    text, size, width = variant.text, variant.tensor_parallel_size, variant.width
+    heads = text.head_size * (3 * text.heads + 2 * text.kv_heads) // size
+    inner = text.intermediate // size
+    sums = 4 if variant.weights == "int8" else width
+    return rows * ((4 * text.hidden + heads + inner) * width + 2 * inner * sums)
+
+
+def _sampler_bytes(variant: Variant, options: EngineOptions) -> int:
+    """Return the bytes that sampling for ``max_num_seqs`` rows allocates at once.
+
+    Float32 logits, two sets of scores, and what filtering a part of the rows takes: 36 bytes per score in tensors and
+    about 20 in the sort's own buffers.
+    """
+    rows = options.max_num_seqs
+    return variant.text.vocabulary * (12 * rows + 56 * min(rows, _FILTERED_ROWS))
+
+
+def _vision_bytes(variant: Variant, options: EngineOptions) -> int:
+    """Return the bytes that encoding ``vision_batch_size`` views allocates at once.
+
+    Per patch: residual, sum and norm (3 hidden states) and either queries, keys, values, attended values and their
+    projection (5), or the MLP's width and its output (1); and the pixels.
+    """
+    vision = variant.shape.vision
+    if vision is None:
+        return 0
+    patch = max(8 * vision.hidden, 4 * vision.hidden + vision.intermediate)
+    pixels = _PIXEL_CHANNELS * vision.image_size**2
+    return options.vision_batch_size * (vision.patches * patch + pixels) * variant.width

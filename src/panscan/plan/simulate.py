@@ -1,0 +1,348 @@
+"""A discrete-event simulation of engines: the real scheduler, block tables and vision cache, with predicted pass times.
+
+What :mod:`panscan.engine.loop` does in threads and on a device happens here on a simulated clock: requests are prepared
+a few ahead of need, one pass is launched while the previous one computes, and tokens arrive when their pass ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+from itertools import count, pairwise
+from math import inf
+from typing import Protocol
+
+from panscan.core import SettingError
+from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.scheduler import Scheduler
+from panscan.engine.scheduling.sequence import Sequence, Step
+from panscan.engine.vision import VisionCache
+from panscan.plan.mix import RequestSketch
+
+__all__ = [
+    "EngineSizes",
+    "PassTimes",
+    "SimulatedEngine",
+    "SimulatedPass",
+    "SimulatedRequest",
+    "route_arrivals",
+    "simulate_burst",
+]
+
+_GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan.engine.graphs
+_GRAPH_CHUNKS = 16
+_AHEAD = 8  # requests that are prepared while others compute; see panscan.engine.engine
+_THREADS = 4  # that prepare requests; see panscan.engine.loop
+_CONTENTION = 1 / 3
+"""By which share a preparation is slower for each other one in progress: of stage "preprocess" in w2-27b.json, with
+everything cached, over that of a request alone in w1-27b.json. Threads wait for the interpreter's lock."""
+_VIEW_COST, _OUTPUT_COST = 440.0, 4.0  # in prompt tokens; see panscan.serve.routing
+
+
+class PassTimes(Protocol):
+    """Predicted times of one engine, in seconds."""
+
+    def pass_seconds(
+        self, decode_contexts: Rows[int], prefill: Rows[tuple[int, int]], views: int, *, graph: bool
+    ) -> float:
+        """Return the seconds of a pass.
+
+        Args:
+            decode_contexts: tokens of each decoding request, the new one included.
+            prefill: chunks ``[start, end)`` of prompts.
+            views: views that the vision tower encodes first.
+            graph: whether the pass replays a CUDA graph.
+        """
+        ...
+
+    def prepare_seconds(self, views: int) -> float:
+        """Return the seconds that a thread needs to prepare a request with this many views."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    """Sizes of an engine's passes and caches; see :class:`panscan.engine.options.EngineOptions`.
+
+    Args:
+        global_blocks: KV cache blocks of global layers.
+        local_blocks: KV cache blocks of local layers.
+        window: positions that a local layer attends to; None: the model has no local layer.
+        block_size: tokens per block.
+        max_num_seqs: requests that compute at once.
+        prefill_chunk_size: prompt tokens of one pass.
+        vision_slots: views that the vision cache holds.
+        prefix_caching: requests that begin alike share what was computed.
+        overlap: a pass is launched before the tokens of the previous one are known, as on a GPU.
+        graphs: short passes replay CUDA graphs.
+        ahead: requests that are prepared ahead of need; None: any number.
+    """
+
+    global_blocks: int
+    local_blocks: int
+    window: int | None
+    block_size: int = 2
+    max_num_seqs: int = 128
+    prefill_chunk_size: int = 2048
+    vision_slots: int = 128
+    prefix_caching: bool = True
+    overlap: bool = True
+    graphs: bool = True
+    ahead: int | None = _AHEAD
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request, and when what happened to it, in seconds of the simulated clock.
+
+    Args:
+        sketch: its tokens, image blocks and answer length.
+        arrived: when the engine accepted it.
+        tokens: when each output token reached the host.
+        prepared: when its pixels and prompt were ready; None before.
+        cached: prompt tokens taken from the prefix cache; None before its first pass.
+        refused: the KV cache cannot hold it, even alone.
+    """
+
+    sketch: RequestSketch
+    arrived: float
+    tokens: list[float] = field(default_factory=list)
+    prepared: float | None = None
+    cached: int | None = None
+    refused: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has all its tokens, or was refused."""
+        return self.refused or len(self.tokens) == self.sketch.output_tokens
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from its arrival to its first token."""
+        return self.tokens[0] - self.arrived
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from its arrival to its last token."""
+        return self.tokens[-1] - self.arrived
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None below two tokens."""
+        count = len(self.tokens)
+        return None if count < 2 else (self.tokens[-1] - self.tokens[0]) / (count - 1)
+
+    @property
+    def cost(self) -> float:
+        """Its work in prompt tokens, as the router of ``panscan serve --replicas`` predicts it."""
+        return self.sketch.views * _VIEW_COST + len(self.sketch.ids) + self.sketch.output_tokens * _OUTPUT_COST
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPass:
+    """One pass: when it ended, its decode and prefill rows, and the views encoded for it."""
+
+    ended: float
+    decode_rows: int
+    prefill_rows: int
+    views: int
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: Step
+    sampled: list[Sequence]
+    ended: float
+
+
+class SimulatedEngine:
+    """One engine on a simulated clock.
+
+    ``now``: seconds of the host's clock. ``passes``: all passes so far. ``outstanding``: predicted work of the requests
+    that have not finished, in prompt tokens. ``stopped``: whether ``on_done`` stopped it.
+
+    Args:
+        sizes: sizes of passes and caches.
+        times: predicted times.
+        on_done: called with each request that has all its tokens or is refused; False stops the engine.
+    """
+
+    def __init__(
+        self, sizes: EngineSizes, times: PassTimes, on_done: Callable[[SimulatedRequest], bool] | None = None
+    ) -> None:
+        self._sizes, self._times, self._on_done = sizes, times, on_done
+        self.stopped = False
+        self._blocks = KVBlocks(
+            block_size=sizes.block_size, global_blocks=sizes.global_blocks, local_blocks=sizes.local_blocks,
+            window=sizes.window, prefix_caching=sizes.prefix_caching,
+        )  # fmt: skip
+        self._scheduler = Scheduler(
+            self._blocks, max_num_seqs=sizes.max_num_seqs, prefill_chunk_size=sizes.prefill_chunk_size,
+            max_views=max(1, sizes.vision_slots),
+        )  # fmt: skip
+        self._vision = VisionCache(sizes.vision_slots)
+        self.now = 0.0
+        self.passes: list[SimulatedPass] = []
+        self.outstanding = 0.0
+        self._numbers = count()
+        self._device_free = 0.0
+        self._inflight: _InFlight | None = None
+        self._requests: dict[Sequence, SimulatedRequest] = {}
+        self._arriving: deque[SimulatedRequest] = deque()
+        self._accepted: deque[tuple[int, SimulatedRequest]] = deque()
+        self._preparing: list[tuple[float, int, SimulatedRequest]] = []  # a heap by (end, number)
+        self._threads = [0.0] * _THREADS  # a heap: when each becomes free
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave its blocks back to an older one."""
+        return self._scheduler.preemptions
+
+    def submit(self, request: SimulatedRequest) -> None:
+        """Take a request that arrives no earlier than those before."""
+        self._arriving.append(request)
+        self.outstanding += request.cost
+
+    def run(self, until: float = inf) -> None:
+        """Compute until the host's clock reaches ``until``, or nothing is left to do."""
+        while self.now < until and not self.stopped:
+            self._receive()
+            self._prepare_ahead()
+            if self.step():
+                continue
+            message = min(
+                self._arriving[0].arrived if self._arriving else inf,
+                self._preparing[0][0] if self._preparing else inf,
+            )
+            if message >= until:
+                return
+            self.now = max(self.now, message)
+
+    def step(self) -> bool:
+        """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do."""
+        step = self._scheduler.schedule()
+        if step is None:
+            return self._land()
+        flight = _InFlight(step, [chunk.sequence for chunk in step.chunks if chunk.samples], self._launch(step))
+        self._land()
+        self._scheduler.advance(step)
+        self._inflight = flight
+        if not self._sizes.overlap:
+            self._land()
+        return True
+
+    def _receive(self) -> None:
+        """Handle the messages that have arrived by now: new requests and prepared ones."""
+        while self._arriving and self._arriving[0].arrived <= self.now:
+            self._accepted.append((next(self._numbers), self._arriving.popleft()))
+        while self._preparing and self._preparing[0][0] <= self.now:
+            ready, number, request = heappop(self._preparing)
+            request.prepared = ready
+            self._add(number, request)
+
+    def _prepare_ahead(self) -> None:
+        most = inf if self._sizes.ahead is None else self._sizes.ahead
+        while self._accepted and len(self._preparing) + len(self._scheduler.waiting) < most:
+            number, request = self._accepted.popleft()
+            others = sum(free > self.now for free in self._threads[1:])
+            seconds = self._times.prepare_seconds(request.sketch.views) * (1 + _CONTENTION * others)
+            ready = max(self.now, self._threads[0]) + seconds
+            heapreplace(self._threads, ready)
+            heappush(self._preparing, (ready, number, request))
+
+    def _add(self, number: int, request: SimulatedRequest) -> None:
+        sketch = request.sketch
+        limit = len(sketch.ids) + (sketch.max_new_tokens or sketch.output_tokens)
+        sequence = Sequence(number, list(sketch.ids), len(sketch.ids), sketch.layout, limit)
+        if not self._blocks.fits(limit, self._scheduler.longest_chunk(sequence)):
+            request.refused = True
+            self._end(request)
+            return
+        self._requests[sequence] = request
+        self._scheduler.add(sequence)
+
+    def _launch(self, step: Step) -> float:
+        """Return when the device finishes the pass."""
+        contexts, prefill, keys = [], [], []
+        for chunk in step.chunks:
+            if chunk.sequence.decodes:
+                contexts.append(chunk.end)
+            else:
+                prefill.append((chunk.start, chunk.end))
+                keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
+        views, rows = self._encode(keys), sum(end - start for start, end in prefill)
+        graph = self._sizes.graphs and rows <= _GRAPH_CHUNK_ROWS and len(prefill) < _GRAPH_CHUNKS
+        seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
+        self._device_free = max(self.now, self._device_free) + seconds
+        self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
+        return self._device_free
+
+    def _encode(self, keys: Rows[bytes]) -> int:
+        """Place the views of a pass in the vision cache; return how many of them it did not hold."""
+        missing = [key for key in dict.fromkeys(keys) if self._vision.pin(key) is None]
+        for key in missing:
+            self._vision.place(key)
+        self._vision.release()
+        return len(missing)
+
+    def _land(self) -> bool:
+        """Wait for the pass in flight and deliver its tokens; return False if there is none."""
+        flight, self._inflight = self._inflight, None
+        if flight is None:
+            return False
+        self.now = max(self.now, flight.ended)
+        for sequence in flight.sampled:
+            request = self._requests.get(sequence)
+            if request is None:
+                continue
+            sequence.settle(0)
+            request.tokens.append(flight.ended)
+            request.cached = sequence.cached
+            if request.done:
+                del self._requests[sequence]
+                self._scheduler.remove(sequence)
+                self._end(request)
+        return True
+
+    def _end(self, request: SimulatedRequest) -> None:
+        self.outstanding -= request.cost
+        if self._on_done is not None and not self._on_done(request):
+            self.stopped = True
+
+
+def simulate_burst(sizes: EngineSizes, times: PassTimes, sketches: Rows[RequestSketch]) -> list[SimulatedRequest]:
+    """Return the requests after one engine has answered all of them, which arrive at once."""
+    return route_arrivals([SimulatedEngine(sizes, times)], sketches, [0.0] * len(sketches))
+
+
+def route_arrivals(
+    engines: Rows[SimulatedEngine], sketches: Rows[RequestSketch], arrivals: Rows[float]
+) -> list[SimulatedRequest]:
+    """Return the requests after the engines have answered them. Each goes to the engine with the least work.
+
+    If an engine is stopped, the rest of the requests is not answered.
+
+    Args:
+        engines: replicas without requests.
+        sketches: the requests.
+        arrivals: when each arrives, ascending, in seconds.
+
+    Raises:
+        SettingError: the arrivals are not ascending.
+    """
+    if any(later < earlier for earlier, later in pairwise(arrivals)):
+        raise SettingError("the arrival times are not ascending: sort them")
+    requests = [SimulatedRequest(sketch, at) for sketch, at in zip(sketches, arrivals, strict=True)]
+    for request in requests:
+        if len(engines) > 1:
+            for engine in engines:
+                engine.run(request.arrived)
+            if any(engine.stopped for engine in engines):
+                break
+        min(engines, key=lambda engine: engine.outstanding).submit(request)
+    for engine in engines:
+        engine.run()
+    return requests

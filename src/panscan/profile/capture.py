@@ -1,0 +1,108 @@
+"""One piece of work under ``torch.profiler``, written as a compressed trace with facts about the run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from panscan.core import RecordsError
+from panscan.model.machine import synchronize
+from panscan.model.phases import phase
+
+__all__ = ["FACTS_KEY", "CaptureOptions", "captured", "start_profiler_once"]
+
+FACTS_KEY = "panscan"
+"""The key of the trace file's top level under which the facts are."""
+_QUIET = "KINETO_LOG_LEVEL"
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What a trace contains besides time: tensor shapes, allocations, Python stacks. Each makes it larger."""
+
+    record_shapes: bool = False
+    memory: bool = False
+    stacks: bool = False
+
+
+def captured(
+    work: Callable[[], Found],
+    device: torch.device,
+    path: Path,
+    options: CaptureOptions,
+    facts: Callable[[Found], Mapping[str, Any]],
+) -> Found:
+    """Profile one call in all threads of this process and write the trace; return what the call returned.
+
+    Args:
+        work: what to profile; marked as ``panscan.request``, up to the moment when the device has finished.
+        device: the model's device. On an NVIDIA GPU the trace has its kernels, elsewhere the host's operators only.
+        path: file to write, ``.json.gz``.
+        options: contents of the trace.
+        facts: what the trace says of itself under :data:`FACTS_KEY`, given the result; JSON values.
+
+    Raises:
+        RecordsError: the file cannot be written.
+    """
+    profiler = _profiler(device, options)
+    profiler.start()
+    try:
+        with phase("request"):
+            found = work()
+            synchronize(device)
+    finally:
+        profiler.stop()
+    try:
+        _write(profiler, path, facts(found))
+    except OSError as error:
+        raise RecordsError(f"{path}: {error.strerror or error}") from error
+    return found
+
+
+def start_profiler_once(device: torch.device) -> None:
+    """Start and stop a profiler, so that the setup of the GPU's tracing is in no trace."""
+    os.environ.setdefault(_QUIET, "99")  # Kineto would print to standard output when it starts and stops
+    profiler = _profiler(device, CaptureOptions())
+    profiler.start()
+    torch.ones(1, device=device).add_(1)
+    synchronize(device)
+    profiler.stop()
+
+
+def _profiler(device: torch.device, options: CaptureOptions) -> profile:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return profile(
+        activities=activities,
+        record_shapes=options.record_shapes,
+        profile_memory=options.memory,
+        with_stack=options.stacks,
+        # The engine computes in one thread and prepares requests in others; by default only this one is recorded.
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+    )
+
+
+def _write(profiler: profile, path: Path, facts: Mapping[str, Any]) -> None:
+    """Export, add the facts as the first key of the file, compress, and rename into place."""
+    partial = path.with_name(path.name + ".partial")
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
+            if not (opening := source.readline().strip() or source.readline().strip()).startswith(b"{"):
+                raise RecordsError(f"{path}: the profiler wrote no JSON object")
+            target.write(b"{" + f"{json.dumps(FACTS_KEY)}: {json.dumps(facts)},".encode() + opening[1:])
+            shutil.copyfileobj(source, target)
+    partial.replace(path)

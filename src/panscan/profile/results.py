@@ -1,0 +1,97 @@
+"""What profiles show: the summary of each trace, beside the same work timed without the profiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from panscan.analysis.cells import number_text
+from panscan.profile.run import Profiled
+from panscan.records.store import write_atomically
+from panscan.trace.figures import Summary
+from panscan.trace.html import page
+from panscan.trace.read import open_trace
+from panscan.trace.summary import summarize
+from panscan.trace.tables import Cell, FigureTable
+from panscan.trace.text import comparison_lines, lines, table_lines
+
+__all__ = ["PAGE_NAME", "SUMMARY_NAME", "document", "printed", "summary_of", "write_results"]
+
+PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
+_TOP = 12  # rows of each table
+_COMPARED = 1_000  # names to match between traces
+_HEADINGS = (
+    "", "TTFT ms", "TPOT ms", "tokens/s", "profiled TPOT ms", "busy/step ms", "idle/step ms", "launches/step",
+)  # fmt: skip
+
+
+def summary_of(profiled: Profiled, *, compared: bool) -> Summary:
+    """Return the summary of a profile's trace, under the name of its mode.
+
+    Args:
+        profiled: a finished profile.
+        compared: keep enough rows to match them with those of other traces.
+    """
+    return summarize(open_trace(profiled.trace), name=profiled.mode.name, top=_COMPARED if compared else _TOP)
+
+
+def printed(profiles: Sequence[Profiled], summaries: Sequence[Summary], *, width: int) -> list[str]:
+    """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
+    shown = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
+    return [*shown, "", *table_lines(_timing_table(profiles, summaries), width=width)]
+
+
+def document(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Return facts and summary of each mode by its name, as JSON values."""
+    return {
+        profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)}
+        for profiled, summary in zip(profiles, summaries, strict=True)
+    }
+
+
+def write_results(folder: Path, profiles: Sequence[Profiled], summaries: Sequence[Summary], *, title: str) -> Path:
+    """Write ``summary.json`` and ``summary.html``; return the path of the page.
+
+    Args:
+        folder: of the profile; it exists.
+        profiles: finished profiles.
+        summaries: one for each.
+        title: heading of the page.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    text = json.dumps(document(profiles, summaries), indent=1, allow_nan=False)
+    write_atomically(folder / SUMMARY_NAME, text.encode())
+    noted = [
+        replace(summary, notes=(_timing_note(profiled), *summary.notes))
+        for profiled, summary in zip(profiles, summaries, strict=True)
+    ]
+    write_atomically(folder / PAGE_NAME, page(noted, title=title, top=_TOP).encode())
+    return folder / PAGE_NAME
+
+
+def _timing_table(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> FigureTable:
+    rows = []
+    for profiled, summary in zip(profiles, summaries, strict=True):
+        plain, traced, step = profiled.facts["without_profiler"], profiled.facts["profiled"], summary.steps
+        decodes = step is not None and step.name == "decode step"
+        values = [plain["ttft_ms"], plain["tpot_ms"], plain["tokens_per_s"], traced["tpot_ms"]]
+        values += [step.busy_ms, step.idle_ms] if decodes and step is not None else [None, None]
+        gpu_step = step if decodes and summary.gpus else None
+        values.append(None if gpu_step is None else gpu_step.kernel_launches + gpu_step.graph_launches)
+        rows.append((Cell(profiled.mode.label), *(Cell(number_text(value), value=value) for value in values)))
+    note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
+    return FigureTable("Time per token", _HEADINGS, tuple(rows), note)
+
+
+def _timing_note(profiled: Profiled) -> str:
+    plain, traced = profiled.facts["without_profiler"], profiled.facts["profiled"]
+    return (
+        f"{profiled.mode.label}: without the profiler TTFT {number_text(plain['ttft_ms'])} ms, TPOT"
+        f" {number_text(plain['tpot_ms'])} ms, {number_text(plain['tokens_per_s'])} tokens/s; with it TPOT"
+        f" {number_text(traced['tpot_ms'])} ms; model loaded in {number_text(profiled.facts['load_s'])} s"
+    )

@@ -1,0 +1,129 @@
+"""From the events of a trace to its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from panscan.core import InputError, SettingError
+from panscan.plan.gpus import Gpu
+from panscan.settings import nearest
+from panscan.trace.columns import PYTHON, Columns, collect
+from panscan.trace.cpu import cpu_time, main_thread, operator_spans, operator_times
+from panscan.trace.figures import Filler, StepTime, Summary
+from panscan.trace.gpu import activity_kinds, gpu_times, launches_of
+from panscan.trace.intervals import Spans
+from panscan.trace.kernels import gpu_of, kernel_times, product_times
+from panscan.trace.read import Trace
+from panscan.trace.steps import PHASE, Windows, phase_times, step_time, step_windows
+from panscan.trace.wording import headline
+
+__all__ = ["Summary", "summarize"]
+
+
+def summarize(
+    events: Trace | Iterable[Mapping[str, Any]],
+    *,
+    name: str | None = None,
+    gpu: Gpu | None = None,
+    step: str | None = None,
+    top: int = 20,
+) -> Summary:
+    """Return the summary of a trace; reads it once.
+
+    Args:
+        events: a trace file (:func:`panscan.trace.read.open_trace`), or events in Chrome's format.
+        name: name of the trace; None: that of the file.
+        gpu: limits to compare kernels with; None: those of the GPU that the trace names, where known.
+        step: name of the range that begins each step; None: ``panscan.decode`` and others
+            (:func:`panscan.trace.steps.step_windows`).
+        top: number of kernels, products and operators.
+
+    Raises:
+        InputError: the file cannot be read, or holds no trace or no timed events.
+        SettingError: no range or function is named ``step``.
+    """
+    path = events.path if isinstance(events, Trace) else None
+    title = name or (path.name if path else "trace")
+    columns = collect(events)
+    if not len(columns.gpu.start) and not len(columns.cpu.start):
+        raise InputError(f"{path or title}: the trace has no timed events: profile at least one step")
+    gpu_name, known = gpu_of(events.metadata if isinstance(events, Trace) else {})
+    kinds, launches = activity_kinds(columns), launches_of(columns)
+    thread = main_thread(columns, launches)
+    busy = _busy(columns, thread)
+    windows = step_windows(columns, step)
+    if windows is None and step is not None:
+        functions = {each.rpartition(": ")[2] for each in columns.names}
+        raise SettingError(f"--step: no range or function of {title} is named {step!r}{nearest(step, functions)}")
+    windows = windows or _whole(columns, busy)
+    kernels, others = kernel_times(columns, kinds, gpu or known, top)
+    facts = Summary(
+        name=title,
+        headline="",
+        notes=_notes(columns, windows, gpu_name, gpu or known),
+        span_ms=_end(columns) / 1e3,
+        events=len(columns.gpu.start) + len(columns.cpu.start),
+        gpu_name=gpu_name,
+        gpus=gpu_times(columns, kinds) if len(columns.gpu.start) else (),
+        phases=phase_times(columns, busy, launches),
+        steps=None if thread is None else _shorter(step_time(columns, windows, busy, thread, launches), top),
+        kernels=kernels,
+        other_kernels_ms=others,
+        products=product_times(columns, gpu or known, top),
+        cpu=None if thread is None else cpu_time(columns, thread),
+        operators=() if thread is None else operator_times(columns, thread, top),
+    )
+    return replace(facts, headline=headline(facts))
+
+
+def _busy(columns: Columns, thread: int | None) -> Spans:
+    """Return when any GPU is active; without a GPU, when the main thread is in operators."""
+    gpu = columns.gpu
+    if len(gpu.start) or thread is None:
+        return Spans.union(gpu.start, gpu.end)
+    return operator_spans(columns, thread)
+
+
+def _whole(columns: Columns, busy: Spans) -> Windows:
+    """Return one window: from the first to the last activity, or the whole trace if there is none."""
+    first, last = (busy.start[:1], busy.end[-1:]) if len(busy.start) else (np.zeros(1), np.array([_end(columns)]))
+    return Windows("trace", first, last)
+
+
+def _end(columns: Columns) -> float:
+    return float(max(column.end.max() for column in (columns.gpu, columns.cpu) if len(column.end)))
+
+
+def _shorter(steps: StepTime, top: int) -> StepTime:
+    """Keep the functions with most idle time, by self time and by total."""
+    kept = {each.name for order in ("self_ms", "total_ms") for each in _most(steps.fillers, order, top)}
+    return replace(steps, fillers=tuple(each for each in steps.fillers if each.name in kept))
+
+
+def _most(fillers: Sequence[Filler], order: str, top: int) -> list[Filler]:
+    return sorted(fillers, key=lambda each: -float(getattr(each, order)))[:top]
+
+
+def _notes(columns: Columns, windows: Windows, gpu_name: str | None, gpu: Gpu | None) -> tuple[str, ...]:
+    """Return what the trace lacks, and what to record to get it."""
+    notes = []
+    if not len(columns.gpu.start):
+        notes.append("no GPU events: busy means that the main thread is in an operator")
+    elif not (columns.cpu.correlation >= 0).any():
+        notes.append("no runtime calls: host wait is unknown; profile with CPU activity too")
+    elif gpu_name is not None and gpu is None:
+        notes.append(f"{gpu_name}: limits unknown; name the GPU with --gpu to compare rates with them")
+    if not any(name.startswith(PHASE) for name in columns.names):
+        notes.append("no panscan.* ranges, so no table of phases: panscan profile records them")
+    if windows.name == "trace":
+        notes.append("no steps found: --step NAME takes the range or function that begins each step")
+    if not (columns.cpu.kind == PYTHON).any():
+        notes.append("no Python functions: profile with stacks to name the code between operators")
+    if columns.skipped or columns.unfinished:
+        count = columns.skipped + columns.unfinished
+        notes.append(f"{count} event{'s' if count > 1 else ''} ignored: no usable time, or begun and not ended")
+    return tuple(notes)

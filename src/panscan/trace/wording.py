@@ -1,0 +1,107 @@
+"""Summaries in words: the headline, names short enough to read, and figures with units."""
+
+from __future__ import annotations
+
+import re
+
+from panscan.analysis.cells import number_text
+from panscan.report.formatting import clean, percent
+from panscan.trace.cpu import NOTHING
+from panscan.trace.figures import Filler, StepTime, Summary
+
+__all__ = ["bandwidth", "ceiling", "filler_name", "headline", "milliseconds", "rate", "short_name"]
+
+_IDLE_WORTH_WORDS = 0.05  # share of the step
+_PYTHON = re.compile(r"^(?P<path>.*[\\/])?(?P<file>[^\\/]+)\((?P<line>\d+)\): (?P<function>.+)$")
+_BRACKETS = re.compile(r"<[^<>]*>|\([^()]*\)|\{[^{}]*\}")
+_WAITS = re.compile(r"(Synchronize|EventQuery|StreamQuery|aten::item|aten::_local_scalar_dense)")
+
+
+def headline(summary: Summary) -> str:
+    """Return the most important figure of a trace as one sentence."""
+    steps = summary.steps
+    if steps is None:
+        active = sum(gpu.busy_ms for gpu in summary.gpus)
+        return f"GPU events only: {milliseconds(active)} of activity in {milliseconds(summary.span_ms)}"
+    per = f"per {steps.name}" if steps.name != "trace" else "from the first to the last activity"
+    if not summary.gpus:
+        return _cpu_headline(summary, steps, per)
+    subject = "The GPU is" if len(summary.gpus) == 1 else "All GPUs are"
+    whole = milliseconds(steps.step_ms)
+    if steps.idle_ms < _IDLE_WORTH_WORDS * steps.step_ms:
+        most = f"; most time: {short_name(summary.kernels[0].name)}" if summary.kernels else ""
+        one = "The GPU is" if len(summary.gpus) == 1 else "A GPU is"
+        return f"{one} busy for {percent(steps.busy_ms / max(steps.step_ms, 1e-12))} of {whole} {per}{most}"
+    text = f"{subject} idle for {milliseconds(steps.idle_ms)} of {whole} {per}"
+    return text + _reason(steps)
+
+
+def _reason(steps: StepTime) -> str:
+    cause = steps.cause
+    if cause is not None:
+        verb = "waits in" if _WAITS.search(cause.name) else "runs"
+        return f"; {milliseconds(cause.total_ms)} of that while the CPU {verb} {_function(cause.name)}"
+    if steps.fillers and steps.fillers[0].name == NOTHING:
+        return f"; {milliseconds(steps.fillers[0].self_ms)} of that with no CPU event recorded"
+    if steps.fillers:
+        first = steps.fillers[0]
+        return f"; no function fills half of that, {_function(first.name)} most ({milliseconds(first.self_ms)})"
+    return ""
+
+
+def _cpu_headline(summary: Summary, steps: StepTime, per: str) -> str:
+    text = f"Without GPU events: the main thread is in operators for {milliseconds(steps.busy_ms)}"
+    text += f" of {milliseconds(steps.step_ms)} {per}"
+    if summary.operators:
+        first = summary.operators[0]
+        text += f"; most self time in the trace: {first.name} ({milliseconds(first.self_ms)})"
+    return text
+
+
+def _function(name: str) -> str:
+    """Return a Python function's name without its file; other names as they are, shortened."""
+    match = _PYTHON.match(name)
+    return clean(match["function"] if match else short_name(name))
+
+
+def short_name(name: str) -> str:
+    """Return a name to read: no paths, no template arguments and parameters, at most 60 characters."""
+    name = clean(name)
+    if match := _PYTHON.match(name):
+        return f"{match['function']} ({match['file']}:{match['line']})"
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    if not name.startswith(("Memcpy", "Memset", "<", "nn.Module")):
+        before = ""
+        while before != plain:
+            before, plain = plain, _BRACKETS.sub("", plain)
+    plain = plain.strip() or name
+    return plain if len(plain) <= 60 else f"{plain[:40]}…{plain[-19:]}"
+
+
+def filler_name(filler: Filler) -> str:
+    """Return the name of what fills idle time."""
+    if filler.name == NOTHING:
+        return "(nothing recorded)"
+    if filler.kind == "annotation":
+        return f"{short_name(filler.name)} (outside operators)"
+    return short_name(filler.name)
+
+
+def milliseconds(value: float) -> str:
+    """Return milliseconds with their unit; microseconds below 0.1 ms."""
+    return f"{number_text(value)} ms" if value >= 0.1 or value == 0 else f"{number_text(1e3 * value)} us"
+
+
+def bandwidth(value: float | None) -> str:
+    """Return bytes per second as GB/s; empty if unknown."""
+    return "" if value is None else f"{number_text(value / 1e9)} GB/s"
+
+
+def rate(value: float | None) -> str:
+    """Return operations per second as TFLOP/s; empty if unknown."""
+    return "" if value is None else f"{number_text(value / 1e12)} TFLOP/s"
+
+
+def ceiling(share: float | None) -> str:
+    """Return the achieved part of the GPU's limit; empty if unknown."""
+    return "" if share is None else percent(share)

@@ -1,0 +1,156 @@
+"""Judgements of facts whose right answer is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import pynvml
+import pytest
+
+from panscan.doctor.findings import CheckFinding
+from panscan.doctor.fit import fit_finding
+from panscan.doctor.gpu import GpuLoad, build_finding, load_finding, runs_on
+from panscan.doctor.host import Limits, checkpoints, cores_finding, hub_access, memory_finding, read_limits
+from panscan.doctor.nvml import Driver, pci_gpus
+from panscan.plan.gpus import Gpu, gpu_named
+
+_GIB = 2**30
+_DRIVER = Driver("570.86", (12, 8), 2)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "how"),
+    [
+        (["sm_80", "sm_90"], (9, 0), "binary"),
+        (["sm_80"], (8, 9), "binary"),
+        (["sm_90"], (8, 0), None),
+        (["sm_80"], (9, 0), None),
+        (["sm_90a"], (9, 0), "binary"),
+        (["sm_100a"], (10, 3), None),
+        (["sm_100"], (10, 3), "binary"),
+        (["sm_90", "compute_90"], (12, 0), "PTX"),
+        (["compute_90a"], (12, 0), None),
+    ],
+)
+def test_a_wheel_runs_on_its_architectures(
+    architectures: list[str], capability: tuple[int, int], how: str | None
+) -> None:
+    assert runs_on(architectures, capability) == how
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "on_bus", "error", "status", "text"),
+    [
+        ("12.8", _DRIVER, 2, None, "ok", "built for CUDA 12.8"),
+        (None, None, 0, None, "ok", "Gemma 3 runs on the CPU"),
+        ("12.8", None, 0, "no driver", "ok", "Gemma 3 runs on the CPU"),
+        (None, _DRIVER, 2, None, "problem", "cannot use this machine's 2 NVIDIA GPUs"),
+        ("12.8", None, 1, "no driver", "problem", "no driver answers"),
+        ("13.0", _DRIVER, 2, "too old", "problem", "supports CUDA up to 12.8"),
+        ("12.8", _DRIVER, 2, "busy", "problem", "CUDA does not start: busy"),
+    ],
+)
+def test_pytorch_and_the_driver(
+    cuda: str | None, driver: Driver | None, on_bus: int, error: str | None, status: str, text: str
+) -> None:
+    found = build_finding("2.13.0", cuda, driver, on_bus, error)
+    assert found.status == status
+    assert text in found.fact
+
+
+def test_lowered_clocks_and_power_limits_are_warnings() -> None:
+    def judged(reasons: int, limit: float = 700.0) -> CheckFinding:
+        return load_finding(0, GpuLoad([1700, 1710, 1720], [650.0], [60], reasons), 1980, limit, 700.0)
+
+    assert judged(0).fact == "GPU 0 under load: 1710 MHz of 1980 MHz, 650 W of 700 W, 60 °C"
+    assert judged(pynvml.nvmlClocksThrottleReasonSwPowerCap).status == "ok"
+    hot = judged(pynvml.nvmlClocksThrottleReasonHwThermalSlowdown)
+    assert (hot.status, "thermal slowdown" in hot.fact) == ("warning", True)
+    assert judged(0, limit=400.0).status == "warning"
+
+
+def test_container_limits_of_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{2 * 10**9}\n")
+    assert read_limits(tmp_path) == Limits(1.5, 2 * 10**9)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_limits(tmp_path) == Limits(None, None)
+    old = tmp_path / "v1"
+    (old / "cpu").mkdir(parents=True)
+    (old / "memory").mkdir()
+    (old / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (old / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    (old / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    assert read_limits(old) == Limits(None, None)
+
+
+def test_few_cores_and_little_memory_are_warnings() -> None:
+    assert cores_finding(64, 64, None).status == "ok"
+    throttled = cores_finding(64, 64, 4.0)
+    assert throttled.status == "warning"
+    assert "OMP_NUM_THREADS=4" in str(throttled.fix)
+    assert cores_finding(2, 2, None).status == "warning"
+    assert memory_finding(256 * _GIB, 200 * _GIB, None).status == "ok"
+    assert memory_finding(256 * _GIB, 200 * _GIB, 2 * _GIB).status == "warning"
+
+
+def test_gpus_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
+    for number, (vendor, kind) in enumerate([("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x8086", "0x030000")]):
+        device = tmp_path / str(number)
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    assert pci_gpus(tmp_path) == 1
+    assert pci_gpus(tmp_path / "none") is None
+
+
+def test_checkpoints_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    [none] = checkpoints()
+    assert none.fact.startswith("no Gemma 3 checkpoint")
+    snapshot = tmp_path / "models--google--gemma-3-4b-it" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (snapshot / "1.safetensors").touch()
+    [partial] = checkpoints()
+    assert partial.status == "warning"
+    assert partial.fact == "google/gemma-3-4b-it in the hub cache lacks 1 of 2 weight files"
+    (snapshot / "2.safetensors").touch()
+    [complete] = checkpoints()
+    assert complete.status == "ok"
+    index.write_text("{torn")
+    [damaged] = checkpoints()
+    assert "damaged" in damaged.fact
+
+
+def test_a_hub_token_is_found_but_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert [finding.status for finding in hub_access()] == ["warning"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [finding.status for finding in hub_access()] == ["ok"]
+    (tmp_path / "token").write_text("hf_secret")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = list(hub_access())
+    assert [finding.status for finding in found] == ["ok", "ok"]
+    assert "hf_secret" not in str(found)
+
+
+def _fit(size: str, gpu: str, count: int = 1) -> CheckFinding:
+    return fit_finding(size, [gpu_named(gpu)] * count)
+
+
+def test_sizes_that_fit() -> None:
+    assert "with bf16" in _fit("27b", "h200").fact
+    assert "with --quantization int8" in _fit("27b", "a100-40gb").fact
+    assert _fit("27b", "a100-40gb", 4).fact.endswith("unquantised with --tensor-parallel-size 2")
+    assert "--quantization" not in _fit("12b", "a100-40gb").fact
+    small = Gpu("cpu", "cpu", 8 * 10**9, 1.0, MappingProxyType({"fp32": 1.0, "bf16": 1.0}), "", 1.0, None)
+    assert fit_finding("27b", [small]).status == "warning"
+    assert fit_finding("270m", [small]).status == "ok"

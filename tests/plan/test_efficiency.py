@@ -1,0 +1,139 @@
+"""The clock: predictions reproduce committed records, grow with the work, and widen where nothing was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from benchmarks.plan_points import FITTED, Point, points
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.model.shapes import SHAPES
+from panscan.plan.cost import Variant, pass_work, vision_work
+from panscan.plan.efficiency import Clock, Efficiency, committed_efficiency
+from panscan.plan.gpus import gpu_named
+
+H200 = gpu_named("h200")
+VARIANTS = st.builds(
+    Variant, st.sampled_from([SHAPES["4b"], SHAPES["27b"]]), st.sampled_from([None, "fp8", "int8", "int4"]),
+    tensor_parallel_size=st.sampled_from([1, 2]),
+)  # fmt: skip
+CONTEXTS = st.lists(st.integers(1, 4000), max_size=128)
+CHUNKS = st.lists(st.integers(2, 2048).map(lambda tokens: (0, tokens)), max_size=4)
+
+
+def off(point: Point) -> float:
+    """Return the relative error of a prediction."""
+    return abs(point.predict(Clock(H200, point.variant)) / point.measured - 1)
+
+
+def split(point: Point) -> bool:
+    return point.variant.tensor_parallel_size > 1
+
+
+@given(VARIANTS, CONTEXTS, CHUNKS, st.integers(0, 32))
+def test_an_interval_contains_its_value_and_more_work_takes_longer(
+    variant: Variant, contexts: list[int], chunks: list[tuple[int, int]], views: int
+) -> None:
+    clock = Clock(H200, variant)
+    found = clock.pass_seconds(contexts, chunks, views)
+    assert 0 <= found.low <= found.value <= found.high
+    for more in (
+        clock.pass_seconds([*contexts, 1000], chunks, views),
+        clock.pass_seconds([context + 100 for context in contexts], chunks, views),
+        clock.pass_seconds(contexts, [*chunks, (0, 300)], views),
+        clock.pass_seconds(contexts, chunks, views + 2),
+    ):
+        assert more.value >= found.value
+    assert clock.vision_seconds(views + variant.tensor_parallel_size).value > clock.vision_seconds(views).value
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "h100", "memory=24,bandwidth=936,bf16=71"])
+def test_another_chip_widens_the_interval_and_the_basis_says_so(name: str) -> None:
+    variant, known = Variant(SHAPES["4b"], "int8"), Clock(H200, Variant(SHAPES["4b"], "int8"))
+    gpu = gpu_named(name)
+    guessed, ceilings = Clock(gpu, variant), Clock(gpu, variant, ceilings=(2e14, 1e12))
+
+    def width(clock: Clock) -> float:
+        step = clock.pass_seconds([1000])
+        return step.high / step.low
+
+    assert width(guessed) > width(ceilings) > width(known) > 1
+    assert width(Clock(gpu_named("cpu"), variant)) > width(guessed)
+    assert known.measured and not guessed.measured and not ceilings.measured
+    assert "records of NVIDIA H200" in known.basis
+    assert "no record of this GPU: its data sheet" in guessed.basis and "its measured ceilings" in ceilings.basis
+
+
+def test_measured_ceilings_replace_the_data_sheet() -> None:
+    efficiency, variant = committed_efficiency(), Variant(SHAPES["27b"])
+    flops, copied = efficiency.ceilings
+    same = Clock(H200, variant, ceilings=(flops, copied)).pass_seconds([], [(0, 2048)], 4)
+    assert same.value == pytest.approx(Clock(H200, variant).pass_seconds([], [(0, 2048)], 4).value)
+    slow = Clock(H200, variant, ceilings=(flops / 2, copied))
+    assert slow.vision_seconds(32).value > 1.9 * Clock(H200, variant).vision_seconds(32).value
+    assert slow.pass_seconds([500]).value == pytest.approx(Clock(H200, variant).pass_seconds([500]).value, rel=0.01)
+
+
+def test_what_bounds_each_phase() -> None:
+    variant = Variant(SHAPES["27b"])
+    clock = Clock(H200, variant)
+    assert clock.bound(vision_work(variant, 4), 0) == "compute"
+    assert clock.bound(pass_work(variant, prefill=[(0, 2048)]), 2048) == "compute"
+    assert clock.bound(pass_work(variant, decode_contexts=[1000] * 8), 8) == "bandwidth"
+    small = Variant(SHAPES["1b"], "int4")
+    assert Clock(H200, small).bound(pass_work(small, decode_contexts=[10]), 1) == "host"
+    split = Variant(SHAPES["27b"], tensor_parallel_size=2)
+    slow_link = Clock(replace(H200, link_bytes_per_s=1e9), split)
+    assert slow_link.bound(pass_work(split, prefill=[(0, 2048)]), 2048) == "link"
+
+
+def test_long_passes_wait_for_their_launches() -> None:
+    clock = Clock(H200, Variant(SHAPES["1b"], "fp8"))
+    recorded, launched = (clock.pass_seconds([], [(0, 400)], graph=graph).value for graph in (True, False))
+    assert launched > recorded
+    assert clock.pass_seconds([], [(0, 400)]).value == recorded  # as the engine chooses
+    assert clock.pass_seconds([], [(0, 600)]).value == clock.pass_seconds([], [(0, 600)], graph=False).value
+    assert clock.pass_seconds([1] * 9).value == pytest.approx(clock.pass_seconds([1] * 16).value, rel=0.01)  # padded
+
+
+def test_the_committed_file_holds_only_known_factors() -> None:
+    values = json.loads(json.dumps(asdict(committed_efficiency())))
+    assert Efficiency.from_dict(values) == committed_efficiency()
+    with pytest.raises(TypeError, match="read_int2"):
+        Efficiency.from_dict({**values, "factors": {**values["factors"], "read_int2": 1.0}})
+
+
+def test_the_split_is_what_the_page_says() -> None:
+    found = points()
+    fitted = [point for point in found if point.fitted]
+    assert {point.configuration for point in fitted} == set(FITTED)
+    assert {point.phase for point in fitted} == {"vision", "prefill", "decode", "mixed", "prepare"}  # no TTFT, no W1
+    assert all(point.record.startswith("phases-") for point in fitted)
+    held_out = {point.configuration for point in found} - set(FITTED)
+    assert {"4b:fp8:1", "4b:int8:1", "27b:int8:2", "27b:int4:2", "4b:fp8:2", "4b:int8:2"} <= held_out
+
+
+@pytest.mark.parametrize("phase", ["vision", "prefill", "decode", "mixed", "TTFT"])
+@pytest.mark.parametrize("fitted", [True, False])
+def test_the_clock_reproduces_the_records_of_one_gpu(phase: str, *, fitted: bool) -> None:
+    chosen = [point for point in points() if point.phase == phase and point.fitted == fitted]
+    errors = {(point.configuration, point.size): off(point) for point in chosen if not split(point)}
+    assert errors or (phase, fitted) == ("TTFT", True)
+    assert {name: error for name, error in errors.items() if error > 0.2} == {}
+
+
+@pytest.mark.parametrize("phase", ["decode", "mixed"])
+def test_the_clock_reproduces_the_records_of_two_gpus(phase: str) -> None:
+    chosen = [point for point in points() if point.phase == phase and split(point)]
+    assert {point.fitted for point in chosen} == {True, False}
+    assert [point.configuration for point in chosen if off(point) > 0.2] == []
+
+
+@pytest.mark.parametrize("record", ["w1-27b-fp8.json", "w1-27b-int4.json", "w1-27b-tp2.json", "w4-4b.json"])
+def test_simulated_throughput_reproduces_held_out_records(record: str) -> None:
+    chosen = [point for point in points() if point.phase == "W1" and point.record == record]
+    assert chosen and not any(point.fitted for point in chosen)
+    assert max(map(off, chosen)) < 0.2

@@ -1,0 +1,107 @@
+"""The GPU data file, names, and specifications that users type."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+import pytest
+
+from panscan.core import SettingError
+from panscan.plan.gpus import Gpu, all_gpus, gpu_named
+
+NVIDIA = [pytest.param(gpu, id=name) for name, gpu in all_gpus().items() if gpu.capability is not None]
+SPECIFICATION = "memory=24, bandwidth=936,bf16=71,int8=142,link=16"
+
+
+def test_the_data_file_has_the_promised_gpus() -> None:
+    promised = "a100-40gb a100-80gb h100 h100-pcie h200 b200 l4 l40s rtx-3090 rtx-4090 rtx-5090 rtx-5060-ti t4 cpu"
+    assert set(promised.split()) <= set(all_gpus())
+
+
+@pytest.mark.parametrize("gpu", NVIDIA)
+def test_figures_are_plausible(gpu: Gpu) -> None:
+    assert gpu.sources
+    assert all(urlsplit(source).hostname in ("www.nvidia.com", "images.nvidia.com", "resources.nvidia.com")
+               for source in gpu.sources)  # fmt: skip
+    nominal = float(gpu.label.split(" GB")[0].split()[-1]) * 2**30
+    assert 0.9 * nominal < gpu.memory_bytes < 1.01 * nominal
+    assert 200e9 < gpu.bytes_per_s < 10e12
+    assert gpu.link_bytes_per_s < gpu.bytes_per_s
+    rates = gpu.flops_per_s
+    dense = rates.get("bf16", rates["fp16"])
+    assert rates["fp32"] < dense == rates["fp16"]
+    assert all(1.9 * dense < rates[kind] < 4.1 * dense for kind in ("int8", "fp8") if kind in rates)
+    assert ("bf16" in rates) == (gpu.capability is not None and gpu.capability >= (8, 0))
+    assert ("fp8" in rates) == (gpu.capability is not None and gpu.capability >= (8, 9))
+
+
+def test_rates_and_memory_grow_from_generation_to_generation() -> None:
+    order = [gpu_named(name) for name in ("t4", "a100-40gb", "h100", "b200")]
+    for older, newer in pairwise(order):
+        assert older.flops_per_s["fp16"] < newer.flops_per_s["fp16"]
+        assert older.bytes_per_s < newer.bytes_per_s
+        assert older.memory_bytes < newer.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a100-40gb", "a100-40gb"), ("A100", "a100-40gb"), ("NVIDIA A100 80 GB (SXM)", "a100-80gb"), ("H100", "h100"),
+        ("RTX 4090", "rtx-4090"), ("5060ti", "rtx-5060-ti"), (" CPU ", "cpu"),
+    ],
+)  # fmt: skip
+def test_names_and_aliases_in_any_spelling(text: str, name: str) -> None:
+    assert gpu_named(text).name == name
+
+
+def test_names_and_aliases_are_unique() -> None:
+    names = [each for gpu in all_gpus().values() for each in (gpu.name, gpu.label, *gpu.aliases)]
+    assert len({"".join(filter(str.isalnum, name.lower())) for name in names}) == len(names)
+
+
+def test_an_unknown_gpu_suggests_the_nearest() -> None:
+    with pytest.raises(
+        SettingError, match=r"--gpu: unknown GPU 'h300' \(did you mean 'h[12]00'\?\); known: a100-40gb,"
+    ):
+        gpu_named("h300")
+
+
+def test_a_specification_has_the_figures_that_were_typed() -> None:
+    gpu = gpu_named(SPECIFICATION)
+    assert (gpu.memory_bytes, gpu.bytes_per_s, gpu.link_bytes_per_s) == (24 * 10**9, 936e9, 16e9)
+    assert dict(gpu.flops_per_s) == {"bf16": 71e12, "int8": 142e12}
+    assert gpu.capability == (8, 0)
+    assert gpu_named(f"{SPECIFICATION},fp8=142").capability == (8, 9)
+    assert gpu_named(f"{SPECIFICATION},capability=7.5").capability == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("memory=24", "bandwidth, bf16 missing"),
+        ("memory=24,memory=24,bandwidth=1,bf16=1", "memory is given twice"),
+        ("memry=24,bandwidth=1,bf16=1", r"unknown key 'memry' \(did you mean 'memory'\?\)"),
+        ("memory=24,bandwidth=fast,bf16=1", "bandwidth takes a number above 0"),
+        ("memory=24,bandwidth=-1,bf16=1", "bandwidth takes a number above 0"),
+        ("memory=24,bandwidth=nan,bf16=1", "bandwidth takes a number above 0"),
+        ("memory=24,bandwidth=1e9,bf16=1", "bandwidth takes a number above 0"),
+        ("memory=24,bandwidth=1,bf16=1,capability=8", "capability takes a version such as 8.9"),
+        ("memory=24,,bandwidth=1,bf16=1", "unknown key ''"),
+        ("", "unknown GPU ''"),
+    ],
+)
+def test_bad_specifications_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=f"--gpu: {reason}"):
+        gpu_named(text)
+
+
+def test_a_gpu_refuses_types_that_its_products_do_not_have() -> None:
+    a100, t4, cpu, h100 = map(gpu_named, ("a100", "t4", "cpu", "h100"))
+    assert h100.refusal("fp8", "fp8") is None is a100.refusal("int8")
+    assert "8.9 or later; a100-40gb has 8.0: use int8 or int4" in str(a100.refusal("fp8"))
+    assert "--kv-cache-dtype fp8 needs" in str(a100.refusal(None, "fp8"))
+    assert "no bf16 products" in str(t4.refusal(None))
+    assert "8.0 or later; t4 has 7.5" in str(t4.refusal("int4", dtype="fp32"))
+    assert t4.refusal(None, dtype="fp32") is None is cpu.refusal("int4")
+    assert "NVIDIA GPU: use int8 or int4" in str(cpu.refusal("fp8"))

@@ -1,0 +1,192 @@
+"""Which layouts fit, which one is recommended, and the commands that run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from panscan.cli.main import cli
+from panscan.cli.options import given_values
+from panscan.core import ModelError, SettingError
+from panscan.engine.options import EngineOptions
+from panscan.model.bundled import mini_directory
+from panscan.model.shapes import SHAPES
+from panscan.model.tiny import tiny_directory
+from panscan.plan.advice import advise, command_words, rejections, warnings_for, what_would_fit
+from panscan.plan.gpus import gpu_named
+from panscan.plan.layouts import Layout, PlanInputs, find_layouts
+from panscan.plan.mix import WorkloadMix, mix_of_sizes, mix_of_views, parse_output_tokens
+from panscan.plan.models import model_named
+from panscan.settings import Settings
+
+PUBLISHED_4B = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+"""What matters here in google/gemma-3-4b-it's config.json, which leaves defaults out."""
+
+
+def inputs_for(model: str, gpu: str, count: int, **fields: Any) -> PlanInputs:
+    shape = SHAPES[model]
+    mix = mix_of_views("4" if shape.vision else "0", shape, text_tokens=42, output_tokens=(256, 256))
+    plain = {"shape": shape, "gpu": gpu_named(gpu), "count": count, "mix": mix, "options": EngineOptions()}
+    return PlanInputs(**{**plain, **fields})
+
+
+def fitting(inputs: PlanInputs) -> list[Layout]:
+    return [each for each in find_layouts(inputs) if each.speed is not None]
+
+
+def test_ten_a100_with_40_gb() -> None:
+    inputs = inputs_for("27b", "a100-40gb", 10)
+    layouts = find_layouts(inputs)
+    advice = advise(layouts, "throughput")
+    assert advice is not None and advice.layout.exact and advice.layout.variant.tensor_parallel_size > 1
+    assert advice.faster is not None and advice.faster.variant.weights == "int8" and advice.gain is not None
+    reasons = {each.weights: each for each in rejections(layouts)}
+    assert reasons["bf16"].tensor_parallel_sizes == (1,) and "54.9 GB of weights" in reasons["bf16"].reason
+    assert reasons["fp8"].tensor_parallel_sizes == (1, 2, 4, 8) and "8.9" in reasons["fp8"].reason
+    assert {each.name for each in warnings_for(inputs, layouts)} == {"device_map", "fp8", "flash_attention"}
+
+
+def test_layouts_that_fit_are_ordered_by_the_goal() -> None:
+    throughput = [each.speed.requests_per_s.value for each in fitting(inputs_for("4b", "l40s", 4)) if each.speed]
+    latency = [each.speed.e2e.value for each in fitting(inputs_for("4b", "l40s", 4, goal="latency")) if each.speed]
+    assert throughput == sorted(throughput, reverse=True) and latency == sorted(latency)
+    assert len(throughput) == len(latency) > 4
+
+
+def test_quantised_weights_are_recommended_only_where_no_exact_layout_is_possible() -> None:
+    fits = advise(find_layouts(inputs_for("27b", "h200", 1)), "throughput")
+    assert fits is not None and fits.layout.exact and fits.rule.startswith("exact")
+    too_small = advise(find_layouts(inputs_for("27b", "a100-40gb", 1)), "throughput")
+    assert too_small is not None and not too_small.layout.exact and "do not fit" in too_small.rule
+    asked = advise(find_layouts(inputs_for("27b", "h200", 1, kinds=("fp8",))), "throughput")
+    assert asked is not None and asked.layout.variant.weights == "fp8" and "--quantization" in asked.rule
+    options = EngineOptions(kv_cache_dtype="fp8")
+    cache = advise(find_layouts(inputs_for("27b", "h200", 1, kinds=(None,), options=options)), "throughput")
+    assert cache is not None and "--kv-cache-dtype" in cache.rule
+
+
+def test_a_model_that_fits_nowhere_names_what_would_fit() -> None:
+    inputs = inputs_for("27b", "a100-40gb", 1, kinds=(None,))
+    assert advise(find_layouts(inputs), "throughput") is None
+    weights, count, gpu = what_would_fit(inputs)
+    assert weights.startswith("--quantization int") and count.startswith("--count 2") and gpu.startswith("--gpu ")
+    larger = inputs_for("27b", gpu.split()[1], 1, kinds=(None,))
+    assert fitting(larger) and larger.gpu.memory_bytes > inputs.gpu.memory_bytes
+
+
+def test_a_long_request_does_not_fit_in_a_small_cache() -> None:
+    mix = mix_of_views("400", SHAPES["27b"], text_tokens=42, output_tokens=(256, 256))
+    inputs = inputs_for("27b", "a100-40gb", 1, kinds=("int8",), mix=mix)
+    [layout] = find_layouts(inputs)
+    assert layout.reason is not None and "the longest request has" in layout.reason
+
+
+@pytest.mark.parametrize("verb", ["serve", "batch"])
+@pytest.mark.parametrize(
+    ("gpu", "count", "kinds", "options"),
+    [
+        ("h200", 1, (None,), EngineOptions()),
+        ("a100-40gb", 10, (None,), EngineOptions(max_num_seqs=64, kv_cache_gb=3.5)),
+        ("l40s", 4, ("int4",), EngineOptions(prefill_chunk_size=1024, kv_cache_dtype="fp8", gpu_memory_gb=40.0)),
+        ("cpu", 1, ("int4",), EngineOptions()),
+    ],
+)
+def test_commands_parse_and_set_what_the_plan_assumed(
+    verb: str, gpu: str, count: int, kinds: tuple[str | None, ...], options: EngineOptions
+) -> None:
+    inputs = inputs_for("4b", gpu, count, kinds=kinds, options=options)
+    advice = advise(find_layouts(inputs), "throughput")
+    assert advice is not None
+    program, name, *words = command_words(verb, advice.layout, "google/gemma-3-4b-it", options, inputs.gpu)
+    assert (program, name) == ("panscan", verb)
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    parsed = command.make_context(verb, words, token_normalize_func=lambda word: word.replace("_", "-")).params
+    settings = Settings(**{"runner": "engine", **given_values(parsed)})
+    variant = advice.layout.variant
+    assert settings.tensor_parallel_size == variant.tensor_parallel_size
+    assert settings.quantization == variant.weights
+    assert (parsed["replicas"] or 1) == advice.layout.replicas
+    chosen = EngineOptions.of(settings)
+    assert all(getattr(chosen, each) == getattr(options, each) for each in ("max_num_seqs", "kv_cache_dtype"))
+    assert (chosen.kv_cache_gb, chosen.gpu_memory_gb) == (options.kv_cache_gb, options.gpu_memory_gb)
+    assert chosen.prefill_chunk_size == options.prefill_chunk_size
+
+
+def test_models_by_name_and_by_configuration(tmp_path: Path) -> None:
+    assert model_named("27b").id == "google/gemma-3-27b-it"
+    assert model_named("someone/gemma-3-4b-it-finetuned").shape is SHAPES["4b"]
+    for directory, name in ((mini_directory(), "mini"), (tiny_directory(), "tiny")):
+        found = model_named(str(directory)).shape
+        assert (found.vision, found.image_tokens) == (SHAPES[name].vision, SHAPES[name].image_tokens)
+        assert found.parameters() == SHAPES[name].parameters() and found.text.window == SHAPES[name].text.window
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_4B), "utf-8")
+    published = model_named(str(tmp_path)).shape
+    assert (published.text, published.vision) == (replace(SHAPES["4b"].text, rope_factor=None), SHAPES["4b"].vision)
+    with pytest.raises(SettingError, match="did you mean '27b'"):
+        model_named("28b")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    with pytest.raises(ModelError, match="'llama' is not supported"):
+        model_named(str(tmp_path))
+
+
+def mixed(text: str, **fields: Any) -> WorkloadMix:
+    return mix_of_views(text, SHAPES["4b"], **{"text_tokens": 20, "output_tokens": (10, 30), **fields})
+
+
+def test_mixes() -> None:
+    mix = mixed("1:1,5:3")
+    assert (mix.mean_views, mix.mean_output_tokens) == (4.0, 20.0)
+    requests = mix.requests(200, seed=1)
+    assert {each.views for each in requests} == {1, 5} and {each.output_tokens for each in requests} <= set(
+        range(10, 31)
+    )
+    assert all(len(each.ids) == mix.prompt_tokens(each.views) for each in requests)
+    keys = [span.key for each in requests for span in each.layout.spans]
+    assert len(set(keys)) == len(keys)  # no page is asked about twice
+    again = mix.requests(200, seed=1)
+    assert [each.ids for each in again] == [each.ids for each in requests]
+    pages = mix_of_sizes(
+        [(896, 2688), (800, 800)], SHAPES["4b"], Settings().pan_and_scan, text_tokens=20, output_tokens=(1, 1)
+    )  # fmt: skip
+    assert [each.views for each in pages.pages] == [1, 4]
+    assert parse_output_tokens("16-256") == (16, 256)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", ":2", "1:0", "-1", "1,1", "1:nan", "2000", "1:2,"])
+def test_wrong_mixes_are_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="--view-mix"):
+        mixed(text)
+
+
+def test_plans_need_no_torch() -> None:
+    lines = [
+        "import sys",
+        "from panscan.cli.main import run",
+        "plan = ['plan', '--model', '27b', '--gpu', 'h200']",
+        "assert run([*plan, '--json']) == 0",
+        "limits = ['--goodput', 'ttft:1500', 'tpot:500', '--output-tokens', '8']",
+        "assert run([*plan, '--quantization', 'fp8', '--count', '1', '--request-rate', '2', *limits]) == 0",
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1 replica on 1 x NVIDIA H200" in done.stdout

@@ -1,0 +1,155 @@
+"""Predicted memory against what the engine reports: on a CPU here, and in the committed records of GPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan import GenerateRunner
+from panscan.engine.model_runner import ModelRunner
+from panscan.engine.options import EngineOptions
+from panscan.model.shapes import SHAPES
+from panscan.plan.cost import Variant
+from panscan.plan.gpus import Gpu, all_gpus, gpu_named
+from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+CPU = gpu_named("cpu")
+_KV = re.compile(r"KV cache: .* GB, ([\d,]+) tokens in global layers, ([\d,]+) in local ones")
+
+Reported = tuple[str, Variant, EngineOptions, str, tuple[int, int], int]
+"""Name, what ran, options, GPU, tokens in global and in local layers, and peak bytes reserved on one GPU."""
+
+
+def w1_records() -> Iterator[Reported]:
+    """Yield what the engine reported in records of W1, also with memory limits."""
+    for path in sorted(RECORDS.glob("w1-27b*.json")):
+        record = json.loads(path.read_text())
+        settings = record["settings"]
+        size = settings.get("tensor_parallel_size", 1)
+        variant = Variant(SHAPES["27b"], settings.get("quantization"), tensor_parallel_size=size)
+        runs = {"": record["measured"].get("engine", record["measured"])}
+        runs |= {key.removeprefix("measured_"): run for key, run in record.items() if key.startswith("measured_")}
+        for key, run in runs.items():
+            limit = float(key.removesuffix("gb")) if key else settings.get("gpu_memory_gb")
+            peak = run["throughput"][0]["peak_reserved_bytes"] // size
+            if (tokens := tokens_in(run["decisions"])) is not None:
+                yield f"{path.stem} {key}", variant, EngineOptions(gpu_memory_gb=limit), gpu_of(record), tokens, peak
+
+
+def phase_records() -> Iterator[Reported]:
+    """Yield what the engine reported in records of phases: 4B and 27B, four kinds of weights, one and two GPUs."""
+    for path in sorted(RECORDS.glob("phases-*.json")):
+        record = json.loads(path.read_text())
+        for name, run in record["configurations"].items():
+            model, weights, size = name.split(":")
+            variant = Variant(SHAPES[model], None if weights == "bf16" else weights, tensor_parallel_size=int(size))
+            if run.get("peaks") and (tokens := tokens_in(run["decisions"])) is not None:
+                peak = max(each["peak_reserved_bytes"] for each in run["peaks"])
+                yield f"{path.stem} {name}", variant, EngineOptions(), gpu_of(record), tokens, peak
+
+
+def tokens_in(decisions: list[str]) -> tuple[int, int] | None:
+    """Tokens that the KV cache holds in global and local layers, as the engine logged them; None if it did not."""
+    found = [match for line in decisions if (match := _KV.fullmatch(line))]
+    return None if not found else (int(found[0][1].replace(",", "")), int(found[0][2].replace(",", "")))
+
+
+def gpu_of(record: dict[str, Any]) -> str:
+    return str(record["environment"]["gpus"][0]["name"].removeprefix("NVIDIA "))
+
+
+REPORTED = [pytest.param(*each[1:], id=each[0]) for each in (*w1_records(), *phase_records())]
+
+
+def used(plan: MemoryPlan) -> int:
+    return plan.weights + plan.working + plan.graphs + plan.vision_cache + plan.kv_bytes
+
+
+@pytest.mark.parametrize(("variant", "options", "gpu", "tokens", "peak"), REPORTED)
+def test_gpus_hold_the_tokens_that_the_engine_reported(
+    variant: Variant, options: EngineOptions, gpu: str, tokens: tuple[int, int], peak: int
+) -> None:
+    plan = memory_plan(variant, gpu_named(gpu), options)
+    assert plan.fits
+    assert plan.global_tokens == pytest.approx(tokens[0], rel=0.05)
+    assert plan.local_tokens == pytest.approx(tokens[1], rel=0.05)
+    assert used(plan) == pytest.approx(peak, rel=0.05)
+
+
+def test_the_records_cover_every_kind_of_weights_limits_and_two_gpus() -> None:
+    variants = [param.values[0] for param in REPORTED]
+    assert {each.weights for each in variants} == {None, "fp8", "int8", "int4"}
+    assert {each.tensor_parallel_size for each in variants} == {1, 2}
+    assert {each.shape.name for each in variants} == {"4b", "27b"}
+    assert {param.values[1].gpu_memory_gb for param in REPORTED} == {None, 24, 40}
+
+
+@pytest.mark.parametrize("model", ["tiny", "mini"])
+@pytest.mark.parametrize("options", [EngineOptions(kv_cache_gb=0.05), EngineOptions(kv_cache_gb=0.02, block_size=16)])
+def test_a_cpu_holds_what_the_engine_allocates(
+    model: str, options: EngineOptions, request: pytest.FixtureRequest
+) -> None:
+    loaded: GenerateRunner = request.getfixturevalue(model)
+    runner = ModelRunner(loaded.loaded, options)
+    plan = memory_plan(Variant(SHAPES[model], dtype="fp32"), CPU, options)
+    assert (plan.global_tokens, plan.local_tokens) == tuple(count * options.block_size for count in runner.facts.blocks)
+    held = sum(tensor.nbytes for tensor in (*runner.cache.k, *runner.cache.v))  # one spare block of each kind more
+    assert plan.kv_bytes == pytest.approx(held, rel=0.01)
+    assert plan.weights == sum(parameter.nbytes for parameter in loaded.loaded.model.parameters())
+
+
+@pytest.mark.parametrize("gpu", [pytest.param(gpu, id=name) for name, gpu in all_gpus().items()])
+@given(
+    model=st.sampled_from([*SHAPES]), weights=st.sampled_from([None, "fp8", "int8", "int4"]),
+    kv_cache_dtype=st.sampled_from(["auto", "fp8"]), limit=st.none() | st.floats(0.1, 200),
+    seqs=st.integers(1, 300), chunk=st.integers(1, 9000),
+)  # fmt: skip
+def test_a_plan_stays_within_the_memory_or_says_why_not(
+    gpu: Gpu, model: str, weights: str | None, kv_cache_dtype: str, limit: float | None, seqs: int, chunk: int
+) -> None:
+    weights = None if weights == "int4" and model == "mini" else weights
+    variant = Variant(SHAPES[model], weights, kv_cache_dtype=kv_cache_dtype)
+    options = EngineOptions(gpu_memory_gb=limit, max_num_seqs=seqs, prefill_chunk_size=chunk)
+    plan = memory_plan(variant, gpu, options)
+    assert plan.fits == (plan.reason is None) == (plan.global_tokens > 0)
+    if plan.fits:
+        assert used(plan) <= min(gpu.memory_bytes, (limit or 1e9) * 1e9 if gpu.capability else gpu.memory_bytes)
+        assert plan.local_tokens <= plan.global_tokens
+        assert memory_plan(variant, replace(gpu, memory_bytes=2 * gpu.memory_bytes), options).kv_bytes >= plan.kv_bytes
+    else:
+        assert plan.reason is not None
+        assert "--" in plan.reason and "\n" not in plan.reason
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    whole = memory_plan(Variant(SHAPES["27b"]), gpu_named("a100-40gb"))
+    assert not whole.fits
+    assert whole.reason == (
+        "--gpu-memory-utilization 0.92: the model's weights take 54.9 GB of NVIDIA A100 40 GB (SXM): raise it, or use"
+        " --tensor-parallel-size"
+    )
+    assert memory_plan(Variant(SHAPES["27b"], tensor_parallel_size=2), gpu_named("a100-40gb")).fits
+    assert memory_plan(Variant(SHAPES["27b"], "int4"), gpu_named("rtx-3090")).fits
+    assert "8.9" in str(memory_plan(Variant(SHAPES["4b"], "fp8"), gpu_named("a100")).reason)
+
+
+def test_requests_at_once_fill_the_cache_and_no_more() -> None:
+    variant, gpu = Variant(SHAPES["27b"], "int4"), gpu_named("h200")
+    counts = []
+    for limit, measured in ((24, 4), (40, 32), (None, 128)):  # of 1,102 prompt tokens, answers of up to 128
+        plan = memory_plan(variant, gpu, EngineOptions(gpu_memory_gb=limit))
+        counts.append(concurrent_requests(plan, variant, 1230))
+        assert 0.9 * measured <= counts[-1] <= measured
+    assert all(less < more for less, more in pairwise(counts))
+    assert concurrent_requests(plan, variant, 200_000) == plan.global_tokens // 200_000
+    assert concurrent_requests(memory_plan(Variant(SHAPES["27b"]), gpu_named("l4")), variant, 100) == 0

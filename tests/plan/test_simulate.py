@@ -1,0 +1,110 @@
+"""The simulation computes the same passes as the real engine on the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.driving import TOKENS, requests
+
+from panscan import GenerateRunner
+from panscan.core import Stamps, View, now
+from panscan.engine.loop import Loop
+from panscan.engine.model_runner import Launched, ModelRunner
+from panscan.engine.options import EngineOptions
+from panscan.engine.request_state import RequestState
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.views import PixelRef
+from panscan.plan.mix import RequestSketch
+from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest
+
+Row = tuple[int, int, int]
+"""Decode rows, prefill rows and encoded views of a pass."""
+
+
+class RecordingRunner:
+    """A model runner that notes the size of each pass before it computes it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.facts = runner, runner.facts
+        self.rows: list[Row] = []
+
+    def execute(self, batch: FlatBatch) -> Launched:
+        sampled_alone = {int(row) for row in batch.offsets[:-1][np.diff(batch.offsets) == 1]}
+        decode = sum(row in sampled_alone and bool(batch.sampling[at].position) for at, row in enumerate(batch.sampled))
+        self.rows.append((decode, batch.rows - decode, len(batch.encode)))
+        return self._runner.execute(batch)
+
+    def put(self, levels: Any, views: Sequence[View] | None) -> list[PixelRef]:
+        return self._runner.put(levels, views)
+
+    def forget(self, refs: Iterable[PixelRef]) -> None:
+        self._runner.forget(refs)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class Steady:
+    """Pass times that depend on rows and views alone."""
+
+    def pass_seconds(
+        self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
+    ) -> float:
+        rows = sum(end - start for start, end in prefill)
+        return 0.010 + 0.0001 * len(decode_contexts) + 0.0001 * rows + 0.01 * views
+
+    def prepare_seconds(self, views: int) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"overlap": False},
+        {"overlap": True, "prefill_chunk_size": 64},
+        {"overlap": True, "prefill_chunk_size": 100, "max_num_seqs": 3, "prefix_caching": False},
+        {"overlap": True, "kv_cache_gb": 0.004, "vision_cache_gb": 0.0002, "block_size": 4},
+    ],
+)
+@torch.no_grad()
+def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[str, Any]) -> None:
+    options = EngineOptions(**{"prefill_chunk_size": 256, **sizes})
+    runner = RecordingRunner(ModelRunner(tiny.loaded, options))
+    loop = Loop(tiny.loaded, options, runner)
+    done: list[Any] = []
+    states = [
+        RequestState(number, request, Stamps(accepted=now()), lambda _: None, done.append, 0)
+        for number, request in enumerate(requests())
+    ]
+    sketches = []
+    for state in states:
+        loop.preparer.prepare(state)
+        assert state.sequence is not None
+        sketches.append((list(state.sequence.ids), state.sequence.layout))
+        loop.add(state)
+    while loop.step():
+        pass
+    results = sorted(done, key=lambda result: int(result.id))
+    answers = [
+        RequestSketch(*each, len(result.token_ids), TOKENS) for each, result in zip(sketches, results, strict=True)
+    ]
+    engine = SimulatedEngine(
+        EngineSizes(
+            global_blocks=runner.facts.blocks[0], local_blocks=runner.facts.blocks[1], window=runner.facts.window,
+            block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+            prefill_chunk_size=options.prefill_chunk_size, vision_slots=loop.vision.count,
+            prefix_caching=options.prefix_caching, overlap=bool(sizes["overlap"]), ahead=None,
+        ),
+        Steady(),
+    )  # fmt: skip
+    for sketch in answers:
+        engine.submit(SimulatedRequest(sketch, 0.0))
+    engine.run()
+    simulated = [(each.decode_rows, each.prefill_rows, each.views) for each in engine.passes]
+    assert simulated == runner.rows
+    assert engine.preemptions == loop.stats().preemptions
+    loop.close()
