@@ -28,6 +28,7 @@ _ADDRESS_SPACE = 16_000_000_000
 
 _BASES = {
     "ask": ["ask", "doc.png", "-p", "What?", *SMALL],
+    "attention": ["attention", "doc.png", "-p", "What?", "--model", "tiny"],
     "batch": ["batch", "doc.png", "-p", "What?", "-o", "out.jsonl", *SMALL],
     "bench": ["bench", "doc.png", "-p", "What?", "--warmup", "0", "--no-verify", *SMALL],
     "compare": ["compare", "run", "run"],

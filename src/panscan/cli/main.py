@@ -22,6 +22,7 @@ __all__ = ["main"]
 # verb -> its help line; each lives in panscan.cli.<verb> and is imported when it is called: --help must be quick.
 VERBS = {
     "ask": "Ask about images or PDF pages, and see where the time went.",
+    "attention": "Draw which positions of a prompt attend to which.",
     "batch": "Ask about many documents, one answer a line; goes on where it was stopped.",
     "bench": "Sweep settings over your documents and measure them.",
     "compare": "Compare runs, cell by cell and request by request.",

@@ -1,0 +1,272 @@
+"""A picture of attention masks: queries as rows, keys as columns, and the cells in which an implementation differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageColor, ImageDraw
+
+from panscan.attention_map.differences import differences, statements
+from panscan.attention_map.measure import Masks, PromptAttention, plain_token
+from panscan.attention_map.segments import Segment
+from panscan.images.ink import printable, shorten, text_width, wrap, write
+from panscan.model.attention_masks import LayerKind
+
+__all__ = ["draw_attention"]
+
+_PAPER, _INK, _GREY, _LINE, _NONE = "#fbfbf9", "#22252b", "#5d626a", "#aeb2b9", "#ffffff"
+_TEXT = "#7a8089"  # keys that are text
+_VIEWS = ("#0072b2", "#009e73", "#56b4e9")  # keys in views, in turn; of Okabe and Ito's colours, as in images/draw.py
+_MISSING, _EXTRA = "#d55e00", "#cc79a7"
+_TITLE_SIZE, _ROW_SIZE, _FACTS_SIZE, _SMALL_SIZE = 24, 19, 16, 14
+_MARGIN, _GAP, _PITCH = 32, 28, 22
+_BAND = 14  # segments along the edges of a panel
+_LABELS = 116  # width of the segments' labels
+_TOP = 62  # above a panel's cells: its title, labels and band
+_BLEND_ABOVE, _BLENDED = 960, 900  # tokens from which a pixel shows several cells; pixels of such a panel's side
+_WANTED = 720  # pixels of a smaller panel's side, about
+_FAINTEST = 0.55  # share of a difference's colour in a pixel with a single differing cell
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From tokens to pixels along both sides of a panel."""
+
+    tokens: int
+    side: int
+
+    @classmethod
+    def of(cls, tokens: int) -> _Scale:
+        """Return the scale of a prompt: whole pixels per cell, unless there are more cells than pixels."""
+        return cls(tokens, _BLENDED if tokens > _BLEND_ABOVE else tokens * max(1, round(_WANTED / tokens)))
+
+    @property
+    def blends(self) -> bool:
+        """Whether a pixel shows several cells."""
+        return self.side < self.tokens
+
+    def at(self, position: int) -> int:
+        """Return the pixel at which a position begins."""
+        return round(position * self.side / self.tokens)
+
+
+def draw_attention(shown: PromptAttention) -> Image.Image:
+    """Draw the masks of a prompt: a row of panels for each group of equal masks, a panel for each kind of layers.
+
+    A prompt of more than 960 tokens is scaled down: the colour of a pixel is the mean of its cells, but a pixel with a
+    differing cell always shows it.
+
+    Returns:
+        A new RGB image, at most 2,100 pixels wide.
+    """
+    scale = _Scale.of(len(shown.tokens))
+    panel = _BAND + scale.side
+    width = 2 * _MARGIN + _LABELS + len(shown.layers) * (panel + _GAP) - _GAP
+    width = max(width, 760)
+    rows = [_row_lines(shown, group, width - 2 * _MARGIN) for group in shown.groups]
+    facts = _facts(shown, width - 2 * _MARGIN)
+    legend_lines = _legend_layout(_legend_entries(shown, scale), width - 2 * _MARGIN)
+    heights = [_ROW_SIZE + 12 + _PITCH * len(lines) + _TOP + scale.side + _GAP for lines in rows]
+    top = _MARGIN + _TITLE_SIZE + _PITCH * len(facts) + _GAP
+    height = top + sum(heights) + len(legend_lines) * (_PITCH + 4) + _MARGIN
+    picture = Image.new("RGB", (width, height), _PAPER)
+    draw = ImageDraw.Draw(picture)
+    title = shorten("Which positions attend to which", _TITLE_SIZE, width - 2 * _MARGIN, bold=True)
+    write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE - 6), title, _TITLE_SIZE, fill=_INK, bold=True)
+    for index, line in enumerate(facts):
+        write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE + _PITCH * (index + 1) - 2), line, _FACTS_SIZE, fill=_GREY)
+    for group, lines, row_height in zip(shown.groups, rows, heights, strict=True):
+        _draw_row(picture, shown, group, lines, scale, top)
+        top += row_height
+    _draw_legend(draw, legend_lines, top)
+    return picture
+
+
+def _facts(shown: PromptAttention, width: int) -> list[str]:
+    """Return the lines below the title."""
+    views = sum(segment.image is not None for segment in shown.segments)
+    counts = f"{len(shown.tokens):,} tokens, {views} view{'' if views == 1 else 's'}"
+    prompt = shorten(printable(f'Prompt: "{shown.prompt}"'), _FACTS_SIZE, width)
+    about = f"{shown.model} - {counts} - each row is a query, each column a key; measured on the attention code"
+    return [prompt, *wrap(printable(about), _FACTS_SIZE, width)]
+
+
+def _row_lines(shown: PromptAttention, group: Masks, width: int) -> list[str]:
+    """Return the lines below the names of a group: its notes and how it differs."""
+    lines = [] if group is shown.reference else statements(shown, group)
+    return [part for line in (*lines, *group.notes) for part in wrap(printable(line), _SMALL_SIZE, width)]
+
+
+def _row_title(shown: PromptAttention, group: Masks) -> str:
+    if group is not shown.reference:
+        return ", ".join(group.names)
+    agreeing = ", ".join(group.names[1:])
+    return f"{group.names[0]} (reference)" + (f"; the same: {agreeing}" if agreeing else "")
+
+
+def _draw_row(
+    picture: Image.Image, shown: PromptAttention, group: Masks, lines: Sequence[str], scale: _Scale, top: int
+) -> None:
+    """Draw a group's names, lines and panels."""
+    draw = ImageDraw.Draw(picture)
+    title = shorten(printable(_row_title(shown, group)), _ROW_SIZE, picture.width - 2 * _MARGIN, bold=True)
+    write(draw, (_MARGIN, top + _ROW_SIZE - 4), title, _ROW_SIZE, fill=_INK, bold=True)
+    top += _ROW_SIZE + 12
+    for index, line in enumerate(lines):
+        fill = _GREY if group is shown.reference else _INK
+        write(draw, (_MARGIN, top + _PITCH * (index + 1) - 8), line, _SMALL_SIZE, fill=fill)
+    top += _PITCH * len(lines) + _TOP
+    left = _MARGIN + _LABELS + _BAND
+    _draw_query_labels(draw, shown, scale, left - _BAND - 8, top)
+    for kind in shown.layers:
+        _draw_panel(picture, shown, group, kind, scale, (left, top))
+        left += scale.side + _BAND + _GAP
+
+
+def _draw_query_labels(
+    draw: ImageDraw.ImageDraw, shown: PromptAttention, scale: _Scale, right: int, top: int
+) -> None:  # fmt: skip
+    """Write the labels of tokens, or else of segments, left of a row's first panel; those with room for a line."""
+    write(draw, (right, top - _BAND - 6), "queries", _SMALL_SIZE, fill=_GREY, anchor="rs")
+    labels = [(segment.start, segment.end, segment.label(images=shown.images)) for segment in shown.segments]
+    if scale.at(1) >= _SMALL_SIZE:
+        labels = [(at, at + 1, printable(plain_token(token))) for at, token in enumerate(shown.tokens)]
+    for first, last, label in labels:
+        start, end = scale.at(first), scale.at(last)
+        if end - start >= _SMALL_SIZE:
+            short = shorten(label, _SMALL_SIZE, _LABELS - 8)
+            write(draw, (right, top + (start + end) // 2 + 5), short, _SMALL_SIZE, fill=_INK, anchor="rs")
+
+
+def _draw_panel(
+    picture: Image.Image, shown: PromptAttention, group: Masks, kind: LayerKind, scale: _Scale, corner: tuple[int, int]
+) -> None:
+    """Draw the cells of one kind of layers with the segments along both edges; ``corner``: of the first cell."""
+    draw, (left, top) = ImageDraw.Draw(picture), corner
+    total = sum(shown.layers.values())
+    title = f"{kind.capitalize()} layers ({shown.layers[kind]} of {total}"
+    title += f", window {shown.window:,})" if kind == "local" else ")"
+    write(draw, (left - _BAND, top - _BAND - 26), title, _FACTS_SIZE, fill=_INK, bold=True)
+    colours = _segment_colours(shown.segments)
+    for segment, colour in zip(shown.segments, colours, strict=True):
+        start, end = scale.at(segment.start), max(scale.at(segment.end), scale.at(segment.start) + 1)
+        draw.rectangle((left + start, top - _BAND, left + end - 1, top - 3), fill=colour)
+        draw.rectangle((left - _BAND, top + start, left - 3, top + end - 1), fill=colour)
+        labels = (segment.label(images=shown.images), segment.label(images=1))  # the second one is shorter
+        fitting = (label for label in labels if text_width(label, _SMALL_SIZE) <= end - start - 4)
+        middle = (left + (start + end) // 2, top - _BAND - 6)
+        write(draw, middle, next(fitting, ""), _SMALL_SIZE, fill=_INK, anchor="ms")
+    other = None if group is shown.reference else group.by_kind[kind]
+    cells = _cells(shown.reference.by_kind[kind], other, shown.segments, scale)
+    picture.paste(cells, corner)
+    draw.rectangle((left - 1, top - 1, left + scale.side, top + scale.side), outline=_LINE)
+
+
+def _segment_colours(segments: Sequence[Segment]) -> list[str]:
+    """Return the colour of each segment: views take theirs in turn."""
+    colours, views = [], 0
+    for segment in segments:
+        colours.append(_TEXT if segment.image is None else _VIEWS[views % len(_VIEWS)])
+        views += segment.image is not None
+    return colours
+
+
+def _cells(
+    reference: NDArray[np.bool_], other: NDArray[np.bool_] | None, segments: Sequence[Segment], scale: _Scale
+) -> Image.Image:
+    """Return the cells of a panel, ``scale.side`` pixels square.
+
+    Args:
+        reference: bool ``[queries, keys]``.
+        other: the masks to be shown with their differences from the reference; None: the reference itself.
+        segments: of the prompt.
+        scale: of the panel.
+    """
+    colours = _segment_colours(segments)
+    key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
+    palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *colours)], np.uint8)
+    mask = reference if other is None else other
+    picture = _scaled(Image.fromarray(palette[np.where(mask, key_index, 0)]), scale)
+    if other is not None:
+        for differing, colour in ((reference & ~other, _MISSING), (other & ~reference, _EXTRA)):
+            picture.paste(colour, (0, 0), _shares(differing, scale))
+    return _ruled(picture, segments, scale)
+
+
+def _scaled(image: Image.Image, scale: _Scale) -> Image.Image:
+    """Return an image of one pixel per cell at a panel's size."""
+    method = Image.Resampling.BOX if scale.blends else Image.Resampling.NEAREST
+    return image.resize((scale.side, scale.side), method)
+
+
+def _shares(cells: NDArray[np.bool_], scale: _Scale) -> Image.Image:
+    """Return the share of a difference's colour in each pixel, as an image of mode L."""
+    # Scaled as floats: a share below 1 / 255 would round to 0.
+    shares = np.asarray(_scaled(Image.fromarray(cells.astype(np.float32)), scale))
+    return Image.fromarray(np.where(shares > 0, 255 * (_FAINTEST + (1 - _FAINTEST) * shares), 0).astype(np.uint8))
+
+
+def _ruled(picture: Image.Image, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
+    """Return a panel with pale lines at the edges of views."""
+    lines = Image.new("L", picture.size)
+    draw = ImageDraw.Draw(lines)
+    for segment in segments:
+        for edge in (segment.start, segment.end) if segment.image is not None else ():
+            at = min(scale.at(edge), scale.side - 1)
+            draw.line((at, 0, at, scale.side), fill=46)
+            draw.line((0, at, scale.side, at), fill=46)
+    picture.paste(_INK, (0, 0), lines)
+    return picture
+
+
+_Entry = tuple[tuple[str, ...], str]
+"""Colours of a legend's entry, and its text."""
+
+
+def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
+    """Return the entries of the legend that the picture needs."""
+    views = min(sum(segment.image is not None for segment in shown.segments), len(_VIEWS))
+    entries: list[_Entry] = [((_NONE,), "no attention"), ((_TEXT,), "attends to text")]
+    if views:
+        entries.append((_VIEWS[:views], "attends to a view" + (" (colours in turn)" if views > 1 else "")))
+    if len(shown.groups) > 1:
+        reference = shown.reference.names[0]
+        found = [each for group in shown.groups[1:] for each in differences(shown, group)]
+        marks = ((_MISSING,), f"missing: only {reference} attends"), ((_EXTRA,), f"extra: {reference} does not attend")
+        needed = any(each.missing for each in found), any(each.extra for each in found)
+        entries += [mark for mark, there in zip(marks, needed, strict=True) if there]
+    if scale.blends:
+        cells = scale.tokens / scale.side
+        entries.append(((), f"A pixel is {cells:.1f} x {cells:.1f} cells: paler where only some of them attend."))
+    return entries
+
+
+def _entry_width(entry: _Entry) -> int:
+    return 20 * len(entry[0]) + 6 + ceil(text_width(printable(entry[1]), _SMALL_SIZE)) + 26
+
+
+def _legend_layout(entries: Sequence[_Entry], width: int) -> list[list[_Entry]]:
+    """Return the entries broken into lines of at most ``width`` pixels."""
+    lines: list[list[_Entry]] = [[]]
+    for entry in entries:
+        if lines[-1] and sum(map(_entry_width, [*lines[-1], entry])) > width:
+            lines.append([])
+        lines[-1].append(entry)
+    return lines
+
+
+def _draw_legend(draw: ImageDraw.ImageDraw, lines: Sequence[Sequence[_Entry]], top: int) -> None:
+    for line in lines:
+        left = _MARGIN
+        for entry in line:
+            for index, colour in enumerate(entry[0]):
+                box = (left + 20 * index, top, left + 20 * index + 15, top + 15)
+                draw.rectangle(box, fill=colour, outline=_LINE)
+            at = left + 20 * len(entry[0]) + (6 if entry[0] else 0)
+            write(draw, (at, top + 12), printable(entry[1]), _SMALL_SIZE, fill=_GREY)
+            left += _entry_width(entry)
+        top += _PITCH + 4
