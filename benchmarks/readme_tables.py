@@ -30,6 +30,7 @@ from benchmarks.faster import (
     faster_transformers,
     faster_wrong,
 )
+from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
@@ -58,6 +59,7 @@ PAGES = (
         for name in (
             "measured.md",
             "faster.md",
+            "profile.md",
             "verdict.md",
             "verify.md",
             "load.md",
@@ -333,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-4b-chunks": by_settings("h200-4b-chunks", "prefill_chunk_size"),
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
+    "idle-gap": idle_gap,
     "w1-27b": distinct_documents("w1-27b"),
     "w1-27b-tp2": distinct_documents("w1-27b-tp2"),
     "w1-27b-tp2-40gb": distinct_documents("w1-27b-tp2-40gb"),
