@@ -34,8 +34,8 @@ def idle_gpus() -> Iterator[CheckFinding]:
         sizes = [size for size in (8, 4, 2) if count % size == 0]
         layouts = " or ".join([f"--replicas {count}", *(f"--tensor-parallel-size {size}" for size in sizes[:1])])
         yield ok(
-            f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so one computes while"
-            f" {count - 1} wait; `panscan serve {layouts}` keeps all of them busy"
+            f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes"
+            f" at a time; `panscan serve {layouts}` keeps all of them busy"
         )
 
 

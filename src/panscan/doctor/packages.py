@@ -18,8 +18,15 @@ _OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--r
 
 def requirements() -> Iterator[CheckFinding]:
     """Check that the installed versions are those that panscan's own package metadata requires."""
+    try:
+        needs = requires("panscan") or ()
+    except PackageNotFoundError:
+        yield not_checked(
+            "panscan runs from its source tree and is not installed: pip install -e . records what it needs"
+        )
+        return
     wrong, shown = [], []
-    for text in requires("panscan") or ():
+    for text in needs:
         needed = Requirement(text)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
