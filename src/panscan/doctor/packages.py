@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from panscan.doctor.findings import CheckFinding, ok, problem, warning
+from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 
 __all__ = ["attention_packages", "optional_packages", "requirements", "torchvision"]
 
@@ -21,9 +21,7 @@ def requirements() -> Iterator[CheckFinding]:
     try:
         needs = requires("panscan") or ()
     except PackageNotFoundError:
-        yield not_checked(
-            "panscan runs from its source tree and is not installed: pip install -e . records what it needs"
-        )
+        yield not_checked("panscan runs from its source tree; `pip install -e .` records its requirements")
         return
     wrong, shown = [], []
     for text in needs:
