@@ -25,5 +25,5 @@ def test_doctor_reports_the_facts_of_every_gpu(capsys: pytest.CaptureFixture[str
         assert any(fact.startswith(f"GPU {index}: ") and "GB/s from the host" in fact for fact in facts["host-links"])
         assert any(fact.startswith(f"GPU {index}: ") and "TFLOP/s" in fact for fact in facts["ceilings"])
     assert any("this wheel has kernels for it" in fact for fact in facts["kernels"])
-    assert facts["triton"] == ["a Triton kernel compiles and is right"]
+    assert facts["triton"] == ["a Triton kernel compiles and computes the correct result"]
     assert any("27b" in fact for fact in facts["sizes"])

@@ -135,7 +135,7 @@ def test_what_gemma3n_lacks_is_refused(
         (["--mode", "static", "--runner", "engine"], 2, "--mode is for --runner generate"),
         (["--runner", "engine", "--attention", "eager"], 2, "--attention is for --runner generate"),
         (["--runner", "generate", "--kv-cache-gb", "1"], 4, "--kv-cache-gb is for --runner engine"),
-        (["--tensor-parallel-size", "2"], 4, "--tensor-parallel-size 2: a profile sees one process; use 1"),
+        (["--tensor-parallel-size", "2"], 4, "--tensor-parallel-size 2: the profiler records one process; use 1"),
         (["--memory", "--runner", "engine"], 2, "--memory is for --runner generate"),
         (["--output-tokens", "3", "--max-new-tokens", "3"], 2, "are the same option"),
         (["--output-tokens", "0"], 2, "--max-new-tokens is out of range"),

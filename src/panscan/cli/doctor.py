@@ -77,7 +77,7 @@ def _chosen(only: str | None, symbols: bool) -> list[Check]:
         SettingError: an unknown name, or names with ``--symbols``.
     """
     if symbols and only is not None:
-        raise SettingError("--symbols and --only exclude each other: --symbols is a check of its own")
+        raise SettingError("--symbols and --only exclude each other: --symbols runs a single check")
     if symbols:
         return [SYMBOLS]
     if only is None:

@@ -72,14 +72,14 @@ def _load_option(name: str, text: str, **extra: Any) -> Callable[[_Command], _Co
 @click.option("--model", required=True, help="Size (27b), hub id, or directory with a config.json.")
 @click.option("--gpu", help="GPU name, or a specification (see below).")
 @click.option("--count", type=InRange(_COUNT), help="Number of GPUs.  [default: 1; with --request-rate: any]")
-@click.option("--measure", is_flag=True, help="Use this machine's measured ceilings (imports torch).")
+@click.option("--measure", is_flag=True, help="Measure this machine's GPU or CPU (needs PyTorch).")
 @click.option("--goal", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
               help="Maximise requests/s, or minimise the time of one request.")  # fmt: skip
 @click.option("--quantization", metavar="KINDS", help="Weights to consider: none, fp8, int8, int4.  [default: all]")
 @click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
 @click.option("--view-mix", metavar="MIX", help="Views per page, with shares: 1:20,3:50,5:30.  [default: 4]")
 @click.option("--text-tokens", type=InRange(_TEXT_TOKENS), default=42, show_default=True,
-              help="Prompt tokens besides the image's.")  # fmt: skip
+              help="Prompt tokens other than image tokens.")  # fmt: skip
 @click.option("--output-tokens", default="256", show_default=True, metavar="N|A-B", help="Answer length, or a range.")
 @click.option("--request-rate", type=InRange(RATE), help="Requests/s: size a fleet for this load.")
 @click.option("--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms.  [default: ttft:2000 tpot:50]")

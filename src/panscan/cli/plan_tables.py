@@ -26,7 +26,7 @@ _WIDTH = 118  # characters of a table that does not go to a terminal
 def no_fit_message(found: PlanAnswer) -> str:
     """Return why nothing fits, and what would."""
     inputs = found.inputs
-    what = f"{found.model.id} fits on {inputs.count} x {inputs.gpu.label} in no layout"
+    what = f"no layout of {found.model.id} fits on {inputs.count} x {inputs.gpu.label}"
     changes = what_would_fit(inputs)
     return f"{what}; {'this would fit: ' + ' or '.join(changes) if changes else 'no change of GPUs or weights fits'}"
 

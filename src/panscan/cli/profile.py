@@ -84,9 +84,9 @@ prints its summary again. See docs/profile.md.
 @axis_options(_AXES, defaults=_DEFAULTS)
 @common_options
 def command(**options: Any) -> None:
-    """Profile one warm request, or a steady batch with --batch-size, and compare modes of decoding.
+    """Profile one warm request, or a steady batch with --batch-size, and compare decode modes.
 
-    Without images, documents are drawn. A profile directory gets one trace for each mode and summary.html.
+    Without images, panscan draws documents. The profile directory holds one trace per mode and summary.html.
     """
     show_warnings(errors())
     settings, given = _settings(options)

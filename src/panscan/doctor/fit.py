@@ -84,7 +84,7 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
     fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
     if several := _unquantized(shape, devices):
         return ok(f"{fact}{several}")
-    advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` tells which GPUs hold it."
+    advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` shows which GPUs hold it."
     return warning(fact, f"Stop other processes if they hold memory. {advice}")
 
 

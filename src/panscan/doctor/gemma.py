@@ -107,7 +107,7 @@ def flex_attention() -> Iterator[CheckFinding]:
     if _tiny().device.type == "cuda":
         yield _attention("flex_attention", "fp32")
     else:
-        yield not_checked("flex_attention: compiles length by length on a CPU, for minutes")
+        yield not_checked("flex_attention: on a CPU it compiles for each prompt length, which takes minutes")
 
 
 def _attention(name: str, dtype: str) -> CheckFinding:

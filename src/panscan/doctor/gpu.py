@@ -234,7 +234,7 @@ def kernels() -> Iterator[CheckFinding]:
                 f"Install a wheel built for it; {_INSTALL}.",
             )
         else:
-            yield ok(f"{label}: this wheel has kernels for it; a bfloat16 product is right")
+            yield ok(f"{label}: this wheel has kernels for it; a bfloat16 product is correct")
 
 
 def tf32() -> Iterator[CheckFinding]:
@@ -292,7 +292,7 @@ def triton_kernels() -> Iterator[CheckFinding]:
     if not torch.allclose(found.double(), expected, rtol=0.02, atol=0.02):
         yield problem("a Triton kernel computes a wrong result", "Install the triton that torch requires.")
     else:
-        yield ok("a Triton kernel compiles and is right")
+        yield ok("a Triton kernel compiles and computes the correct result")
 
 
 def ceilings() -> Iterator[CheckFinding]:

@@ -83,7 +83,7 @@ def cores_finding(present: int, usable: int, quota: float | None) -> CheckFindin
     available = usable if quota is None else min(usable, quota)
     if quota is not None and quota < usable:
         return warning(
-            f"{fact}: PyTorch starts a thread for each core that it sees, and the kernel then pauses them",
+            f"{fact}: PyTorch starts one thread per visible core, and the kernel then throttles them",
             f"Set OMP_NUM_THREADS={max(1, int(quota))}, or raise the container's limit.",
         )
     if available <= _FEW_CORES:
@@ -176,7 +176,7 @@ def hub_access() -> Iterator[CheckFinding]:
     file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
     variable = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
     if variable is not None or file.is_file():
-        yield ok(f"a hub token is present ({variable or file}); whether it opens Gemma 3 was not asked")
+        yield ok(f"a hub token is present ({variable or file}); its access to Gemma 3 was not tested")
     elif offline is None:
         yield warning(
             "no hub token: google/gemma-3-* are gated and cannot be downloaded",

@@ -29,7 +29,7 @@ def idle_gpus() -> Iterator[CheckFinding]:
     if count == 0:
         yield not_checked(_NO_GPU)
     elif count == 1:
-        yield ok("one GPU: --device-map has nothing to spread over")
+        yield ok("one GPU: --device-map has no effect")
     else:
         sizes = [size for size in (8, 4, 2) if count % size == 0]
         layouts = " or ".join([f"--replicas {count}", *(f"--tensor-parallel-size {size}" for size in sizes[:1])])

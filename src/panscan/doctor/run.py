@@ -1,4 +1,4 @@
-"""Runs checks in processes, lane by lane, and outlives those that hang or crash."""
+"""Runs the checks of each lane in a separate process, and survives those that hang or crash."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class _Lane:
         self._finish(None)
         self._losses += 1
         if self._losses == _MOST_LOSSES:
-            self.skip(not_checked(f"{_MOST_LOSSES} checks before it hung or crashed"))
+            self.skip(not_checked(f"{_MOST_LOSSES} earlier checks hung or crashed"))
 
     def _crash(self) -> CheckFinding:
         assert self._process is not None and self._log is not None  # receive() has a process

@@ -135,11 +135,11 @@ def rejections(layouts: Iterable[Layout]) -> list[Rejection]:
 
 
 def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]:
-    """Return what is often believed about such a setup and is wrong; only what applies."""
+    """Return warnings about common misconceptions and hardware limits that apply to this setup."""
     gpu, found = inputs.gpu, []
     alone = [each for each in layouts if each.variant.tensor_parallel_size == 1]
     if gpu.capability is not None and inputs.count > 1:
-        why = "" if any(each.speed for each in alone) else ", which a model larger than one GPU invites,"
+        why = "" if any(each.speed for each in alone) else " (often used for models larger than one GPU)"
         found.append(
             Caution(
                 "device_map",
@@ -151,8 +151,8 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
         found.append(
             Caution(
                 "fp8",
-                f"{gpu.label} has no fp8 products. fp8 checkpoints are at best unpacked to bf16 there: they save memory"
-                " but not arithmetic. Use int8.",
+                f"{gpu.label} has no fp8 tensor cores. At best, fp8 checkpoints are dequantised to bf16 there, which"
+                " saves memory but not compute. Use int8.",
             )
         )
     if gpu.capability is not None and gpu.capability >= (8, 0) and inputs.shape.vision is not None:

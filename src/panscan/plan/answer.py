@@ -24,7 +24,7 @@ __all__ = ["PlanAnswer", "answer_data", "weights_name"]
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """Layouts of what was asked; with traffic, also fleets, best first. ``limit``: GPUs that there are, if known."""
+    """Layouts and, with traffic, fleets, best first. ``limit``: number of available GPUs, if known."""
 
     model: PlannedModel
     inputs: PlanInputs

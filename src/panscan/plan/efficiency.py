@@ -9,8 +9,8 @@ time is a sum:
 - the latency of each layer's chain of kernels, and the fixed work of a pass (embedding, sampling, inputs);
 - between GPUs, a latency for each message, and the bytes sent.
 
-Rates are a GPU's measured ceilings (a large product, a large copy), or its data sheet's times what an H200 reaches of
-its own. ``efficiency.json`` holds the factors; ``benchmarks/plan_accuracy.py`` fits and tests them.
+Rates are a GPU's measured ceilings (a large product, a large copy), or its data sheet's times the share that an H200
+reaches of its data sheet. ``efficiency.json`` holds the factors; ``benchmarks/plan_accuracy.py`` fits and tests them.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def size_fleets(
 ) -> list[Fleet]:
     """Return the fleets of layouts that fit, that with the fewest GPUs first.
 
-    Layouts that cannot need fewer GPUs than one that was simulated are left out, as their requests per second with all
-    places taken tell. After 30 seconds the rest are left out too.
+    Layouts whose requests per second with all slots occupied show that they cannot need fewer GPUs than a simulated
+    one are skipped. After 30 seconds, the remaining ones are skipped too.
 
     Args:
         inputs: the mix and the sizes.

@@ -162,7 +162,7 @@ def mix_of_sizes(
     sizes: Iterable[tuple[int, int]], shape: Shape, settings: PanAndScan, *,
     text_tokens: int, output_tokens: tuple[int, int],
 ) -> WorkloadMix:  # fmt: skip
-    """Return the mix of pages of these sizes, in pixels (width, height), each in a request of its own.
+    """Return the mix of pages of these sizes, in pixels (width, height), one page per request.
 
     Raises:
         SettingError: there is no page, a page cannot be split, or the model reads text only.

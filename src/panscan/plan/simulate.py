@@ -1,7 +1,7 @@
 """A discrete-event simulation of engines: the real scheduler, block tables and vision cache, with predicted pass times.
 
-What :mod:`panscan.engine.loop` does in threads and on a device happens here on a simulated clock: requests are prepared
-a few ahead of need, one pass is launched while the previous one computes, and tokens arrive when their pass ends.
+What :mod:`panscan.engine.loop` does in threads and on a device happens here on a simulated clock: a few requests are
+prepared in advance, one pass is launched while the previous one computes, and tokens arrive when their pass ends.
 """
 
 from __future__ import annotations

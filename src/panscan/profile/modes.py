@@ -81,7 +81,7 @@ def mode_settings(base: Settings, mode: Mode, *, on_gpu: bool) -> Settings:
     if mode is ENGINE:
         if base.tensor_parallel_size > 1:
             raise UnsupportedError(
-                f"--tensor-parallel-size {base.tensor_parallel_size}: a profile sees one process; use 1"
+                f"--tensor-parallel-size {base.tensor_parallel_size}: the profiler records one process; use 1"
             )
         return replace(base, runner="engine", max_num_seqs=base.batch_size, **ENGINE_LIMITS)
     if mode.decode_compile == "reduce-overhead" and not on_gpu:
