@@ -184,3 +184,12 @@ def test_without_a_profiler_nothing_of_the_model_is_wrapped(tiny: GenerateRunner
     [result] = tiny.run([tiny.request("What?", [noise(60, 60)])])
     assert result.token_ids
     assert not {"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"} & vars(tiny.loaded.model).keys()
+
+
+def test_an_engine_that_cannot_open_gives_its_own_error_after_another_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    arguments = [str(tmp_path / "doc.png"), "--model", "tiny", "--kv-cache-gb", "100000", "--output-tokens", str(TOKENS)]
+    assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles")]) == 4
+    assert "--kv-cache-gb 100000: cpu has room for" in capsys.readouterr().err
