@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +15,7 @@ from panscan.doctor.findings import CheckFinding
 from panscan.doctor.fit import fit_finding
 from panscan.doctor.gpu import GpuLoad, build_finding, ceilings_finding, load_finding, runs_on
 from panscan.doctor.host import Limits, checkpoints, cores_finding, hub_access, memory_finding, read_limits
+from panscan.doctor.links import layout_finding
 from panscan.doctor.nvml import Driver, pci_gpus
 from panscan.plan.gpus import Gpu, gpu_named
 
@@ -69,6 +72,19 @@ def test_lowered_clocks_and_power_limits_are_warnings() -> None:
     hot = judged(pynvml.nvmlClocksThrottleReasonHwThermalSlowdown)
     assert (hot.status, "thermal slowdown" in hot.fact) == ("warning", True)
     assert judged(0, limit=400.0).status == "warning"
+    assert "nvidia-smi -i 0 -rac" in str(judged(pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting).fix)
+
+
+@pytest.mark.parametrize(
+    ("count", "commands"),
+    [
+        (3, "`panscan serve --replicas 3` uses"),
+        (6, "`panscan serve --replicas 6` or `panscan serve --replicas 3 --tensor-parallel-size 2` uses"),
+        (8, "`panscan serve --replicas 8` or `panscan serve --tensor-parallel-size 8` uses"),
+    ],
+)
+def test_commands_for_several_gpus_use_all_of_them(count: int, commands: str) -> None:
+    assert commands in layout_finding(count).fact
 
 
 def test_a_gpu_is_compared_with_the_others_and_with_its_data_sheet() -> None:
@@ -83,6 +99,9 @@ def test_container_limits_of_both_versions(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text(f"{2 * 10**9}\n")
     assert read_limits(tmp_path) == Limits(1.5, 2 * 10**9)
+    (tmp_path / "memory.current").write_text(f"{10**9}\n")
+    (tmp_path / "memory.stat").write_text("anon 7\nactive_file 5\ninactive_file 400000000\n")
+    assert read_limits(tmp_path).free_memory == 14 * 10**8
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert read_limits(tmp_path) == Limits(None, None)
@@ -93,6 +112,10 @@ def test_container_limits_of_both_versions(tmp_path: Path) -> None:
     (old / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     (old / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
     assert read_limits(old) == Limits(None, None)
+    (old / "memory" / "memory.limit_in_bytes").write_text(f"{2 * 10**9}\n")
+    (old / "memory" / "memory.usage_in_bytes").write_text(f"{10**9}\n")
+    (old / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 400000000\n")
+    assert read_limits(old).free_memory == 14 * 10**8
 
 
 def test_few_cores_and_little_memory_are_warnings() -> None:
@@ -101,8 +124,9 @@ def test_few_cores_and_little_memory_are_warnings() -> None:
     assert throttled.status == "warning"
     assert "OMP_NUM_THREADS=4" in str(throttled.fix)
     assert cores_finding(2, 2, None).status == "warning"
-    assert memory_finding(256 * _GIB, 200 * _GIB, None).status == "ok"
-    assert memory_finding(256 * _GIB, 200 * _GIB, 2 * _GIB).status == "warning"
+    assert memory_finding(256 * _GIB, 200 * _GIB, Limits(None, None)).status == "ok"
+    assert memory_finding(256 * _GIB, 200 * _GIB, Limits(None, 2 * _GIB)).status == "warning"
+    assert memory_finding(256 * _GIB, 200 * _GIB, Limits(None, 32 * _GIB, 31 * _GIB)).status == "warning"
 
 
 def test_gpus_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
@@ -122,6 +146,8 @@ def test_checkpoints_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     snapshot = tmp_path / "models--google--gemma-3-4b-it" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
+    [bare] = checkpoints()
+    assert (bare.status, bare.fact) == ("ok", "google/gemma-3-4b-it: only its configuration is in the cache")
     index = snapshot / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     (snapshot / "1.safetensors").touch()
@@ -150,6 +176,25 @@ def test_a_hub_token_is_found_but_never_shown(tmp_path: Path, monkeypatch: pytes
     assert "hf_secret" not in str(found)
 
 
+def test_the_hub_cache_and_the_token_are_where_huggingface_hub_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
+    for name in (*places, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE, constants.HF_TOKEN_PATH)"
+    for name, value in ((None, ""), ("XDG_CACHE_HOME", str(tmp_path / "xdg")), ("HF_HOME", "~/hub-home")):
+        if name is not None:
+            monkeypatch.setenv(name, value)
+        command = [sys.executable, "-c", code]
+        cache, token = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+        assert next(checkpoints()).fact.startswith(f"no Gemma 3 checkpoint in the hub cache {cache};")
+        Path(token).parent.mkdir(parents=True)
+        Path(token).touch()
+        assert f"({token})" in next(hub_access()).fact
+
+
 def _fit(size: str, gpu: str, count: int = 1) -> CheckFinding:
     return fit_finding(size, [gpu_named(gpu)] * count)
 
@@ -159,6 +204,8 @@ def test_sizes_that_fit() -> None:
     assert "with --quantization int8" in _fit("27b", "a100-40gb").fact
     assert _fit("27b", "a100-40gb", 4).fact.endswith("unquantised with --tensor-parallel-size 2")
     assert "--quantization" not in _fit("12b", "a100-40gb").fact
+    mixed = fit_finding("27b", [gpu_named("a100-40gb"), gpu_named("h200")])
+    assert "27b fits on one GPU (NVIDIA H200" in mixed.fact
     small = Gpu("cpu", "cpu", 8 * 10**9, 1.0, MappingProxyType({"fp32": 1.0, "bf16": 1.0}), "", 1.0, None)
     assert fit_finding("27b", [small]).status == "warning"
     assert fit_finding("270m", [small]).status == "ok"

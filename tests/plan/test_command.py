@@ -48,9 +48,19 @@ def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture
         "--json",
     ]
     assert run(["plan", "--model", "27b", "--gpu", "h200", "--quantization", "none", *words]) == 0
-    [fleet] = json.loads(capsys.readouterr().out)["fleets"]
+    data = json.loads(capsys.readouterr().out)
+    [fleet] = data["fleets"]
     assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2)
     assert set(fleet["level"]["percentiles_ms"]) == {"ttft", "tpot", "e2el"}
+    two, eight = data["recommended"], next(each for each in data["layouts"] if each["replicas"] == 8)
+    assert two["requests_per_s"]["value"] == pytest.approx(2 / 8 * eight["requests_per_s"]["value"])
+
+
+def test_a_small_model_whose_replicas_are_limited_by_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--view-mix", "0", "--output-tokens", "8", "--request-rate", "500", "--json"]
+    assert run(["plan", "--model", "1b", "--gpu", "h200", *words]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["recommended"]["replicas"] == data["fleets"][0]["replicas"] > 1
 
 
 def test_views_are_counted_on_the_given_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

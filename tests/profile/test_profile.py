@@ -113,6 +113,7 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
         (["--do-pan-and-scan", "true"], "--do-pan-and-scan: Gemma 3n has no pan and scan"),
         (["doc.png"], "reads text only: leave the images out"),
         (["--quantization", "int8"], "--quantization is not supported for Gemma 3n"),
+        (["--preprocess", "device"], "--preprocess is not supported for Gemma 3n"),
     ],
 )
 def test_what_gemma3n_lacks_is_refused(
@@ -184,3 +185,24 @@ def test_without_a_profiler_nothing_of_the_model_is_wrapped(tiny: GenerateRunner
     [result] = tiny.run([tiny.request("What?", [noise(60, 60)])])
     assert result.token_ids
     assert not {"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"} & vars(tiny.loaded.model).keys()
+
+
+def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the_other_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    arguments = [
+        str(tmp_path / "doc.png"),
+        "--model",
+        "tiny",
+        "--kv-cache-gb",
+        "100000",
+        "--output-tokens",
+        str(TOKENS),
+    ]
+    assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles")]) == 4
+    said = capsys.readouterr()
+    assert "--kv-cache-gb 100000: cpu has room for" in said.err
+    assert "dynamic.json.gz" in said.out
+    [folder] = (tmp_path / "profiles").iterdir()
+    assert list(json.loads((folder / "summary.json").read_text())) == ["dynamic"]

@@ -140,6 +140,20 @@ def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:
         summarize(open_trace(path), step="forwrad")
 
 
+def test_a_step_has_no_gpu_time_of_the_prefill_and_other_threads_do_not_cut_it() -> None:
+    trace = KinetoTrace()
+    trace.cpu("user_annotation", "panscan.prefill", 0, 500)
+    trace.launch(100, [("prefill_kernel", 200, 10_000)])
+    for step in range(4):
+        begin = 1000 if step == 0 else 11_000 + 1000 * step
+        trace.cpu("user_annotation", "panscan.decode", begin, 400)
+        trace.launch(begin + 50, [("decode_kernel", max(begin + 100, 10_200), 600)])
+    trace.cpu("user_annotation", "panscan.preprocess", 12_500, 300, tid=HOST + 1)
+    steps = summarize(trace.events).steps
+    assert steps is not None and steps.count == 2  # not the first, which overlaps the prefill, nor the last
+    assert (steps.step_ms, steps.busy_ms) == pytest.approx((1.0, 0.6))
+
+
 def test_without_steps_the_whole_trace_is_one() -> None:
     trace = KinetoTrace(gpu=None)
     trace.launch(0, [("a", 10, 10)])

@@ -157,6 +157,7 @@ def _names(flag: str, text: str | None) -> list[str]:
 
 
 def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], options: dict[str, Any]) -> None:
+    """Profile each mode; write and print the summaries, also those of the finished modes if a later one fails."""
     from panscan.bench.run import new_directory
     from panscan.profile.capture import CaptureOptions
     from panscan.profile.run import profile_modes
@@ -164,13 +165,24 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
     wanted = CaptureOptions(options["record_shapes"], options["memory"], options["stacks"])
     found: list[Profiled] = []
     folder = new_directory(Path(options["output_dir"]), modes[0][1].model_name)
-    with errors().status(Text("starting")) as status:
-        found.extend(profile_modes(requests, modes, folder, wanted, lambda text: status.update(_text(text))))
+    try:
+        with errors().status(Text("starting")) as status:
+            for each in profile_modes(requests, modes, folder, wanted, lambda text: status.update(_text(text))):
+                found.append(each)
+    except Exception:
+        if found:
+            _show(found, folder)
+        raise
+    _show(found, folder)
+
+
+def _show(found: list[Profiled], folder: Path) -> None:
+    """Summarise finished profiles: write the results into their folder, and print them."""
     from panscan.profile.results import printed, summary_of, write_results
 
     with errors().status("summarising the traces"):
         summaries = [summary_of(each, compared=len(found) > 1) for each in found]
-        page = write_results(folder, found, summaries, title=f"Profile of {modes[0][1].model_name}")
+        page = write_results(folder, found, summaries, title=f"Profile of {found[0].facts['model']}")
     for line in printed(found, summaries, width=out().width if out().is_terminal else 120):
         out().print(line, soft_wrap=True)
     out().print("")

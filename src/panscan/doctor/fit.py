@@ -46,8 +46,8 @@ def _gpus() -> list[Gpu]:
 
 
 def _host() -> Gpu:
-    available, limit = psutil.virtual_memory().available, read_limits().memory
-    return _described("this host", available if limit is None else min(available, limit), None)
+    available, limited = psutil.virtual_memory().available, read_limits().free_memory
+    return _described("this host", available if limited is None else min(available, limited), None)
 
 
 def _described(label: str, free: int, capability: tuple[int, int] | None) -> Gpu:
@@ -70,12 +70,14 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
         size: name of a shape, such as ``27b``.
         devices: GPUs with their free memory, or the host alone (``capability`` None).
     """
-    shape, smallest = SHAPES[size], min(devices, key=lambda device: device.memory_bytes)
-    on_gpu, free = smallest.capability is not None, f"{smallest.memory_bytes / _GB:.1f} GB free"
+    shape, largest = SHAPES[size], max(devices, key=lambda device: device.memory_bytes)
+    on_gpu, free = largest.capability is not None, f"{largest.memory_bytes / _GB:.1f} GB free"
+    if len(devices) > 1:
+        free = f"{largest.label}, {free}"
     where = f"on one GPU ({free})" if on_gpu else f"in this host's memory ({free})"
     weights = 0
-    for variant in _variants(shape, smallest):
-        plan, weights = memory_plan(variant, smallest), variant.weight_bytes()
+    for variant in _variants(shape, largest):
+        plan, weights = memory_plan(variant, largest), variant.weight_bytes()
         if plan.fits:
             how = _options(variant, default="bf16" if on_gpu else "fp32")
             fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"

@@ -37,7 +37,7 @@ __all__ = [
 _NO_GPU = "PyTorch uses no NVIDIA GPU here"
 _INSTALL = "pytorch.org/get-started/locally lists the index of each CUDA version"
 _GIB = 2**30
-_BUSY_SHARE = 0.1  # of a GPU's memory, used by others
+_BUSY_SHARE, _BUSY_BYTES = 0.1, 2 * _GIB  # of a GPU's memory, used by others: both must be exceeded
 _LOAD_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.1  # of products on each GPU, while the driver is asked
 _SLOW_SHARE = 0.7  # of the fastest GPU of its kind in this machine
@@ -49,8 +49,8 @@ _SLOWDOWNS = {
     pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "thermal slowdown (hardware)",
     pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "thermal slowdown (driver)",
     pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "external power brake",
-    pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting: "application clocks",
 }
+_APPLICATION_CLOCKS = pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
 _POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 
 
@@ -127,7 +127,9 @@ def driver_finding(cuda: str, found: Driver, visible: int) -> CheckFinding:
         found: the driver.
         visible: GPUs that PyTorch uses.
     """
-    fact = f"driver {found.version} supports CUDA up to {found.cuda[0]}.{found.cuda[1]}; PyTorch needs {cuda}"
+    fact = (
+        f"driver {found.version} supports CUDA up to {found.cuda[0]}.{found.cuda[1]}; PyTorch was built for CUDA {cuda}"
+    )
     if visible == found.gpus:
         return ok(fact)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -164,7 +166,7 @@ def _used_memory(index: int, handle: Any | None) -> Iterator[CheckFinding]:
     memory = None if handle is None else read(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None:
         yield not_checked(f"GPU {index}: the driver reports no memory use")
-    elif memory.used > _BUSY_SHARE * memory.total:
+    elif memory.used > max(_BUSY_SHARE * memory.total, _BUSY_BYTES):
         yield warning(
             f"GPU {index}: {memory.used / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are in use",
             "Stop the other processes (`nvidia-smi` lists them), or limit panscan with --gpu-memory-gb.",
@@ -432,6 +434,11 @@ def load_finding(
         return warning(
             f"{fact}; clocks are lowered: {', '.join(slowdowns)}",
             "Check cooling and power supply; `nvidia-smi -q -d PERFORMANCE,CLOCK` shows the details.",
+        )
+    if found.reasons & _APPLICATION_CLOCKS:
+        return warning(
+            f"{fact}; application clocks limit the clock",
+            f"Run `nvidia-smi -i {index} -rac` as root, unless they are intended.",
         )
     if limit is not None and default is not None and limit < 0.95 * default:
         return warning(

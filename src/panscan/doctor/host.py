@@ -41,15 +41,28 @@ _LEAST_SHARED = 1 * _GIB
 _LEAST_DISK = 60 * _GIB  # Gemma 3 27B in bf16 takes 55 GB
 _FILES_PER_REQUEST = 2
 _LEAST_FILES = 4096
+_HUB_CACHE = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of this container or service: cores and bytes; None: no limit."""
+    """Limits of this container or service.
+
+    Args:
+        cores: cores' worth of time; None: no limit.
+        memory: bytes; None: no limit.
+        used_memory: bytes of the limit that are in use, without cached files that the kernel can drop; 0: unknown.
+    """
 
     cores: float | None
     memory: int | None
+    used_memory: int = 0
+
+    @property
+    def free_memory(self) -> int | None:
+        """Bytes that can still be allocated; None: no limit."""
+        return None if self.memory is None else max(0, self.memory - self.used_memory)
 
 
 def read_limits(root: Path = _CGROUP) -> Limits:
@@ -60,7 +73,24 @@ def read_limits(root: Path = _CGROUP) -> Limits:
     memory = _content(root / "memory.max") or _content(root / "memory/memory.limit_in_bytes")
     whole = quota.isdigit() and period.isdigit()  # "max" and -1 stand for no limit
     bounded = memory.isdigit() and int(memory) < psutil.virtual_memory().total  # version 1 writes 2**63 for no limit
-    return Limits(int(quota) / int(period) if whole else None, int(memory) if bounded else None)
+    return Limits(
+        int(quota) / int(period) if whole else None,
+        int(memory) if bounded else None,
+        _used_memory(root) if bounded else 0,
+    )
+
+
+def _used_memory(root: Path) -> int:
+    """Return the bytes that a control group uses, without cached files that the kernel can drop; 0: unknown."""
+    for used, statistics, name in (
+        ("memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        if (total := _content(root / used)).isdigit():
+            pairs = (line.split() for line in _content(root / statistics).splitlines())
+            values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+            return max(0, int(total) - values.get(name, 0))
+    return 0
 
 
 def cores() -> Iterator[CheckFinding]:
@@ -97,15 +127,16 @@ def cores_finding(present: int, usable: int, quota: float | None) -> CheckFindin
 def memory() -> Iterator[CheckFinding]:
     """Report the memory that this process may use."""
     found = psutil.virtual_memory()
-    yield memory_finding(found.total, found.available, read_limits().memory)
+    yield memory_finding(found.total, found.available, read_limits())
 
 
-def memory_finding(total: int, available: int, limit: int | None) -> CheckFinding:
-    """Judge the memory of this machine, in bytes; ``limit``: of the container, None: none."""
+def memory_finding(total: int, available: int, limits: Limits) -> CheckFinding:
+    """Judge the memory of this machine, in bytes, and of the container."""
     fact = f"{available / _GIB:.1f} GiB of {total / _GIB:.1f} GiB memory are available"
-    if limit is not None:
-        fact += f", the container may use {limit / _GIB:.1f} GiB"
-    if min(available, available if limit is None else limit) < _LEAST_MEMORY:
+    free = limits.free_memory
+    if limits.memory is not None and free is not None:
+        fact += f", the container may use {limits.memory / _GIB:.1f} GiB and has {free / _GIB:.1f} GiB free"
+    if min(available, available if free is None else free) < _LEAST_MEMORY:
         return warning(
             f"{fact}: little for checkpoints and decoded images",
             "Stop other processes, or raise the container's limit.",
@@ -154,12 +185,12 @@ def caches() -> Iterator[CheckFinding]:
         free = shutil.disk_usage(there).free
         fact = f"{name} {path}: {free / _GIB:.0f} GiB free"
         if not os.access(there, os.W_OK):
-            variable = "HF_HOME" if path == _hub_cache() else "PANSCAN_CACHE"
+            variable = _hub_variable() if path == _hub_cache() else "PANSCAN_CACHE"
             yield warning(f"{fact}, not writable", f"Set {variable} to a directory that you can write.")
         elif free < _LEAST_DISK and path == _hub_cache():
             yield warning(
                 f"{fact}; Gemma 3 27B in bf16 takes 55 GB, 12B 24 GB, 4B 9 GB",
-                "Free space, or set HF_HOME to a directory on a larger disk.",
+                f"Free space, or set {_hub_variable()} to a directory on a larger disk.",
             )
         else:
             yield ok(fact)
@@ -172,8 +203,7 @@ def hub_access() -> Iterator[CheckFinding]:
     )
     if offline is not None:
         yield ok(f"{offline} is set: only checkpoints on this disk can be loaded")
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    file = _expanded(os.environ.get("HF_TOKEN_PATH") or _hub_home() / "token")
     variable = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
     if variable is not None or file.is_file():
         yield ok(f"a hub token is present ({variable or file}); its access to Gemma 3 was not tested")
@@ -186,7 +216,7 @@ def hub_access() -> Iterator[CheckFinding]:
 
 
 def checkpoints() -> Iterator[CheckFinding]:
-    """Report Gemma 3 checkpoints in the hub cache, whether they are complete, and how their tokenizers pad."""
+    """Report Gemma 3 checkpoints in the hub cache, and whether they are complete."""
     found = sorted(_hub_cache().glob("models--*gemma-3-*/snapshots/*/config.json"))
     if not found:
         yield ok(f"no Gemma 3 checkpoint in the hub cache {_hub_cache()}; panscan's mini and tiny need none")
@@ -203,6 +233,8 @@ def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
             needed = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError):
             return warning(f"{name}: {index.name} is damaged", f"Delete {snapshot} and download the checkpoint again.")
+    if not index.is_file() and next(snapshot.glob("*.safetensors"), None) is None:
+        return ok(f"{name}: only its configuration is in the cache")
     missing = [each for each in needed if not (snapshot / each).exists()]
     if missing:
         return warning(
@@ -212,8 +244,23 @@ def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
 
 
 def _hub_cache() -> Path:
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+    named = next((os.environ[name] for name in _HUB_CACHE if os.environ.get(name)), None)
+    return _expanded(named or _hub_home() / "hub")
+
+
+def _hub_home() -> Path:
+    """Return the directory of huggingface_hub's cache and token. Its own constants would be those of its import."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return _expanded(os.environ.get("HF_HOME") or cache / "huggingface")
+
+
+def _hub_variable() -> str:
+    """Return the environment variable that sets the hub cache here; HF_HOME has no effect on it if another is set."""
+    return next((name for name in _HUB_CACHE if os.environ.get(name)), "HF_HOME")
+
+
+def _expanded(path: str | Path) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def _number(limit: int) -> str:

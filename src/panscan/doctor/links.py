@@ -12,12 +12,13 @@ import pynvml
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 from panscan.doctor.nvml import handle_of, read
 
-__all__ = ["host_links", "idle_gpus", "peers"]
+__all__ = ["host_links", "idle_gpus", "layout_finding", "peers"]
 
 _NO_GPU = "PyTorch uses no NVIDIA GPU here"
 _BYTES = 256 << 20
 _RUNS = 5
 _MOST_LINKS = 18  # of NVLink on one GPU; the driver refuses higher numbers
+_FEWER_LANES = "The link runs with fewer lanes than the GPU and the slot have: reseat the GPU, or check the riser."
 _SLOW = 5e9  # bytes/s; PCIe 3.0 x8 is faster
 
 
@@ -25,18 +26,24 @@ def idle_gpus() -> Iterator[CheckFinding]:
     """Say how to use several GPUs, and that ``device_map="auto"`` uses one at a time."""
     import torch
 
-    count = torch.cuda.device_count()
+    yield layout_finding(torch.cuda.device_count())
+
+
+def layout_finding(count: int) -> CheckFinding:
+    """Return how ``panscan serve`` uses ``count`` GPUs."""
     if count == 0:
-        yield not_checked(_NO_GPU)
-    elif count == 1:
-        yield ok("one GPU: --device-map has no effect")
-    else:
-        sizes = [size for size in (8, 4, 2) if count % size == 0]
-        layouts = " or ".join([f"--replicas {count}", *(f"--tensor-parallel-size {size}" for size in sizes[:1])])
-        yield ok(
-            f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes"
-            f" at a time; `panscan serve {layouts}` keeps all of them busy"
-        )
+        return not_checked(_NO_GPU)
+    if count == 1:
+        return ok("one GPU: --device-map has no effect")
+    layouts = [f"--replicas {count}"]
+    if size := next((size for size in (8, 4, 2) if count % size == 0), None):
+        replicas = "" if size == count else f"--replicas {count // size} "
+        layouts.append(f"{replicas}--tensor-parallel-size {size}")
+    commands = " or ".join(f"`panscan serve {layout}`" for layout in layouts)
+    return ok(
+        f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes"
+        f" at a time; {commands} uses all of them"
+    )
 
 
 def peers() -> Iterator[CheckFinding]:
@@ -108,7 +115,7 @@ def _host_link(index: int, up: float, down: float, handle: Any | None) -> CheckF
     if width and most:
         fact += f", PCIe x{width} of x{most}"
     if width and most and width < most:
-        return warning(fact, "The slot has fewer lanes than the GPU: loading and --preprocess device are slower.")
+        return warning(fact, _FEWER_LANES)
     if min(up, down) < _SLOW:
         return warning(fact, "The link is slow: check the slot, or whether other processes copy at the same time.")
     return ok(fact)

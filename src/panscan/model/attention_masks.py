@@ -64,6 +64,7 @@ def effective_mask(
 
     Raises:
         UnsupportedError: the implementation cannot run here.
+        torch.OutOfMemoryError: the prompt is too long for the memory that is free.
     """
     where = resolve_device(device)
     if kernel and (reason := attention_reason(implementation, where, _dtype(implementation, where))) is not None:
@@ -71,7 +72,14 @@ def effective_mask(
     model = _probe_model(config, _dtype(implementation, where), where)
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)
     with torch.inference_mode(), _switched(model, implementation, kernel):
-        return measured_mask(lambda values: _means(model, types, values), image, _text(model).config.sliding_window)
+        try:
+            return measured_mask(lambda values: _means(model, types, values), image, _text(model).config.sliding_window)
+        except torch.OutOfMemoryError:
+            raise
+        except (ImportError, ValueError, RuntimeError) as error:  # kernels are loaded and compiled in their first run
+            if not kernel:
+                raise
+            raise _refused(implementation, error) from error
 
 
 def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> dict[LayerKind, NDArray[np.bool_]]:
@@ -141,8 +149,8 @@ def _measure_keys(attend: Attend, masks: Mapping[LayerKind, NDArray[np.bool_]]) 
 
 
 def _dtype(implementation: str, device: torch.device) -> torch.dtype:
-    """Half precision where a kernel takes nothing else; a weight of 1 / tokens is well above its smallest number."""
-    half = device.type == "cuda" and ("flash" in implementation or "/" in implementation)
+    """Return bfloat16 for GPU kernels, which may fail in float32; it can represent a weight of 1 / tokens."""
+    half = device.type == "cuda" and implementation not in ("eager", "sdpa")
     return torch.bfloat16 if half else torch.float32
 
 
@@ -215,13 +223,17 @@ def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
         try:
             model.set_attn_implementation(implementation)
         except (ImportError, ValueError, RuntimeError, OSError) as error:
-            raise UnsupportedError(f"--attention {implementation}: {' '.join(str(error).split())[:200]}") from error
+            raise _refused(implementation, error) from error
     else:
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise UnsupportedError(f"--attention {implementation}: Transformers prepares no mask under this name")
         model.config._attn_implementation = implementation  # set_attn_implementation() would look for the kernel
     with nullcontext() if kernel else _reference_kernel(implementation):
         yield
+
+
+def _refused(implementation: str, error: Exception) -> UnsupportedError:
+    return UnsupportedError(f"--attention {implementation}: {' '.join(str(error).split())[:200]}")
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS
 __all__ = ["attention_reason", "fp8_cache_reason", "quantization_reason", "require_supported", "unsupported_reason"]
 
 _FLASH_PACKAGES = {
-    "flash_attention_2": ("flash_attn", (8, 0)),
-    "flash_attention_3": ("flash_attn_interface", (9, 0)),
-    "flash_attention_4": ("flash_attn.cute", (9, 0)),
+    "flash_attention_2": ("flash_attn", "flash-attn", (8, 0)),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", (9, 0)),
+    "flash_attention_4": ("flash_attn.cute", "flash-attn-4", (9, 0)),
 }
-"""Each kernel's package and the lowest compute capability that it runs on."""
+"""Each kernel's module, the package that has it, and the lowest compute capability that it runs on."""
 _VLLM = (0, 24)
 
 
@@ -104,12 +104,12 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
         return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
     if device.type != "cuda":
         return f"{name} needs an NVIDIA GPU"
-    package, capability = _FLASH_PACKAGES[name]
+    module, package, capability = _FLASH_PACKAGES[name]
     if torch.cuda.get_device_capability(device) < capability:
         return f"{name} needs compute capability {capability[0]}.{capability[1]} or later"
-    root = package.split(".")[0]
-    if find_spec(root) is None or find_spec(package) is None:  # a submodule cannot be looked up without its package
-        return f"{name} needs the package {root.replace('_', '-')}" + (" 4 or later" if root != package else "")
+    root = module.split(".")[0]
+    if find_spec(root) is None or find_spec(module) is None:  # a submodule cannot be looked up without its package
+        return f"{name} needs the package {package}"
     return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from panscan.core.ranges import Range
+from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
@@ -258,7 +259,7 @@ def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: f
     """
     engine, rate = _engine_maker(inputs, layout, level), max(guess, 1e-3)
     passing, failing = 0.0, inf
-    for _ in range(_MOST_LEVELS):
+    for number in range(1, _MOST_LEVELS + 1):
         if _holds(engine, inputs, traffic, rate):
             passing = rate
         else:
@@ -266,7 +267,7 @@ def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: f
         if passing and failing <= _CLOSE * passing:
             break
         if not passing:
-            rate /= _STEP
+            rate /= _STEP**number  # larger and larger steps: the guess leaves out preparation on the host
         elif failing == inf:
             rate *= _STEP
         else:
@@ -342,5 +343,9 @@ def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
 
 
 def with_replicas(fleet: Fleet) -> Layout:
-    """Return the layout of a fleet with the number of replicas that it needs."""
-    return replace(fleet.layout, replicas=fleet.replicas or fleet.layout.replicas)
+    """Return the layout of a fleet with the number of replicas that it needs, and their requests per second."""
+    layout, replicas = fleet.layout, fleet.replicas or fleet.layout.replicas
+    assert layout.speed is not None  # it fits
+    share, rate = replicas / layout.replicas, layout.speed.requests_per_s
+    scaled = Interval(share * rate.low, share * rate.value, share * rate.high)
+    return replace(layout, replicas=replicas, speed=replace(layout.speed, requests_per_s=scaled))

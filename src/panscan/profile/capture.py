@@ -106,12 +106,15 @@ def _profiler(device: torch.device, options: CaptureOptions) -> profile:
 def _write(profiler: profile, path: Path, facts: Mapping[str, Any]) -> None:
     """Export, add the facts as the first key of the file, compress, and rename into place."""
     partial = path.with_name(path.name + ".partial")
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
-            if not (opening := source.readline().strip() or source.readline().strip()).startswith(b"{"):
-                raise RecordsError(f"{path}: the profiler wrote no JSON object")
-            target.write(b"{" + f"{json.dumps(FACTS_KEY)}: {json.dumps(facts)},".encode() + opening[1:])
-            shutil.copyfileobj(source, target)
-    partial.replace(path)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plain = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
+                if not (opening := source.readline().strip() or source.readline().strip()).startswith(b"{"):
+                    raise RecordsError(f"{path}: the profiler wrote no JSON object")
+                target.write(b"{" + f"{json.dumps(FACTS_KEY)}: {json.dumps(facts)},".encode() + opening[1:])
+                shutil.copyfileobj(source, target)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # there only after a failure

@@ -131,7 +131,8 @@ def profile_modes(
         for mode, chosen in modes:
             if opened is None or opened[0] != chosen.runner:
                 if opened is not None:
-                    _close(opened[1])
+                    closing, opened = opened[1], None  # nothing is open if the next runner cannot be opened
+                    _close(closing)
                 say(f"loading {chosen.model_name} for {mode.label}")
                 started = now()
                 opened = chosen.runner, _opened(chosen, gemma3n), now() - started
@@ -206,12 +207,21 @@ def profile_runner(
 
 
 def _opened(settings: Settings, gemma3n: bool) -> ProfiledRunner:
-    """Load a model in its runner; of an engine, also its caches and graphs."""
+    """Load a model in its runner; of an engine, also its caches and graphs.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        PanscanError: the engine cannot be opened.
+    """
     if gemma3n:
         return Gemma3nRunner.from_settings(settings)
     runner = ready_runner(settings)
     if isinstance(runner, EngineRunner):
-        runner.engine  # noqa: B018 - opened on first use
+        try:
+            runner.engine  # noqa: B018 - opened on first use
+        except BaseException:
+            _close(runner)
+            raise
     elif not isinstance(runner, GenerateRunner):
         raise SettingError(f"--runner {settings.runner}: only generate and engine are profiled")
     return runner

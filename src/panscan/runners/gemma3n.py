@@ -34,7 +34,7 @@ __all__ = [
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
 _DEVIATION = 0.02
-_NOT_HERE = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size")
+_NOT_HERE = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size", "preprocess")
 E2B: dict[str, Any] = {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}
 """What Gemma 3n E2B's text decoder changes of ``Gemma3nTextConfig``, whose defaults are E4B's."""
 

@@ -71,13 +71,13 @@ def _lookup(symbol: str) -> tuple[Any, str] | None:
     for length in range(len(parts), 0, -1):
         try:
             value: Any = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
+        except ImportError:  # no such module, or one that needs a package that is not installed
             continue
         module = ".".join(parts[:length])
         try:
             for name in parts[length:]:
                 value = getattr(value, name)
-        except AttributeError:
+        except (AttributeError, ImportError, RuntimeError, OSError):  # Transformers imports its modules on first use
             return None
         return value, module
     return None

@@ -70,8 +70,9 @@ def phase_times(columns: Columns, busy: Spans, launches: Launches) -> tuple[Phas
 def step_windows(columns: Columns, step: str | None) -> Windows | None:
     """Return the windows of the steps, each from its start to the start of the next one.
 
-    A step before another phase ends with its range. The last step is left out, unless it is the only one: the trace
-    does not show what follows it.
+    A step before another phase on its thread ends with its range. A first step after another phase is left out if the
+    GPU still computes that phase when it starts, unless no step would remain. The last step is left out, unless it is
+    the only one: the trace does not show what follows it.
 
     Args:
         columns: events of the trace.
@@ -103,11 +104,16 @@ def _windows(columns: Columns, rows: Ints, title: str) -> Windows:
     start, end = start[outer], end[outer]
     if len(start) == 1:
         return Windows(title, start, end)
-    start, end, following = start[:-1], end[:-1], start[1:]
     others = [i for i, name in enumerate(columns.names) if name.startswith(PHASE) and name not in (_DECODE, _REQUEST)]
-    between = np.sort(cpu.start[np.isin(cpu.name, others)])
+    between = np.sort(cpu.start[np.isin(cpu.name, others) & (cpu.thread == cpu.thread[rows[0]])])
+    follows = np.searchsorted(between, start) > np.concatenate(([0], np.searchsorted(between, end[:-1])))
+    start, end, following = start[:-1], end[:-1], start[1:]
     interrupted = np.searchsorted(between, following) > np.searchsorted(between, end)
-    return Windows(title, start, np.where(interrupted, end, following))
+    running = Spans.union(columns.gpu.start, columns.gpu.end).overlap(start, start + 1e-3) > 0
+    kept = ~(follows[:-1] & running)  # the GPU still computes the phase before
+    if not kept.any():
+        kept[:] = True
+    return Windows(title, start[kept], np.where(interrupted, end, following)[kept])
 
 
 def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, launches: Launches) -> StepTime:
