@@ -191,15 +191,7 @@ def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
-    arguments = [
-        str(tmp_path / "doc.png"),
-        "--model",
-        "tiny",
-        "--kv-cache-gb",
-        "100000",
-        "--output-tokens",
-        str(TOKENS),
-    ]
+    arguments = [str(tmp_path / "doc.png"), "--model", "tiny", "--output-tokens", "2", "--kv-cache-gb", "100000"]
     assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles")]) == 4
     said = capsys.readouterr()
     assert "--kv-cache-gb 100000: cpu has room for" in said.err

@@ -127,11 +127,10 @@ def _attention(name: str, dtype: str) -> CheckFinding:
 
 
 def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFinding:
+    """Return how an implementation responds, or a finding with the reason why it does not run."""
     try:
         return _response(name, dtype)
-    except (
-        Exception
-    ) as error:  # kernels and their compilers raise anything; the other implementations are still checked
+    except Exception as error:  # kernels and their compilers raise anything; the other checks continue
         text = " ".join(f"{type(error).__name__}: {error}".split())[:150]
     if name in ("eager", "sdpa"):
         return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
