@@ -61,6 +61,17 @@ def test_a_small_model_whose_replicas_are_limited_by_the_host(capsys: pytest.Cap
     assert run(["plan", "--model", "1b", "--gpu", "h200", *words]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["recommended"]["replicas"] == data["fleets"][0]["replicas"] > 1
+    assert data["within_count"] is None
+    assert run(["plan", "--model", "1b", "--gpu", "h200", "--count", "2", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["within_count"] is False
+
+
+def test_limits_that_no_fleet_meets_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "h200", "--request-rate", "2000", "--goodput", "ttft:1", "--goodput-attainment", "0.999"]
+    assert run(["plan", "--model", "27b", "--quantization", "none", *words]) == 4
+    captured = capsys.readouterr()
+    assert "No number of replicas meets 2,000 requests/s with 99.9% within TTFT 1 ms" in captured.out
+    assert "no number of replicas meets" in captured.err and captured.err.count("\n") == 1
 
 
 def test_views_are_counted_on_the_given_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +91,12 @@ def test_a_model_that_fits_nowhere_ends_with_what_would_fit(capsys: pytest.Captu
     assert "this would fit: --count 2" in captured.err
 
 
+def test_a_cache_that_is_too_large_is_the_reason_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "4b", "--gpu", "l4", "--kv-cache-gb", "500"]) == 4
+    captured = capsys.readouterr()
+    assert "less than --kv-cache-gb 500; raise" in captured.out and "with --kv-cache-gb 500" in captured.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -95,6 +112,9 @@ def test_a_model_that_fits_nowhere_ends_with_what_would_fit(capsys: pytest.Captu
         (["--gpu", "l4", "--output-tokens", "1000000"], "ends at 131,072"),
         (["--gpu", "l4", "--images", "x.png", "--view-mix", "1"], "exclude each other"),
         (["--measure", "--gpu", "h200"], "remove --gpu"),
+        (["--gpu", "cpu", "--count", "3"], "--count 3: a plan for a CPU is for one machine"),
+        (["--gpu", "l4", "--model", "gemma-3-4b"], "unknown model 'gemma-3-4b'"),
+        (["--gpu", "l4", "--model", "/missing/gemma-3-4b-it"], "unknown model '/missing/gemma-3-4b-it'"),
         ([], "--gpu is missing"),
     ],
 )

@@ -64,6 +64,12 @@ def test_ten_a100_with_40_gb() -> None:
     assert {each.name for each in warnings_for(inputs, layouts)} == {"device_map", "fp8", "flash_attention"}
 
 
+def test_a_specification_without_an_fp8_rate_is_not_a_gpu_without_fp8() -> None:
+    inputs = inputs_for("4b", "memory=24,bandwidth=936,bf16=71,capability=8.9", 1)
+    [text] = [each.text for each in warnings_for(inputs, find_layouts(inputs)) if each.name == "fp8"]
+    assert "no fp8 rate given: add fp8=" in text and "has no fp8" not in text
+
+
 def test_layouts_that_fit_are_ordered_by_the_goal() -> None:
     throughput = [each.speed.requests_per_s.value for each in fitting(inputs_for("4b", "l40s", 4)) if each.speed]
     latency = [each.speed.e2e.value for each in fitting(inputs_for("4b", "l40s", 4, goal="latency")) if each.speed]

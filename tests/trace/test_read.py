@@ -26,9 +26,9 @@ def trace() -> KinetoTrace:
     return decode_trace()
 
 
-def zipped(files: dict[str, bytes]) -> bytes:
+def zipped(files: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> bytes:
     data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(data, "w", compression) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
     return data.getvalue()
@@ -106,6 +106,10 @@ BAD = {
     "zip with two": (
         zipped({"a.json": b"{}", "b.json": b"{}"}),
         "the zip archive holds 2 files (a.json, b.json, ...): unzip it",
+    ),
+    "damaged zip with LZMA": (
+        zipped({"a.json": GOOD.encode()}, zipfile.ZIP_LZMA).replace(b"\x5d\x00\x00", b"\xff\x00\x00", 1),
+        "the compressed data is cut off or damaged",
     ),
     "zip that ends early": (zipped({"a.json": GOOD.encode()})[:-30], "the compressed data is cut off or damaged"),
 }

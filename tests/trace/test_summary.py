@@ -138,6 +138,8 @@ def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:
     path = trace.save(tmp_path / "vllm.json")
     with pytest.raises(SettingError, match=r"--step: .* vllm\.json is named 'forwrad' \(did you mean 'forward'\?\)"):
         summarize(open_trace(path), step="forwrad")
+    with pytest.raises(SettingError, match=r"is named 'layer_kernel<2>'$"):  # kernels begin no step
+        summarize(trace.events, step="layer_kernel<2>")
 
 
 def test_a_step_has_no_gpu_time_of_the_prefill_and_other_threads_do_not_cut_it() -> None:

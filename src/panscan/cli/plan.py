@@ -98,7 +98,7 @@ def command(**options: Any) -> int:
     A layout is a number of replicas, GPUs per replica (tensor parallelism) and the data type of the weights. With
     --request-rate, a simulation of the engine's scheduler finds the number of replicas that meet --goodput.
     """
-    from panscan.cli.plan_tables import no_fit_message, print_answer
+    from panscan.cli.plan_tables import no_fit_message, no_fleet_message, print_answer
     from panscan.plan.answer import PlanAnswer, answer_data
     from panscan.plan.layouts import find_layouts
     from panscan.plan.models import model_named
@@ -116,6 +116,8 @@ def command(**options: Any) -> int:
         print_answer(found)
     if found.advice is None:
         raise UnsupportedError(no_fit_message(found))
+    if found.unmet:
+        raise UnsupportedError(no_fleet_message(found))
     return 0
 
 
@@ -153,6 +155,8 @@ def _inputs(model: PlannedModel, options: Mapping[str, Any]) -> PlanInputs:
         raise SettingError(f"--gpu is missing: give a GPU, or --measure for this machine's; known: {known}")
     else:
         gpu = gpu_named(options["gpu"])
+    if gpu.capability is None and (options["count"] or 1) > 1:
+        raise SettingError(f"--count {options['count']}: a plan for a CPU is for one machine: remove --count")
     return PlanInputs(
         shape=model.shape, gpu=gpu, mix=_mix(model, options, given), options=EngineOptions(**sizes),
         kinds=_kinds(options["quantization"]), goal=options["goal"], ceilings=ceilings,

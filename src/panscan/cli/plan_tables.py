@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from panscan.analysis.cells import number_text
 from panscan.cli.options import out
 from panscan.plan.advice import what_would_fit
 from panscan.plan.answer import PlanAnswer, weights_name
 from panscan.plan.fleet import with_replicas
+from panscan.report.formatting import percent
 
 if TYPE_CHECKING:
     from panscan.plan.advice import Rejection
@@ -18,17 +20,30 @@ if TYPE_CHECKING:
     from panscan.plan.fleet import Fleet, FleetLevel
     from panscan.plan.layouts import Layout
 
-__all__ = ["no_fit_message", "print_answer"]
+__all__ = ["no_fit_message", "no_fleet_message", "print_answer"]
 
-_WIDTH = 118  # characters of a table that does not go to a terminal
+_WIDTH = 118  # characters of a table: a narrower terminal wraps its lines, because cut figures would mislead
 
 
 def no_fit_message(found: PlanAnswer) -> str:
     """Return why nothing fits, and what would."""
     inputs = found.inputs
     what = f"no layout of {found.model.id} fits on {inputs.count} x {inputs.gpu.label}"
+    given = {"--kv-cache-gb": inputs.options.kv_cache_gb, "--gpu-memory-gb": inputs.options.gpu_memory_gb}
+    if sizes := [f"{option} {size:g}" for option, size in given.items() if size is not None]:
+        what += f" with {' and '.join(sizes)}"
     changes = what_would_fit(inputs)
     return f"{what}; {'this would fit: ' + ' or '.join(changes) if changes else 'no change of GPUs or weights fits'}"
+
+
+def no_fleet_message(found: PlanAnswer) -> str:
+    """Return why no fleet serves the requests."""
+    goal, best = _goal(found), found.fleets[0]
+    if best.rate_of_one > 0:
+        one = number_text(best.rate_of_one)
+        return f"{goal} would take more than 256 replicas: one meets it at {one} requests/s"
+    alone = f"a request alone has {_latencies(best.level)}"
+    return f"no number of replicas meets {goal}: {alone}; relax the limits, or compare --quantization"
 
 
 def print_answer(found: PlanAnswer) -> None:
@@ -69,7 +84,7 @@ def _headline(found: PlanAnswer) -> list[str]:
         ]
     else:
         lines = [_fleet_sentence(found), f"Rule: fewest GPUs; {advice.rule}."]
-        if found.fleets[0].replicas is None:
+        if found.unmet:
             return lines[:1]
     lines += ["", *(f"  {found.command(verb, advice.layout)}" for verb in found.verbs)]
     if advice.faster is not None and advice.gain is not None:
@@ -108,26 +123,36 @@ def _promise(found: PlanAnswer, layout: Layout) -> str:
 
 
 def _fleet_sentence(found: PlanAnswer) -> str:
-    best, traffic = found.fleets[0], found.traffic
-    assert traffic is not None  # there are fleets
-    limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in traffic.limits.items())
-    goal = f"{traffic.rate:g} requests/s with {traffic.attainment:.0%} within {limits}"
-    if best.replicas is None and best.rate_of_one > 0:
-        return f"{goal} would take more than 256 replicas: one meets it at {best.rate_of_one:.3g} requests/s."
+    best = found.fleets[0]
     if best.replicas is None:
-        alone = f"a request alone has {_latencies(best.level)}"
-        return f"No number of replicas meets {goal}: {alone}. Relax the limits, or compare --quantization."
+        message = no_fleet_message(found)
+        return f"{message[0].upper()}{message[1:]}."
     low, high = best.replicas_range
     most = "more than 256" if high is None else high
     spread = "" if low == high else f" ({low} to {most} replicas within the range of the prediction)"
     layout = with_replicas(best)
     gpus, enough = f"{best.gpus} GPU{'s' if best.gpus != 1 else ''}", ""
-    if found.limit is not None and (best.gpus or 0) > found.limit:
+    if found.within_limit is False:
         enough = f" That is more than --count {found.limit}."
     return (
-        f"For {goal}: {_named(found, layout)}, {gpus} in all{spread}. Expected: {_latencies(best.level)}; breaks at"
-        f" about {best.breaks_at:.3g} requests/s.{enough}"
+        f"For {_goal(found)}: {_named(found, layout)}, {gpus} in all{spread}. Expected: {_latencies(best.level)};"
+        f" {_holds(best)} requests/s.{enough}"
     )
+
+
+def _goal(found: PlanAnswer) -> str:
+    """Return the requests and their limits in words."""
+    traffic = found.traffic
+    assert traffic is not None  # there are fleets
+    limits = ", ".join(f"{name.upper()} {limit:,.10g} ms" for name, limit in traffic.limits.items())
+    return f"{traffic.rate:,.10g} requests/s with {percent(traffic.attainment)} within {limits}"
+
+
+def _holds(fleet: Fleet) -> str:
+    """Return the highest rate of a fleet, or that none above the offered one is known."""
+    if fleet.breaks_at > fleet.level.rate:
+        return f"breaks at about {number_text(fleet.breaks_at)}"
+    return f"holds at least {fleet.level.rate:,.10g}"
 
 
 def _latencies(level: FleetLevel) -> str:
@@ -144,8 +169,8 @@ def _requests_lines(found: PlanAnswer) -> list[str]:
     least, most = mix.output_tokens
     lengths = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     return [
-        f"Requests: {mix.mean_views:.3g} views, {mix.mean_prompt_tokens:,.0f} prompt tokens (means), {lengths} output"
-        " tokens. In parentheses: range of the prediction."
+        f"Requests: {round(mix.mean_views, 2):,.10g} views, {mix.mean_prompt_tokens:,.0f} prompt tokens (means),"
+        f" {lengths} output tokens. In parentheses: range of the prediction."
     ]
 
 
@@ -154,7 +179,7 @@ _HEADINGS = (
     "TPOT ms\nalone", "TPOT ms\nfull", "requests/s\nfull", "limits of\nprefill / decode",
 )  # fmt: skip
 _FLEET_HEADINGS = (
-    "GPUs per\nreplica", "weights", "replicas", "GPUs", "one replica\nreq/s", "breaks at\nreq/s", "TTFT p95\nms",
+    "GPUs per\nreplica", "weights", "replicas", "GPUs", "one replica\nreq/s", "holds\nreq/s", "TTFT p95\nms",
     "TPOT p95\nms", "E2E p95\nms", "within\nlimits",
 )  # fmt: skip
 
@@ -184,10 +209,10 @@ def _fleet_row(fleet: Fleet) -> tuple[str, ...]:
         weights_name(fleet.layout) if fleet.layout.exact else f"{weights_name(fleet.layout)} *",
         "none" if fleet.replicas is None else str(fleet.replicas),
         "-" if fleet.gpus is None else str(fleet.gpus),
-        f"{fleet.rate_of_one:.3g}",
-        f"{fleet.breaks_at:.3g}",
+        number_text(fleet.rate_of_one),
+        number_text(fleet.breaks_at),
         *times,
-        f"{level.goodput.attainment:.0%}",
+        percent(level.goodput.attainment),
     )
 
 
@@ -196,11 +221,10 @@ def _table_of(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     console = out()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < 2 else "right", overflow="fold")
+        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=number + 1 < len(headings))
     for row in rows:
         table.add_row(*row)
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDTH)
+    console.width = max(console.width, _WIDTH)
     console.print(table)
     if any("*" in row[1] for row in rows):
         console.print("* not exact: quantised weights may change answers (docs/quantization.md)")
@@ -216,8 +240,8 @@ def _milliseconds(interval: Interval) -> str:
 
 
 def _seconds(interval: Interval) -> str:
-    return f"{interval.value:.2g} s ({interval.low:.2g}-{interval.high:.2g})"
+    return f"{number_text(interval.value)} s ({number_text(interval.low)}-{number_text(interval.high)})"
 
 
 def _rate(interval: Interval) -> str:
-    return f"{interval.value:.3g} ({interval.low:.3g}-{interval.high:.3g})"
+    return f"{number_text(interval.value)} ({number_text(interval.low)}-{number_text(interval.high)})"

@@ -148,13 +148,13 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
             )
         )
     if gpu.capability is not None and gpu.capability >= (8, 0) and "fp8" not in gpu.flops_per_s:
-        found.append(
-            Caution(
-                "fp8",
-                f"{gpu.label} has no fp8 tensor cores. At best, fp8 checkpoints are dequantised to bf16 there, which"
-                " saves memory but not compute. Use int8.",
-            )
+        text = (
+            f"{gpu.label} has no fp8 tensor cores. At best, fp8 checkpoints are dequantised to bf16 there, which"
+            " saves memory but not compute. Use int8."
         )
+        if gpu.assumed or gpu.capability >= (8, 9):
+            text = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
+        found.append(Caution("fp8", text))
     if gpu.capability is not None and gpu.capability >= (8, 0) and inputs.shape.vision is not None:
         found.append(
             Caution(

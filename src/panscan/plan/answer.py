@@ -54,6 +54,17 @@ class PlanAnswer:
         return replace(found, layout=with_replicas(self.fleets[0]), faster=None, gain=None)
 
     @property
+    def unmet(self) -> bool:
+        """Whether no fleet meets the limits."""
+        return bool(self.fleets) and self.fleets[0].replicas is None
+
+    @property
+    def within_limit(self) -> bool | None:
+        """Whether there are enough GPUs for the best fleet; None without a fleet or a known number of GPUs."""
+        needed = self.fleets[0].gpus if self.fleets else None
+        return None if needed is None or self.limit is None else needed <= self.limit
+
+    @property
     def rejections(self) -> list[Rejection]:
         """Layouts that do not fit, and why."""
         return rejections(self.layouts)
@@ -88,6 +99,7 @@ def answer_data(found: PlanAnswer) -> dict[str, Any]:
         "model": found.model.id,
         "gpu": {"name": inputs.gpu.name, "label": inputs.gpu.label, "sources": list(inputs.gpu.sources)},
         "count": inputs.count,
+        "within_count": found.within_limit,
         "goal": inputs.goal,
         "mix": asdict(inputs.mix),
         "recommended": None,
@@ -96,8 +108,7 @@ def answer_data(found: PlanAnswer) -> dict[str, Any]:
         "warnings": [asdict(each) for each in found.cautions],
         "fleets": [_fleet_data(each) for each in found.fleets],
     }
-    met = not found.fleets or found.fleets[0].replicas is not None
-    if advice is not None and met:
+    if advice is not None and not found.unmet:
         data["recommended"] = {
             **_layout_data(advice.layout),
             "rule": advice.rule,

@@ -99,7 +99,8 @@ class Fleet:
             None: no number of replicas.
         rate_of_one: highest rate of a single replica, requests per second; 0 if one request alone misses the limits.
         level: the replicas at the traffic's rate; of a single replica with one request alone if none meets the limits.
-        breaks_at: highest rate in requests per second at which the replicas meet the limits.
+        breaks_at: highest rate in requests per second at which the replicas meet the limits; the traffic's rate if no
+            simulation shows a higher one.
     """
 
     layout: Layout

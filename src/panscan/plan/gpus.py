@@ -42,6 +42,7 @@ class Gpu:
         sources: pages that these figures are from.
         aliases: other names that ``--gpu`` takes.
         note: what the figures leave out; empty: nothing.
+        assumed: whether a specification left out the capability, so that the lowest possible one is assumed.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Gpu:
     sources: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     note: str = ""
+    assumed: bool = False
 
     def refusal(self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16") -> str | None:
         """Return why the engine cannot run these types here, and what to use; None if it can.
@@ -67,6 +69,8 @@ class Gpu:
         if self.capability is None:
             return "--quantization fp8 needs an NVIDIA GPU: use int8 or int4" if weights == "fp8" else None
         has = "{} has {}.{}".format(self.name, *self.capability)
+        if self.assumed:
+            has += " (assumed; give capability=8.9)"
         if dtype == "bf16" and "bf16" not in self.flops_per_s:
             return f"--dtype bf16: {self.name} has no bf16 products: use fp32"
         if weights is not None and self.capability < _KERNELS:
@@ -140,7 +144,9 @@ def _custom(text: str) -> Gpu:
         given[key] = value
     if missing := [key for key in _NEEDED if key not in given]:
         raise SettingError(f"--gpu: {', '.join(missing)} missing; expected {_EXAMPLE}")
-    capability = _capability(given.pop("capability")) if "capability" in given else None
+    capability, assumed = None, "capability" not in given
+    if not assumed:
+        capability = _capability(given.pop("capability"))
     numbers = {key: _number(key, value) for key, value in given.items()}
     rates = {kind: numbers[kind] * 1e12 for kind in _RATES if kind in numbers}
     if capability is None:
@@ -154,6 +160,7 @@ def _custom(text: str) -> Gpu:
         link="custom" if "link" in numbers else "PCIe 4.0 x16, assumed",
         link_bytes_per_s=numbers.get("link", _LINK) * 1e9,
         capability=capability,
+        assumed=assumed,
     )
 
 

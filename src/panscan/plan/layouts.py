@@ -236,6 +236,8 @@ def _memory_reason(
     memory: MemoryPlan, variant: Variant, gpu: Gpu, mix: WorkloadMix, options: EngineOptions
 ) -> str | None:
     """Return why the memory does not hold the model and one request; None if it does."""
+    if memory.reason is not None and (options.kv_cache_gb is not None or options.gpu_memory_gb is not None):
+        return memory.reason
     per_gpu = "" if variant.tensor_parallel_size == 1 else " per GPU"
     weights, has = f"{memory.weights / 1e9:.1f} GB of weights{per_gpu}", f"{gpu.memory_bytes / 1e9:.1f} GB"
     if not memory.fits:

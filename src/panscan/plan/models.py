@@ -17,7 +17,7 @@ from panscan.settings import nearest
 __all__ = ["PlannedModel", "model_named"]
 
 _MOST_BYTES = 1 << 20
-_HUB = re.compile(r"gemma-3-(270m|1b|4b|12b|27b)(?![0-9a-z])")
+_HUB = re.compile(r"[\w.-]+/[\w.-]*gemma-3-(270m|1b|4b|12b|27b)(?![0-9a-z])[\w.-]*", re.ASCII)
 _TEXT_DEFAULTS = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
@@ -63,7 +63,7 @@ def model_named(text: str) -> PlannedModel:
             return PlannedModel(_shape_of(path), str(path.parent))
     except (OSError, RuntimeError):  # a path that the system refuses, or "~" of an unknown user
         path = None
-    if match := _HUB.search(name):
+    if match := _HUB.fullmatch(name):
         return PlannedModel(SHAPES[match[1]], text)
     known = [*SHAPES, *(f"google/gemma-3-{size}-it" for size in SHAPES if size not in BUNDLED)]
     raise SettingError(

@@ -6,6 +6,7 @@ import codecs
 import gzip
 import io
 import json
+import lzma
 import re
 import stat
 import zipfile
@@ -55,7 +56,7 @@ class TraceFile:
                 yield from self._events(_Reader(self.path, stream))
             except InputError:
                 raise
-            except (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
+            except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, gzip.BadGzipFile) as error:
                 raise InputError(
                     f"{self.path}: the compressed data is cut off or damaged ({error}): {_AGAIN}"
                 ) from error

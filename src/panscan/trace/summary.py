@@ -54,7 +54,7 @@ def summarize(
         raise InputError(f"{path or title}: the trace has no timed events: profile at least one step")
     gpu_name, known = gpu_of(events.metadata if isinstance(events, TraceFile) else {})
     if step is not None and step_windows(columns, step) is None:
-        functions = {each.rpartition(": ")[2] for each in columns.names}
+        functions = {columns.names[each].rpartition(": ")[2] for each in np.unique(columns.cpu.name)}
         raise SettingError(f"--step: no range or function of {title} is named {step!r}{nearest(step, functions)}")
     facts = replace(_summary(columns, gpu or known, step, top), name=title, gpu_name=gpu_name)
     return replace(facts, headline=headline(facts))
