@@ -206,11 +206,13 @@ def test_a_trace_of_the_profiler_on_a_cpu(tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     def prepare_inputs(size: int) -> object:
-        return torch.ones(size, size).clone()
+        with record_function("prepare_inputs"):
+            return torch.ones(size, size).clone()
 
     layer = torch.nn.Linear(64, 64)
     with (
-        profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True) as profiler,
+        # Not with_stack: key_averages() of PyTorch 2.13 sometimes fails to decode the names of Python functions.
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
         record_function("panscan.request"),
     ):
         for _ in range(3):
