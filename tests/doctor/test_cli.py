@@ -26,7 +26,7 @@ def test_json_holds_every_finding_and_each_that_asks_for_action_has_a_fix(capsys
 def test_a_problem_gives_exit_code_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A torchvision that belongs to another PyTorch raises as it is imported."""
+    """A torchvision that belongs to another PyTorch raises an error on import."""
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text('raise RuntimeError("no operator torchvision::nms")\n')
     (tmp_path / "torchvision-0.1.dist-info").mkdir()

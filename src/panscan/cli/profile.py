@@ -169,7 +169,7 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
         with errors().status(Text("starting")) as status:
             for each in profile_modes(requests, modes, folder, wanted, lambda text: status.update(_text(text))):
                 found.append(each)
-    except Exception:
+    except Exception:  # of whatever kind: it is raised again, after the finished modes are shown
         if found:
             _show(found, folder)
         raise

@@ -17,7 +17,7 @@ from panscan.doctor.findings import CheckFinding, not_checked, ok, warning
 try:
     import resource
 except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # the check of limits asks for it
 
 __all__ = [
     "Limits",

@@ -219,7 +219,7 @@ def _opened(settings: Settings, gemma3n: bool) -> ProfiledRunner:
     if isinstance(runner, EngineRunner):
         try:
             runner.engine  # noqa: B018 - opened on first use
-        except BaseException:
+        except BaseException:  # interruptions included: the model must not stay in memory
             _close(runner)
             raise
     elif not isinstance(runner, GenerateRunner):
