@@ -28,6 +28,8 @@ POINTERS = {
     "ends": "*i32",
     "tables": "*i32",
     "lengths": "*i32",
+    "groups": "*i32",
+    "members": "*i32",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from tests.small_models import SIDE, SOFT
 
-from panscan.core import Sampling
+from panscan.core import Sampling, View
 from panscan.engine.model_runner import ModelRunner, PassResult
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode
@@ -114,7 +114,7 @@ class Pages:
         self, chunks: Iterable[Chunk], asked: Rows[Asked] = (), *, watched: Rows[int] | None = None,
         pending: dict[int, int] | None = None,
     ) -> PassResult:  # fmt: skip
-        """Run one pass and return its result, with hidden states and logits of all rows.
+        """Run one pass and return its result, with logits of the sampled rows, and what is known of the watched ones.
 
         Args:
             chunks: in the order of their rows.
@@ -144,7 +144,7 @@ class Pages:
         spans = [span for chunk in chunks for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         new = list(dict.fromkeys(span.key for span in spans if span.key not in self._slots))
         self._slots |= {key: self._free_slots.pop() for key in new}
-        pixels = self.runner.put(np.stack([views[key] for key in new]), None) if new else []
+        pixels = [self.runner.put(views[key], [View("whole", (0, 0, SIDE, SIDE))])[0] for key in new]
         batch = flatten(chunks, block_size=self.block_size, window=self._window or 1, slots=self._slots)
         samples = [number for number, chunk in enumerate(chunks) if chunk.samples]
         return replace(

@@ -11,8 +11,7 @@ from tests.engine.driving import requests
 
 from panscan import GenerateRunner, Sampling
 from panscan.core import EngineError, QueueFullError, SettingError
-from panscan.engine.admission import Admission
-from panscan.engine.engine import Engine
+from panscan.engine.engine import Admission, Engine
 from panscan.engine.options import EngineOptions
 
 OPTIONS = EngineOptions(kv_cache_gb=0.02, max_num_seqs=1)

@@ -52,6 +52,7 @@ OPTIONS = st.fixed_dictionaries(
         "vision_batch_size": st.integers(1, 9),
         "kv_cache_gb": st.sampled_from([0.0025, 0.004, 0.05]),
         "overlap": st.booleans(),
+        "tpot_target_ms": st.sampled_from([None, 0.001, 30.0]),
     }
 )
 MINI_VIEW = 144 * 256 * 4

@@ -29,7 +29,7 @@ from tests.engine.driving import Reference, requests
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.bench.grid import Cell
-from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError
+from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError, View
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup, StartRunner, StopRunner
@@ -166,14 +166,14 @@ def test_observed_distributions_are_those_of_one_process(opened: Callable[..., E
 def test_views_are_distributed_in_turn(group: RankGroup) -> None:
     session = group.start(OPTIONS)
     size = load_outline_for(SETTINGS).reader.pixels.size  # type: ignore[union-attr]  # the model reads images
-    levels = torch.zeros(5, size, size, 3, dtype=torch.uint8).numpy()
-    refs = session.put(levels, None)
+    levels, views = torch.zeros(size, size, 3, dtype=torch.uint8).numpy(), [View("whole", (0, 0, size, size))] * 5
+    refs = session.put(levels, views)
     assert len({ref.handle for ref in refs}) == 5
     assert {ref.rank for ref in refs} == {0, 1}
     assert all(one.rank != other.rank for one, other in pairwise(refs))
     session.forget([*refs, *refs])
     session.close()
-    session.put(levels, None)  # by a thread that was still preparing a request
+    session.put(levels, views)  # by a thread that was still preparing a request
 
 
 def test_cancelled_and_broken_requests_leave_the_others_alone(
@@ -326,8 +326,12 @@ def test_closing_ends_the_waits_of_other_threads() -> None:
         except EngineError as error:
             ended.append(error)
 
-    levels = torch.zeros(40, 128, 128, 3, dtype=torch.uint8).numpy()
-    calls = [lambda: session.put(levels, None), lambda: group.result(0), group.peak_memory]
+    levels = torch.zeros(1280, 512, 3, dtype=torch.uint8).numpy()
+    calls = [
+        lambda: session.put(levels, [View("whole", (0, 0, 512, 1280))] * 2),
+        lambda: group.result(0),
+        group.peak_memory,
+    ]
     threads = [threading.Thread(target=wait_for, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()

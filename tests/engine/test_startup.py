@@ -93,7 +93,8 @@ def test_a_cpu_launches_layers_one_by_one_and_overlaps_nothing(tiny: GenerateRun
         runner = engine._loop.runner
         assert isinstance(runner, ModelRunner) and runner.graphs is None
         assert not runner.facts.overlaps
-        attention, layers, cache = engine.decisions
+        attention, layers, resizing, cache = engine.decisions
     assert attention == "attention: sdpa (not on an NVIDIA GPU)"
     assert layers == "layers: launched one by one (not on an NVIDIA GPU)"
+    assert resizing == "view resizing: Pillow on the host (not on an NVIDIA GPU)"
     assert cache.startswith("KV cache: ")

@@ -14,8 +14,9 @@ from tests.small_models import SIDE, model_of
 
 from panscan.core import View
 from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
-from panscan.engine.views import PixelStore, ViewFeatures
-from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch, resized_pil
+from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
+from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch
+from panscan.images.resize import choose_resize
 from panscan.model.sharding import ALONE
 from panscan.model.vision_layers import VisionLayers
 
@@ -26,6 +27,7 @@ VIEWS = [View("whole", (0, 0, 90, 60)), View("crop", (0, 0, 40, 60)), View("crop
 
 
 def levels(count: int) -> NDArray[np.uint8]:
+    """Return levels of views, ``[count, side, side, 3]``."""
     return np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
 
 
@@ -33,14 +35,20 @@ def store() -> PixelStore:
     return PixelStore(CPU, torch.float32, SPEC)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["resized views", "whole image"])
-def test_pixels_are_those_of_transformers_processors(whole: bool) -> None:
-    image, pixels = noise(90, 60), store()
-    if whole:
-        refs = pixels.put(levels_of(image), VIEWS)
+def put(pixels: PixelStore, count: int) -> list[PixelRef]:
+    """Put the views of :func:`levels`, which come below each other on one page."""
+    views = [View("crop", (0, at * SIDE, SIDE, (at + 1) * SIDE)) for at in range(count)]
+    return pixels.put(levels(count).reshape(-1, SIDE, 3), views)
+
+
+@pytest.mark.parametrize("preprocess", ["cpu", "device"])
+def test_pixels_are_those_of_transformers_processors(preprocess: str) -> None:
+    resize, _ = choose_resize(preprocess, SPEC, CPU)
+    image, pixels = noise(90, 60), PixelStore(CPU, torch.float32, SPEC, resize=resize)
+    refs = pixels.put(levels_of(image), VIEWS)
+    if preprocess == "device":
         expected = pixels_torch(torch.from_numpy(np.array(image)).permute(2, 0, 1), VIEWS, SPEC)
     else:
-        refs = pixels.put(resized_pil(image, VIEWS, SPEC), None)
         expected = pixels_pil(image, VIEWS, SPEC)
     assert len(pixels) == len(refs) == len(VIEWS)
     assert torch.equal(torch.stack([pixels.take(ref.handle) for ref in refs]), expected)
@@ -49,7 +57,7 @@ def test_pixels_are_those_of_transformers_processors(whole: bool) -> None:
 
 def test_pixels_are_taken_once_and_own_their_memory() -> None:
     pixels = store()
-    first, second, third = pixels.put(levels(3), None)
+    first, second, third = put(pixels, 3)
     taken = pixels.take(second.handle)
     assert taken.untyped_storage().nbytes() == taken.nbytes
     with pytest.raises(KeyError):
@@ -63,7 +71,7 @@ def test_pixels_are_taken_once_and_own_their_memory() -> None:
 def test_threads_that_put_pixels_get_handles_of_their_own() -> None:
     pixels = store()
     with ThreadPoolExecutor(8) as threads:
-        refs = [ref for found in threads.map(lambda _: pixels.put(levels(3), None), range(40)) for ref in found]
+        refs = [ref for found in threads.map(lambda _: put(pixels, 3), range(40)) for ref in found]
     assert len({ref.handle for ref in refs}) == len(pixels) == 120
 
 
@@ -85,7 +93,7 @@ def test_features_are_those_of_each_view_alone(batch_size: int) -> None:
         return vision(batch)
 
     features = ViewFeatures(encode, pixels, batch_size, ALONE)
-    refs = pixels.put(levels(5), None)
+    refs = put(pixels, 5)
     views = [ViewToEncode(slot, ref.handle) for slot, ref in zip([3, 0, 7, 1, 4], refs, strict=True)]
     features.encode(views, torch.empty(0, TOKENS, HIDDEN))
     assert len(pixels) == 0
@@ -102,7 +110,7 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
         lambda batch: batch.mean((1, 2, 3))[:, None, None].expand(-1, TOKENS, HIDDEN), pixels, 4, ALONE
     )
     like = torch.empty(0, TOKENS, HIDDEN)
-    refs = pixels.put(levels(4), None)
+    refs = put(pixels, 4)
     expected = [float(torch.from_numpy(each).float().mean() / 127.5 - 1) for each in levels(4)]
     features.encode([ViewToEncode(slot, ref.handle) for slot, ref in enumerate(refs[:3])], like)
     held = [each.data_ptr() for each in features._slots.values()]
@@ -115,9 +123,9 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
 
 def test_pixels_beyond_the_limit_wait_elsewhere_and_are_the_same() -> None:
     free, bound = store(), PixelStore(CPU, torch.float32, SPEC, limit=2 * 3 * SIDE * SIDE * 4)
-    refs = list(zip(free.put(levels(5), None), bound.put(levels(5), None), strict=True))
+    refs = list(zip(put(free, 5), put(bound, 5), strict=True))
     bound.forget([refs[0][1].handle, refs[4][1].handle])
-    refs += zip(free.put(levels(1), None), bound.put(levels(1), None), strict=True)
+    refs += zip(put(free, 1), put(bound, 1), strict=True)
     for one, other in [*refs[1:4], refs[5]]:
         assert torch.equal(free.take(one.handle), bound.take(other.handle))
     assert len(bound) == 0

@@ -21,7 +21,7 @@ from panscan.model.random_weights import random_model, random_outline, random_sh
 from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Alone, check_divides, fill_shard, shard_config, shard_of
-from panscan.model.text_layers import TextLayers
+from panscan.model.text_layers import OutputRows, TextLayers
 
 TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
 EYES = VisionShape(hidden=48, intermediate=64, layers=1, heads=2, image_size=56)
@@ -164,23 +164,29 @@ class ThreadRanks:
 
 @dataclass(frozen=True)
 class Causal:
-    """The attention of one text that is no longer than the window: both kinds of layer agree."""
+    """The attention of rows of one text that is no longer than the window: both kinds of layer agree."""
 
     slots: torch.Tensor
+    rows: torch.Tensor
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        query, key, value = (each[: len(query)].transpose(0, 1) for each in (query, k_cache, v_cache))
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        query, key, value = (each.transpose(0, 1) for each in (query, k_cache, v_cache))
+        mask = self.slots <= self.rows[:, None]
+        out = scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
         return out.transpose(0, 1).contiguous()
 
 
-def logits(model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int) -> torch.Tensor:
-    """Next-token logits of every position of one text."""
+def logits(
+    model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Next-token logits of these positions of one text; None: of all."""
     text = TextLayers(model, ranks, vocab_size=vocabulary)
     sizes = [(len(ids), layer.kv_heads, layer.head_size) for layer in text.layers]
     keys, values = ([torch.zeros(size) for size in sizes] for _ in range(2))
-    plan = Causal(torch.arange(len(ids)))
-    return text.logits(text.run(text.embed(ids), torch.arange(len(ids)), keys, values, {True: plan, False: plan}))
+    positions = torch.arange(len(ids))
+    plan = Causal(positions, positions)
+    output = None if rows is None else OutputRows(rows, Causal(positions, rows))
+    return text.logits(text.run(text.embed(ids), positions, keys, values, {True: plan, False: plan}, output))
 
 
 @BOTH
@@ -194,6 +200,16 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int) -> None
         assert found.shape == (len(ids), vocabulary)
         torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits(model, ids, Alone(), vocabulary), due, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [[6], [1, 4], []])
+def test_shards_agree_on_output_rows(rows: list[int]) -> None:
+    shape = SHAPES["sees"]
+    model, ids, chosen = model_of(shape), torch.arange(30, 37), torch.tensor(rows, dtype=torch.long)
+    due = logits(model, ids, Alone(), shape.text.vocabulary)[chosen]
+    shards = [shard(model, rank, 2) for rank in range(2)]
+    for found in Threads(2).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, shape.text.vocabulary, chosen)):
+        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

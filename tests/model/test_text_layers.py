@@ -11,36 +11,44 @@ from accelerate import cpu_offload
 from tests.small_models import MODELS, model_of
 from tests.triton_here import interpreted
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from panscan import GenerateRunner
 from panscan.core import UnsupportedError
 from panscan.model.random_weights import random_model
-from panscan.model.text_layers import LayerFacts, TextLayers
+from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 
 IDS = torch.tensor([30, 400, 5, 77, 21])
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
+KERNELS = pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=interpreted)], ids=["operators", "kernels"]
+)
 
 
 @dataclass
 class Causal:
-    """Attention of one text that is no longer than the window; the cache holds nothing else."""
+    """Attention of rows of one text that is no longer than the window; the cache holds nothing else."""
 
     slots: torch.Tensor
+    rows: torch.Tensor
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        rows = [part.transpose(0, 1) for part in (query, k_cache[self.slots], v_cache[self.slots])]
-        out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=True)
+        parts = [part.transpose(0, 1) for part in (query, k_cache[self.slots], v_cache[self.slots])]
+        mask = torch.arange(len(self.slots)) <= self.rows[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scaling, enable_gqa=True)
         return out.transpose(0, 1).contiguous()
 
 
-def text_logits(layers: TextLayers, ids: torch.Tensor = IDS) -> torch.Tensor:
-    """Return logits ``[T, vocabulary]`` of a text, with its keys and values in slots of reverse order."""
+def text_logits(layers: TextLayers, ids: torch.Tensor = IDS, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return logits of these rows of a text, or of all, with its keys and values in slots of reverse order."""
     slots = torch.arange(len(ids)).flip(0) + 2
     facts = layers.layers
     k_caches, v_caches = (
         [torch.full((9, each.kv_heads, each.head_size), torch.nan, dtype=each.dtype) for each in facts] for _ in "kv"
     )
-    plans = {each.local: Causal(slots) for each in facts}
-    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), k_caches, v_caches, plans)
+    plans = {each.local: Causal(slots, torch.arange(len(ids))) for each in facts}
+    output = None if rows is None else OutputRows(rows, Causal(slots, rows))
+    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), k_caches, v_caches, plans, output)
     for cache in (*k_caches, *v_caches):
         assert cache[[0, 1, 7, 8]].isnan().all() and cache[slots].isfinite().all()
     return layers.logits(hidden)
@@ -52,7 +60,7 @@ def expected_logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=interpreted)], ids=["operators", "kernels"])
+@KERNELS
 @BOTH
 def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
     layers = TextLayers(model_of(name))
@@ -60,6 +68,43 @@ def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
         layers.use_kernels()
     assert layers.kernels == kernels
     torch.testing.assert_close(text_logits(layers), expected_logits(model_of(name)), rtol=1e-5, atol=1e-5)
+
+
+def check_output_rows(layers: TextLayers) -> None:
+    """Compare any output rows with those of a pass that returns all; keys and values of the other rows are written."""
+    whole = text_logits(layers)
+    for rows in ([4], [0, 3], []):
+        found = text_logits(layers, rows=torch.tensor(rows, dtype=torch.long))
+        torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
+
+
+@KERNELS
+@BOTH
+def test_output_rows_are_those_of_a_whole_pass(name: str, kernels: bool) -> None:
+    layers = TextLayers(model_of(name))
+    if kernels:
+        layers.use_kernels()
+    check_output_rows(layers)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_output_rows_with_quantised_weights(kind: str) -> None:
+    runner = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu", quantization=kind)
+    check_output_rows(TextLayers(runner.loaded.model))
+
+
+def test_the_last_layer_computes_output_rows_alone() -> None:
+    layers = TextLayers(model_of("text only"))
+    text = MODELS["text only"].text
+    flops = []
+    for rows in (None, torch.tensor([2, 4]), torch.tensor([], dtype=torch.long)):
+        with FlopCounterMode(display=False) as counter:
+            text_logits(layers, rows=rows)
+        flops.append(counter.get_total_flops())
+    behind_attention = text.heads * text.head_size * text.hidden + 3 * text.hidden * text.intermediate
+    row = 2 * (behind_attention + text.hidden * text.vocabulary)
+    # Not every PyTorch counts the little that attention takes here.
+    assert [flops[0] - each for each in flops] == pytest.approx([0, 3 * row, 5 * row], rel=0.01)
 
 
 def test_a_layer_gets_the_plan_of_its_kind_and_its_own_cache() -> None:

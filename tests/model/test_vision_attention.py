@@ -47,7 +47,8 @@ def test_true_shapes(views: int, patches: int) -> None:
         usual = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     assert relative(found, truth) < 4e-3
     error, usual_error = ((part.double() - truth).abs().max() for part in (found, usual))
-    assert error <= 1.25 * usual_error + 1e-6  # both round weights to bfloat16; which rounding is worst varies
+    # Both round weights to bfloat16. A running maximum makes the largest weight 1, which needs no rounding.
+    assert error <= 1.5 * usual_error + 1e-6
 
 
 @hopper
@@ -65,6 +66,20 @@ def test_large_scores() -> None:
     query, key, value = packed(1, 16, 4096, 72, torch.bfloat16)
     found = attend(query * 16, key * 16, value)
     assert relative(found, expected(query * 16, key * 16, value, 72**-0.5)) < 4e-3
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("patches", [129, 300, 4096])
+def test_scores_that_rise_after_the_first_keys(patches: int) -> None:
+    """Weights relative to the highest score of the first 128 keys would overflow in one head of one view, or in all."""
+    query, key, value = (part.clone() for part in packed(2, 3, patches, 72, torch.bfloat16))
+    for heads in (slice(1, 2), slice(None)):
+        query[1, heads] = query[1, heads].abs() * 8
+        key[1, heads, :128] = -key[1, heads, :128].abs() * 8
+        key[1, heads, 128:] = key[1, heads, 128:].abs() * 8
+        truth = expected(query, key, value, 72**-0.5)
+        assert relative(attend(query, key, value), truth) < 4e-3
 
 
 @hopper

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +20,7 @@ from typing import Any, Self
 from panscan.core import (
     EngineError,
     PanscanWarning,
+    QueueFullError,
     Request,
     Result,
     SettingError,
@@ -29,7 +32,6 @@ from panscan.core import (
 )
 from panscan.core.ranges import Range
 from panscan.core.request import checked_request, request_list
-from panscan.engine.admission import Admission
 from panscan.engine.loop import Loop, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
@@ -43,7 +45,7 @@ from panscan.model.support import require_supported
 from panscan.presets.parse import single_preset
 from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_from
 
-__all__ = ["Engine"]
+__all__ = ["Admission", "Engine"]
 
 MAX_QUEUED_REQUESTS = 1024
 """Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
@@ -436,3 +438,66 @@ def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, disable=not (console.is_terminal if shown is None else shown)) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)
+
+
+class Admission:
+    """Places for submitted requests. Any thread and any event loop may take one or give one back.
+
+    Args:
+        places: how many there are.
+        full: the message of :class:`QueueFullError`.
+    """
+
+    def __init__(self, places: int, full: str) -> None:
+        self._free, self._full = places, full
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    def take(self) -> None:
+        """Take a place now.
+
+        Raises:
+            QueueFullError: there is none.
+        """
+        with self._lock:
+            if not self._free:
+                raise QueueFullError(self._full)
+            self._free -= 1
+
+    async def wait(self) -> None:
+        """Take a place as soon as there is one. Those that wait come first, in their order."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                given = turn not in self._waiting
+                if not given:
+                    self._waiting.remove(turn)
+            if given:  # in the same moment: it goes to the next
+                self.give()
+            raise
+
+    def give(self) -> None:
+        """Release a slot, or pass it to the request that has waited longest."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                turn = self._waiting.popleft()
+            try:
+                turn.get_loop().call_soon_threadsafe(_wake, turn)
+                return
+            except RuntimeError:  # its event loop is closed: it waits no more
+                continue
+
+
+def _wake(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -159,8 +159,10 @@ class Graphs:
         positions, *parts = unpack(inputs, arrays)
         plans = {}
         for local, (decode_tables, prefill_tables) in self._tables.items():
-            slots, lengths, ends, tiles, *parts = parts
-            kernel_inputs = KernelInputs(slots, lengths, ends, tiles, decode_tables[: size[0]], prefill_tables)
+            slots, lengths, groups, members, ends, tiles, *parts = parts
+            kernel_inputs = KernelInputs(
+                slots, lengths, groups, members, ends, tiles, decode_tables[: size[0]], prefill_tables
+            )
             plans[local] = self._backend.bind(kernel_inputs, self._block_size, self._window if local else 0)
         self._load(inputs, batch, size)
         embedded = torch.zeros(sum(size), self._hidden_size, dtype=self._dtype, device=self._device)
@@ -178,7 +180,7 @@ class Graphs:
             inputs = self._backend.inputs(batch, local=local)
             tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + _CHUNKS, 4), np.int32)
             tiles[: len(inputs.tiles)] = inputs.tiles
-            fixed += [inputs.slots, inputs.lengths, inputs.ends, tiles]
+            fixed += [inputs.slots, inputs.lengths, inputs.groups, inputs.members, inputs.ends, tiles]
             tables += [inputs.decode_tables, inputs.prefill_tables]
         return fixed, tables
 

@@ -9,8 +9,8 @@ from panscan.core import wait_noted
 
 __all__ = ["DECODED_BYTES", "ImageMemory", "Share"]
 
-DECODED_BYTES = 8
-"""Per pixel while an image is decoded: Pillow keeps RGB in four bytes, and turning it upright takes a copy."""
+DECODED_BYTES = 10
+"""Per pixel while an image is decoded: Pillow keeps RGB in four bytes and packs it into three, twice for a moment."""
 
 
 class Share:

@@ -17,8 +17,20 @@ from triton.compiler.compiler import max_shared_mem
 
 from panscan.linear.jit import kernel
 
-__all__ = ["Sizes", "choose_splits", "decode", "decode_sizes", "prefill", "prefill_sizes"]
+__all__ = [
+    "DECODE_MEMBERS",
+    "Sizes",
+    "choose_splits",
+    "decode",
+    "decode_sizes",
+    "decode_units",
+    "prefill",
+    "prefill_sizes",
+]
 
+DECODE_MEMBERS = 8
+"""Maximum sequences that one program of the decode kernel computes. With two query heads per kv head, as in most
+published models, their rows fill the smallest tile of a tensor core, so a group costs no more than one sequence."""
 _FEWEST_ROWS = 16  # that a tensor core multiplies
 _MOST_SPLITS = 16
 _THREE_STAGES = 160_000  # bytes of shared memory: sm80 has 166,912, sm90 232,448
@@ -59,14 +71,19 @@ def prefill_sizes(head_size: int, itemsize: int, shared_bytes: int) -> Sizes:
 
 
 def decode_sizes(head_size: int, itemsize: int, group: int) -> Sizes:
-    """Return the tile sizes of the decode kernel. ``group``: query heads per kv head, the rows of its products.
+    """Return the tile sizes of the decode kernel. ``group``: query heads per kv head.
 
     Head sizes 128 and 256 in 16 bits: the fastest of those measured on an H200.
     """
-    rows = max(_FEWEST_ROWS, 1 << (group - 1).bit_length())
+    rows = max(_FEWEST_ROWS, 1 << (DECODE_MEMBERS * group - 1).bit_length())
     if itemsize == 4:
         return Sizes(rows, 32 if head_size < 256 else 16, 4, 4)
     return Sizes(rows, 64 if head_size < 256 else 32, 2, 4)
+
+
+def decode_units(kv_heads: int, device: torch.device) -> int:
+    """Return how many sequences keep a device busy. With as many, :func:`decode` splits no keys."""
+    return -(-_busy(device) // kv_heads)
 
 
 def choose_splits(programs: int, wanted: int) -> int:
@@ -126,9 +143,13 @@ def prefill(
 
 def decode(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, output: torch.Tensor, *,
-    tables: torch.Tensor, lengths: torch.Tensor, window: int, page_size: int, scaling: float, splits: int | None = None,
+    tables: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, members: torch.Tensor,
+    window: int, page_size: int, scaling: float, splits: int | None = None,
 ) -> None:  # fmt: skip
     """Compute attention for rows ``[0, B)``, each the last of its sequence. Other arguments: see :func:`prefill`.
+
+    Sequences of one group share the pages of a common prefix. Its keys and values are read once per group, which
+    saves memory bandwidth when several questions are asked about one document.
 
     Args:
         query: ``[T, heads, D]``, contiguous in D; T is at least B.
@@ -137,6 +158,10 @@ def decode(
         output: contiguous ``[T, heads, D]``: the first B rows are written.
         tables: int32 ``[B, W]``: pages by position // page size.
         lengths: int32 ``[B]``: number of keys of each sequence, the row's own included; at least 1.
+        groups: int32 ``[B, 3]``: index of the first sequence in ``members``, number of sequences (at most
+            ``DECODE_MEMBERS``; 0: nothing to do), and the number of keys in the common prefix. The first sequence
+            of a group is its shortest.
+        members: int32 ``[B]``: the sequences of all groups, each once.
         window: positions that a row attends to.
         page_size: tokens per page.
         scaling: factor of the attention scores.
@@ -145,11 +170,11 @@ def decode(
     (_, heads, size), kv_heads, sequences = query.shape, k_cache.shape[1], len(lengths)
     if not sequences:
         return
-    splits = splits or choose_splits(sequences * kv_heads, 3 * _multiprocessors(query.device))
+    splits = splits or choose_splits(sequences * kv_heads, _busy(query.device))
     sizes = decode_sizes(size, query.element_size(), heads // kv_heads)
     parts, sums = _partial(splits, sequences, heads, size, output)
     _decode[(sequences, kv_heads, splits)](
-        query, k_cache, v_cache, parts, sums, tables, lengths, scaling * _LOG2E,
+        query, k_cache, v_cache, parts, sums, tables, lengths, groups, members, scaling * _LOG2E,
         query.stride(0), query.stride(1), tables.stride(0), window or _EVERYTHING,
         page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=sizes.rows, keys=sizes.keys,
         splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
@@ -186,6 +211,11 @@ def _multiprocessors(device: torch.device) -> int:
 def _shared_bytes(device: torch.device) -> int:
     """Return the shared memory that Triton lets one program use on a GPU; no limit applies to the interpreter."""
     return max_shared_mem(device.index) if device.type == "cuda" else 1 << 30
+
+
+def _busy(device: torch.device) -> int:
+    """Return the number of decode programs that keep a device busy."""
+    return 3 * _multiprocessors(device)
 
 
 def _precision(query: torch.Tensor) -> str:
@@ -276,36 +306,54 @@ def _prefill(
 
 @kernel(any_value=["table_row"])
 def _decode(
-    q, k_cache, v_cache, parts, part_sums, tables, lengths, scale, q_row, q_head, table_row, window,
+    q, k_cache, v_cache, parts, part_sums, tables, lengths, groups, members, scale, q_row, q_head, table_row, window,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
     rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """One program: one sequence, one kv head, one split of the keys. The query heads of the kv head are the rows."""
-    sequence = tl.program_id(0).to(tl.int64)
+    """One program: one group of sequences, one kv head, one split of the keys.
+
+    The rows are the query heads of the kv head, sequence after sequence. The keys of the common prefix come first,
+    for all rows; then those of each sequence, for its rows.
+    """
+    group = groups + tl.program_id(0) * 3
+    count = tl.load(group + 1)
+    if count == 0:
+        return
+    members += tl.load(group)
+    prefix = tl.load(group + 2)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    low = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - low, splits), keys) * keys
-    first = low + split * share
-    last = tl.minimum(first + share, length)
     at = tl.arange(0, rows)
-    there = at < heads // kv_heads
-    head = (kv_head * (heads // kv_heads) + at).to(tl.int64)
+    member = at // (heads // kv_heads)
+    there = member < count
+    sequence = tl.load(members + member, mask=there, other=0).to(tl.int64)
+    low = tl.load(lengths + sequence, mask=there, other=0) - window
+    head = (kv_head * (heads // kv_heads) + at % (heads // kv_heads)).to(tl.int64)
     d = tl.arange(0, head_size)
-    table = tables + sequence * table_row
-    query = tl.load(q + sequence * q_row + head[:, None] * q_head + d[None, :], mask=there[:, None], other=0.0)
+    query = tl.load(q + sequence[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=there[:, None], other=0.0)
     top = tl.full([rows], -1e30, tl.float32)
     total = tl.full([rows], 0.0, tl.float32)
     sums = tl.full([rows, head_size], 0.0, tl.float32)
-    for begin in range(first, last, keys):
-        at_key = begin + tl.arange(0, keys)
-        valid = at_key < last
-        page = tl.load(table + at_key // page_size, mask=valid, other=0)
-        top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, page, at_key, valid, valid[None, :], kv_head, scale,
-            page_size, kv_heads, head_size, precision,
-        )  # fmt: skip
+    for part in range(tl.where(prefix > 0, -1, 0), count):
+        # The prefix is read through the table of the first sequence, whose window begins first.
+        one = tl.load(members + tl.maximum(part, 0)).to(tl.int64)
+        length = tl.load(lengths + one)
+        low_key = tl.maximum(tl.maximum(length - window, 0), tl.where(part < 0, 0, prefix))
+        end = tl.where(part < 0, prefix, length)
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - low_key, 0), splits), keys) * keys
+        first = low_key + split * share
+        last = tl.minimum(first + share, end)
+        table = tables + one * table_row
+        mine = there & ((part < 0) | (member == part))
+        for begin in range(first, last, keys):
+            at_key = begin + tl.arange(0, keys)
+            valid = at_key < last
+            page = tl.load(table + at_key // page_size, mask=valid, other=0)
+            mask = mine[:, None] & valid[None, :] & (at_key[None, :] >= low[:, None])
+            top, total, sums = _absorb(
+                top, total, sums, query, k_cache, v_cache, page, at_key, valid, mask, kv_head, scale,
+                page_size, kv_heads, head_size, precision,
+            )  # fmt: skip
     to = sequence * heads + head
     if splits > 1:
         # A split without keys stores -1e30 and zeros, which have no weight in _merge.
@@ -314,7 +362,7 @@ def _decode(
         tl.store(part_sums + to, top, mask=there)
         tl.store(part_sums + splits * all_rows + to, total, mask=there)
     else:
-        sums = sums / total[:, None]
+        sums = sums / tl.where(there, total, 1.0)[:, None]
     tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
 
 

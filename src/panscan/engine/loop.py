@@ -28,6 +28,7 @@ from panscan.core import (
     SettingError,
     Stats,
     UnsupportedError,
+    now,
 )
 from panscan.core.streams import FORKED
 from panscan.engine.daemons import DaemonThreads
@@ -38,6 +39,7 @@ from panscan.engine.request_state import RequestState, Watched
 from panscan.engine.sampling import Chosen
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.scheduling.sequence import Step, flatten
@@ -77,6 +79,7 @@ class _InFlight:
         watched: position in its sequence of each row that a verdict watches, in order.
         observed: sequences among ``sampled`` whose logits a verdict watches, in order.
         image_requests: requests with image blocks in this pass; empty if the pass encodes no view.
+        size: rows and views that it computes.
         launched: the runner's handle.
     """
 
@@ -85,6 +88,7 @@ class _InFlight:
     watched: list[tuple[Tokens, int]]
     observed: list[Tokens]
     image_requests: list[RequestState]
+    size: PassSize
     launched: Launched
 
 
@@ -120,6 +124,8 @@ class Loop:
             prefill_chunk_size=options.prefill_chunk_size,
             max_views=max(1, held),
         )
+        target = options.tpot_target_ms
+        self._pacer = None if target is None else Pacer(target / 1e3)
         self.preparer = Preparer(loaded, options, self.vision.holds, self.runner)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _InFlight | None = None
@@ -133,7 +139,7 @@ class Loop:
         and its extra row is discarded. A pass that fails ends its requests.
         """
         with host_work("engine: schedule"):
-            step = self._scheduler.schedule()
+            step = self._scheduler.schedule(self._prefill_limit())
         for preempted in self._scheduler.preempted:
             self._states[preempted].preempted()
         if step is None:
@@ -177,6 +183,9 @@ class Loop:
                 if chunk.sequence in self._states:
                     self.end(self._states[chunk.sequence], "error", _explained(error))
             return True
+        if self._pacer is not None:
+            start, end = result.vision or (0.0, 0.0)
+            self._pacer.landed(inflight.size, result.landed, end - start)
         if result.vision is not None:
             for state in inflight.image_requests:
                 if not state.ended:
@@ -244,6 +253,14 @@ class Loop:
             block_size=self.options.block_size,
         )
 
+    def _prefill_limit(self) -> PrefillLimit | None:
+        """Return the limit on the next pass's prefill; None without a target for the time per output token."""
+        if self._pacer is None:
+            return None
+        inflight = None if self._inflight is None else self._inflight.size
+        requests = ((tokens, each.stamps.accepted, each.stamps.tokens) for tokens, each in self._states.items())
+        return self._pacer.limit(now(), inflight, requests)
+
     def _refusal(self, state: RequestState, sequence: Tokens) -> SettingError | None:
         """Return why a request can never run here, or None."""
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
@@ -265,6 +282,7 @@ class Loop:
 
     def _launch(self, step: Step) -> _InFlight:
         """Write the step into a flat batch and launch it."""
+        launched_at = now()
         slots, encode, requests = self._place_views(step)
         try:
             flat = flatten(step.chunks, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
@@ -288,7 +306,8 @@ class Loop:
         finally:
             self.vision.release()
         observers = [sampled[at] for at in observed]
-        return _InFlight(step, sampled, list(watched.values()), observers, requests if encode else [], launched)
+        size = PassSize.of(step, len(encode), launched_at)
+        return _InFlight(step, sampled, list(watched.values()), observers, requests if encode else [], size, launched)
 
     def _place_views(
         self, step: Step

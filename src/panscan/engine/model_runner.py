@@ -34,6 +34,7 @@ from panscan.engine.scheduling.kv_sizes import (
 from panscan.engine.triton_attention import TritonBackend
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
+from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
 from panscan.linear.quantized import QuantizedLinear
 from panscan.linear.tuning import choose_methods
@@ -43,7 +44,7 @@ from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import ALONE, Ranks
 from panscan.model.support import fp8_cache_reason
-from panscan.model.text_layers import LayerFacts, TextLayers
+from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
@@ -196,7 +197,7 @@ class ModelRunner:
         while self._undo:
             self._undo.pop()()
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
         return self.pixels.put(levels, views)
 
@@ -213,9 +214,9 @@ class ModelRunner:
         vision = self._encode(batch)
         hidden = self._text.embed(self._ids(batch))
         self._features.fill(hidden, batch.images)
-        final = self._layers(batch, hidden)
-        logits = self._text.logits(self._rows(final, batch.sampled))
-        watched = self._watch(batch, final, logits)
+        sampled, watched_rows = self._layers(batch, hidden)
+        logits = self._text.logits(sampled)
+        watched = self._watch(batch, watched_rows, logits)
         draws = self._sampler.launch(logits, batch.sampling)
         self._previous = draws.tokens
         return _LaunchedLocally(draws, vision, watched)
@@ -266,7 +267,11 @@ class ModelRunner:
         loaded, options = self._loaded, self._options
         self._vision = self._vision_layers() if loaded.reader.reads_images else None
         spec = loaded.reader.pixels or PixelSpec()
-        self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes)
+        resize: Resize = by_pillow
+        if self._vision is not None:
+            resize, how = choose_resize(options.preprocess, spec, self._device)
+            self._say(f"view resizing: {how}")
+        self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes, resize)
         encode = self._vision or _no_vision
         self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
         if self._vision is None or self._device.type != "cuda":
@@ -403,25 +408,38 @@ class ModelRunner:
             ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
         return ids
 
-    def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states ``[T, hidden]``, from a graph if one is large enough."""
-        if self.graphs is not None and (final := self.graphs.run(batch, hidden)) is not None:
-            return final
-        return self._eager(batch, hidden, self.cache)
+    def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return final hidden states of the sampled and of the watched rows, from a graph if one is large enough.
 
-    def _eager(self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        Recorded passes, and passes with watched rows, compute all rows of the last layer.
+        """
+        final = None if self.graphs is None else self.graphs.run(batch, hidden)
+        if final is None and not len(batch.watched) and len(batch.sampled) < batch.rows:
+            sampled = self._eager(batch, hidden, self.cache, self._output_rows(batch))
+            return sampled, sampled[:0]
+        if final is None:
+            final = self._eager(batch, hidden, self.cache)
+        return self._rows(final, batch.sampled), self._rows(final, batch.watched)
+
+    def _eager(
+        self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache, output: OutputRows | None = None
+    ) -> torch.Tensor:  # fmt: skip
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
-        return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans)
+        return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)
+
+    def _output_rows(self, batch: FlatBatch) -> OutputRows:
+        local = self._text.layers[-1].local
+        plan = self._backend.plan(batch.sampled_rows(), local=local, device=self._device)
+        return OutputRows(upload(batch.sampled, self._device), plan)
 
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
         return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
 
-    def _watch(self, batch: FlatBatch, final: torch.Tensor, logits: torch.Tensor) -> _Watched:
+    def _watch(self, batch: FlatBatch, rows: torch.Tensor, logits: torch.Tensor) -> _Watched:
         hidden = found = answers = None
         if len(batch.watched):
-            hidden = self._rows(final, batch.watched)
-            found, hidden = self._text.logits(hidden), hidden.float()
+            found, hidden = self._text.logits(rows), rows.float()
         if len(batch.watched_samples):
             answers = self._rows(logits, batch.watched_samples)
         return _Watched(hidden, found, answers)
@@ -477,8 +495,11 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
             return BackendChoice("sdpa", reason, SegmentsBackend())
     if reason is not None:
         raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
+    from panscan.engine.kernels import decode_units
+
     why = "requested" if name == "triton" else "on an NVIDIA GPU"
-    return BackendChoice("triton", why, TritonBackend(layer.head_size, layer.dtype))
+    units = decode_units(layer.kv_heads, layer.device)
+    return BackendChoice("triton", why, TritonBackend(layer.head_size, layer.dtype, units))
 
 
 def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,10 @@ from panscan.core import SettingError
 from panscan.core.ranges import Range
 from panscan.settings import KV_CACHE_DTYPES, RANGES, Settings, axes
 
-__all__ = ["EngineOptions"]
+__all__ = ["SERVED_TPOT_MS", "EngineOptions"]
 
+SERVED_TPOT_MS = 50.0
+"""Default of ``--tpot-target-ms`` in ``panscan serve``."""
 _CHUNK = 2048  # tokens: a prompt of seven views in one pass
 _BLOCK = 2  # tokens: a prefix is taken over up to a block's end; Gemma 3 writes two tokens behind an image
 _RANGES = {**RANGES, "block_size": Range(whole=True, least=1, most=65_536)}
@@ -46,6 +48,7 @@ class EngineOptions:
     kv_cache_dtype: str = _default("kv_cache_dtype")
     vision_cache_gb: float = _default("vision_cache_gb")
     image_memory_gb: float = _default("image_memory_gb")
+    tpot_target_ms: float | None = _default("tpot_target_ms")
     vision_batch_size: int = _default("vision_batch_size")
     prefix_caching: bool = _default("prefix_caching")
     preprocess: str = _default("preprocess")

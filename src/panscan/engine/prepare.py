@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import ImageError, Request, SettingError, View, now, waits_noted
+from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, waits_noted
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
@@ -19,27 +19,45 @@ from panscan.engine.request_state import RequestState, Sight
 from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
-from panscan.engine.vision import image_digest, view_key
-from panscan.images.files import image_size, open_image
-from panscan.images.pixels import PixelSpec, levels_of, resized_pil
+from panscan.engine.vision import KnownFiles, image_digest, view_key
+from panscan.images.files import Page, PageBytes, image_size, in_memory, open_image
+from panscan.images.pixels import PixelSpec, levels_of
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import Read, images_of, plan_request
+from panscan.model.inputs import images_of, plan_sizes
 from panscan.model.phases import phase
 
 __all__ = ["PixelIntake", "Preparer"]
+
+_KNOWN_FILES = 4096
+_MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the time that decoding them would take
 
 
 class PixelIntake(Protocol):
     """Where pixels go: the model runner. Any thread may call it."""
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
         ...
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
         """Drop pixels that are not needed any more."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadImage:
+    """An image of a request.
+
+    Args:
+        size: (width, height), upright.
+        digest: see :func:`panscan.engine.vision.image_digest`.
+        levels: ``[height, width, 3]``; None: its views are known, and it was not decoded.
+    """
+
+    size: tuple[int, int]
+    digest: bytes
+    levels: NDArray[np.uint8] | None
 
 
 class Preparer:
@@ -56,10 +74,10 @@ class Preparer:
         self, loaded: Loaded, options: EngineOptions, known: Callable[[bytes], bool], intake: PixelIntake
     ) -> None:  # fmt: skip
         self._reader, self._pixel_bytes = loaded.reader, loaded.dtype.itemsize
-        self._on_device = options.preprocess == "device"
         self._preprocess = options.preprocess
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known, self._intake = known, intake
+        self._files = KnownFiles(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         self.memory = ImageMemory(round(options.image_memory_gb * 1e9))
 
@@ -95,10 +113,10 @@ class Preparer:
         try:
             if not state.ended:
                 with phase("load"):
-                    opened = [open_image(image, copy=not self._on_device) for image in images]  # levels are copied
+                    read = [self._read(image, state.request.pan_and_scan) for image in images]
                 state.stamps.loaded = now()
                 with phase("preprocess"):
-                    self._prepare(state, opened)
+                    self._prepare(state, replace(state.request, images=images), read)
         except BaseException:
             share.free()
             raise
@@ -106,10 +124,31 @@ class Preparer:
         share.shrink(view_bytes * sum(sight.pixels is not None for sight in state.sights.values()))
         state.memory = share
 
-    def _prepare(self, state: RequestState, opened: list[Image.Image]) -> None:
+    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
+        """Decode an image, unless it is in a file that was decoded before and all its views are known."""
+        key = None
+        if not isinstance(image, Image.Image):
+            image = in_memory(image, _MOST_HASHED)
+            if isinstance(image, PageBytes):
+                key = KnownFiles.key(image.content, image.page)
+                if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
+                    return _ReadImage(*found, None)
+        read = _decoded(image)
+        if key is not None:
+            self._files.add(key, read.size, read.digest)
+        return read
+
+    def _all_known(self, size: tuple[int, int], digest: bytes, pan_and_scan: PanAndScan) -> bool:
+        return all(self._known(self._key(digest, view)) for view in plan_views(*size, pan_and_scan).views)
+
+    def _key(self, digest: bytes, view: View) -> bytes:
+        return view_key(digest, view.box, self._preprocess, self._spec)
+
+    def _prepare(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
+        """Prepare a request, of which ``request`` is a copy with one image for each page."""
         state.constraint = self._constraint(state)
-        plans, prompt = plan_request(Read(replace(state.request, images=opened), opened), self._reader)
-        keys, sights = self._sights(state.request, opened, plans)
+        plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
+        keys, sights = self._sights(state.request, read, plans)
         state.forget = self._intake.forget
         state.sights, state.views, state.crops = sights, len(keys), sum(plan.crops for plan in plans)
         state.image_tokens = prompt.image_tokens
@@ -134,22 +173,21 @@ class Preparer:
         return self._grammars.start(schema)
 
     def _sights(
-        self, request: Request, images: Sequence[Image.Image], plans: Sequence[ViewPlan]
+        self, request: Request, images: Sequence[_ReadImage], plans: Sequence[ViewPlan]
     ) -> tuple[list[bytes], dict[bytes, Sight]]:
         """Return the key of each view, in order, and the views by key; pixels of unknown ones are on their way."""
         keys: list[bytes] = []
         sights: dict[bytes, Sight] = {}
         try:
             for index, (image, plan) in enumerate(zip(images, plans, strict=True)):
-                levels = levels_of(image)
-                digest = image_digest(levels)
                 new: list[Sight] = []
                 for view in plan.views:
-                    keys.append(view_key(digest, view.box, self._preprocess, self._spec))
+                    keys.append(self._key(image.digest, view))
                     if keys[-1] not in sights:
-                        sights[keys[-1]] = Sight(request, index, digest, view)
+                        sights[keys[-1]] = Sight(request, index, image.digest, view)
                         new += [] if self._known(keys[-1]) else [sights[keys[-1]]]
-                self._put(image, levels, new)
+                if image.levels is not None:  # else its views were known, and one that was dropped since is read again
+                    self._put(image.levels, new)
         except BaseException:
             self._intake.forget(sight.pixels for sight in sights.values() if sight.pixels is not None)
             raise
@@ -161,20 +199,22 @@ class Preparer:
         Keeping every running request's images for this rare case would take most of the host's memory.
         """
         found = images_of(sight.request)
-        image = open_image(found[sight.index], copy=not self._on_device) if sight.index < len(found) else None
-        levels = None if image is None else levels_of(image)
-        if image is None or levels is None or image_digest(levels) != sight.digest:
+        read = _decoded(found[sight.index]) if sight.index < len(found) else None
+        if read is None or read.levels is None or read.digest != sight.digest:
             raise ImageError(f"request {sight.request.id!r}: image {sight.index + 1} changed while it was read")
-        self._put(image, levels, [sight])
+        self._put(read.levels, [sight])
 
-    def _put(self, image: Image.Image, levels: NDArray[np.uint8], sights: list[Sight]) -> None:
-        """Give the pixels of views of one image to the runner; a whole image crosses to it once."""
+    def _put(self, levels: NDArray[np.uint8], sights: list[Sight]) -> None:
+        """Give views of one image to the runner; the image crosses to it once."""
         if not sights:
             return
-        views = [sight.view for sight in sights]
-        if self._on_device:
-            refs = self._intake.put(levels, views)
-        else:
-            refs = self._intake.put(resized_pil(image, views, self._spec), None)
+        refs = self._intake.put(levels, [sight.view for sight in sights])
         for sight, ref in zip(sights, refs, strict=True):
             sight.pixels = ref
+
+
+def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
+    """Decode an image. Its levels are a copy: the caller may change an image of theirs afterwards."""
+    levels = levels_of(open_image(image, copy=False))
+    height, width, _ = levels.shape
+    return _ReadImage((width, height), image_digest(levels), levels)

@@ -116,7 +116,7 @@ class Put:
     session: int
     handles: list[int]
     levels: NDArray[np.uint8]
-    views: list[View] | None
+    views: list[View]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,21 +297,19 @@ class RankGroup:
         """
         self._command([StopRunner()] * self._size, self._pass_seconds)
 
-    def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
-        """Distribute views over the ranks in turn, and send each rank its pixels.
+    def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
+        """Distribute an image's views over the ranks in turn, and send the image to each rank that has some.
 
         Raises:
             EngineError: a rank died or hung.
         """
         with self._numbering:
-            total = len(levels) if views is None else len(views)
-            refs = [PixelRef(next(self._handles), next(self._turns) % self._size) for _ in range(total)]
+            refs = [PixelRef(next(self._handles), next(self._turns) % self._size) for _ in views]
         for rank in self._ranks:
             own = [at for at, ref in enumerate(refs) if ref.rank == rank.number]
             if own:
-                chosen = None if views is None else [views[at] for at in own]
-                sent = levels[own] if views is None else levels
-                rank.send_pixels(Put(session, [refs[at].handle for at in own], sent, chosen), self._raise_closed)
+                put = Put(session, [refs[at].handle for at in own], levels, [views[at] for at in own])
+                rank.send_pixels(put, self._raise_closed)
         return refs
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
@@ -444,7 +442,7 @@ class _Session:
         """Launch a pass on every rank."""
         return _LaunchedOnRanks(self._group, self._group.launch(batch))
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         """See :class:`panscan.engine.prepare.PixelIntake`."""
         return self._group.put(self._number, levels, views)
 

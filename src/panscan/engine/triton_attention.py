@@ -5,7 +5,7 @@ The kernels' inputs are tensors whose shapes alone decide what is launched, so a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
@@ -24,6 +24,7 @@ __all__ = [
     "TritonBackend",
     "TritonPlan",
     "pack",
+    "prefix_groups",
     "unpack",
     "unsupported_reason",
 ]
@@ -31,6 +32,7 @@ __all__ = [
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 0)  # the first with bfloat16
+_MIN_SHARED = 128  # keys: sequences with a shorter common prefix are not grouped
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not multiples of this
 
 
@@ -61,6 +63,8 @@ class KernelInputs(NamedTuple, Generic[Array]):
     Args:
         slots: int64 ``[T]``: KV cache slot of each row.
         lengths: int32 ``[B]``: number of keys of each decode row's sequence, the row's own included; at least 1.
+        groups: int32 ``[B, 3]``: decode rows whose sequences share a prefix, for :func:`panscan.engine.kernels.decode`.
+        members: int32 ``[B]``: the decode rows of each group.
         ends: int32 ``[T - B]``: end of the key interval of each prefill row.
         tiles: int32 ``[n, 4]``: groups of consecutive prefill rows of one chunk, each by its first row in the pass, its
             number of rows (0: nothing to do), the position of its first row, and its chunk's index in
@@ -72,6 +76,8 @@ class KernelInputs(NamedTuple, Generic[Array]):
 
     slots: Array
     lengths: Array
+    groups: Array
+    members: Array
     ends: Array
     tiles: Array
     decode_tables: Array
@@ -107,7 +113,8 @@ class TritonPlan:
         with torch.cuda.device(query.get_device()):  # Triton launches on the current device; no effect on a CPU
             kernels.decode(
                 query, k_cache, v_cache, output, tables=inputs.decode_tables, lengths=inputs.lengths,
-                window=self.window, page_size=self.block_size, scaling=scaling,
+                groups=inputs.groups, members=inputs.members, window=self.window, page_size=self.block_size,
+                scaling=scaling,
             )  # fmt: skip
             kernels.prefill(
                 query, k_cache, v_cache, output, start=len(inputs.lengths), tiles=inputs.tiles,
@@ -123,11 +130,14 @@ class TritonBackend:
     Args:
         head_size: size of the attention heads; see :func:`unsupported_reason`.
         dtype: dtype of queries, keys and values.
+        units: decode rows that keep the device busy (:func:`panscan.engine.kernels.decode_units`); with fewer, rows
+            that share a prefix are not grouped.
     """
 
-    def __init__(self, head_size: int, dtype: torch.dtype) -> None:
-        from panscan.engine.kernels import prefill_sizes
+    def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1) -> None:
+        from panscan.engine.kernels import DECODE_MEMBERS, prefill_sizes
 
+        self._members, self._units = DECODE_MEMBERS, units
         self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes=0).rows  # does not depend on the device
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> TritonPlan:
@@ -143,9 +153,10 @@ class TritonBackend:
     def inputs(self, batch: FlatBatch, *, local: bool) -> KernelInputs[NDArray[Any]]:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""
         single, tables = batch.decode_rows, batch.tables[local]
+        groups, members = prefix_groups(batch, local=local, most=self._members, units=self._units)
         return KernelInputs(
-            batch.slots(local=local), batch.ends[:single], batch.ends[single:], self._tiles(batch, local),
-            tables[:single], tables[single:],
+            batch.slots(local=local), batch.ends[:single], groups, members, batch.ends[single:],
+            self._tiles(batch, local), tables[:single], tables[single:],
         )  # fmt: skip
 
     def _tiles(self, batch: FlatBatch, local: bool) -> NDArray[np.int32]:
@@ -183,3 +194,82 @@ def _offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Return the byte offset of each array in the packed buffer, and the size of the buffer."""
     sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
     return list(accumulate(sizes, initial=0))
+
+
+def prefix_groups(
+    batch: FlatBatch, *, local: bool, most: int, units: int = 1
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return groups int32 ``[B, 3]`` and members int32 ``[B]`` of the B decode rows of a pass.
+
+    Rows whose sequences share a prefix form a group, so that its keys and values are read once. A group has the index
+    of its first row in ``members``, its number of rows, and the number of leading keys that all of them share; its
+    shortest sequence comes first. Groups with most keys come first, and zeros fill the array. Keys below the windows
+    of all rows count as shared.
+
+    Args:
+        batch: the pass.
+        local: for layers with a sliding window.
+        most: maximum rows per group.
+        units: rows that keep the device busy. With fewer, each row is alone.
+    """
+    count = batch.decode_rows
+    lengths = batch.ends[:count]
+    found: list[tuple[NDArray[np.int64], int]] = []
+    if count >= units:
+        shared = [(rows, _shared_keys(batch, rows, local)) for rows in _candidates(batch, most)]
+        found = [(rows, keys) for rows, keys in shared if keys]
+    alone = np.setdiff1d(np.arange(count), np.concatenate([rows for rows, _ in found]) if found else [])
+    found += [(alone[at : at + 1], 0) for at in range(len(alone))]
+    work = np.array([lengths[rows].sum() - keys * (len(rows) - 1) for rows, keys in found])
+    groups, members = np.zeros((count, 3), np.int32), np.empty(count, np.int32)
+    first = 0
+    for entry, at in enumerate(np.argsort(-work, kind="stable").tolist()):
+        rows, keys = found[at]
+        members[first : first + len(rows)] = rows
+        groups[entry] = first, len(rows), keys
+        first += len(rows)
+    return groups, members
+
+
+def _candidates(batch: FlatBatch, most: int) -> Iterator[NDArray[np.int64]]:
+    """Yield disjoint sets of at least two rows, the shortest sequence of each first, that may share a prefix.
+
+    They have a common block at one of a few positions, the last positions first: among many questions after one system
+    prompt, those about the same document belong together.
+    """
+    count = batch.decode_rows
+    table, lengths = batch.tables[False][:count], batch.ends[:count]
+    remaining = np.arange(count)
+    probe = _MIN_SHARED
+    while count and probe * 2 < lengths.max():
+        probe *= 2
+    while most > 1 and len(remaining) > 1 and probe >= _MIN_SHARED:
+        column = (probe - 1) // batch.block_size
+        if column < table.shape[1]:
+            blocks = np.where(lengths[remaining] > probe, table[remaining, column], -1)
+            order = np.lexsort((lengths[remaining], blocks))
+            edges = np.flatnonzero(np.diff(blocks[order])) + 1
+            runs = [
+                run for run in np.split(remaining[order], edges) if len(run) > 1 and _block(table, run, column) >= 0
+            ]
+            runs = [run for run in runs if lengths[run[0]] > probe]
+            for run in runs:
+                yield from (part for part in np.array_split(run, -(-len(run) // most)) if len(part) > 1)
+            if runs:
+                remaining = np.setdiff1d(remaining, np.concatenate(runs))
+        probe //= 2
+
+
+def _block(table: NDArray[np.int32], rows: NDArray[np.int64], column: int) -> int:
+    return int(table[rows[0], column])
+
+
+def _shared_keys(batch: FlatBatch, rows: NDArray[np.int64], local: bool) -> int:
+    """Return how many leading keys the rows share, or 0 if too few of them are inside all windows."""
+    size, lengths = batch.block_size, batch.ends[rows]
+    begin = max(int(lengths.max()) - batch.window, 0) // size if local else 0
+    end = (int(lengths.min()) - 1) // size  # without the block that the shortest sequence writes to
+    blocks = batch.tables[local][rows, begin:end]
+    different = ((blocks != blocks[0]) | (blocks < 0)).any(0)
+    shared = int(different.argmax()) if different.any() else different.size
+    return (begin + shared) * size if shared * size >= _MIN_SHARED else 0

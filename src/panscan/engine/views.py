@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from panscan.core import View
 from panscan.engine.readback import mark, side_stream
 from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
-from panscan.images.pixels import PixelSpec, levels_to_device, normalised, pixels_torch
-from panscan.images.transfer import upload
+from panscan.images.pixels import PixelSpec
+from panscan.images.resize import Resize, by_pillow
 from panscan.model.sharding import Ranks
 
 __all__ = ["PixelRef", "PixelStore", "ViewFeatures"]
@@ -48,12 +48,15 @@ class PixelStore:
         dtype: what they are cast to, after normalisation in float32.
         spec: the checkpoint's pixel settings.
         limit: bytes on the device; beyond them pixels wait in the host's memory. None: no limit.
+        resize: what cuts and resizes views (see :func:`panscan.images.resize.choose_resize`).
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, spec: PixelSpec, limit: int | None = None
+        self, device: torch.device, dtype: torch.dtype, spec: PixelSpec, limit: int | None = None,
+        resize: Resize = by_pillow,
     ) -> None:  # fmt: skip
         self._device, self._dtype, self._spec, self._limit = device, dtype, spec, limit
+        self._resize = resize
         self._bytes = 0  # on the device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._waiting: dict[int, _Waiting] = {}
@@ -63,26 +66,22 @@ class PixelStore:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         """Compute the pixels of views and keep them; return a reference for each.
 
         Args:
-            levels: of views that are resized already, uint8 ``[views, size, size, 3]``; or of a whole image,
-                ``[height, width, 3]``, which the device cuts and resizes.
-            views: of a whole image; None for resized views.
+            levels: an image, uint8 ``[height, width, 3]``.
+            views: boxes in the image.
         """
         with self._lock:
-            handles = [next(self._handles) for _ in range(len(levels) if views is None else len(views))]
+            handles = [next(self._handles) for _ in views]
         self.put_as(handles, levels, views)
         return [PixelRef(handle) for handle in handles]
 
-    def put_as(self, handles: Sequence[int], levels: NDArray[np.uint8], views: Sequence[View] | None) -> None:
+    def put_as(self, handles: Sequence[int], levels: NDArray[np.uint8], views: Sequence[View]) -> None:
         """Compute the pixels of views and keep them under given handles (see :meth:`put`)."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # beside the passes
-            if views is None:
-                pixels = normalised(upload(levels, self._device), self._spec).to(self._dtype)
-            else:
-                pixels = pixels_torch(levels_to_device(levels, self._device), views, self._spec).to(self._dtype)
+            pixels = self._resize(levels, views, self._spec, self._device).to(self._dtype)
             for handle, each in zip(handles, pixels, strict=True):
                 if not self._reserve(each.nbytes):
                     self._waiting[handle] = _Waiting(each.cpu(), None, on_device=False)

@@ -1,5 +1,5 @@
-"""Which encoded views the vision cache holds, in which slot, and what identifies a view. Integers only; the features
-are in ``engine.views``."""
+"""Which encoded views the vision cache holds, in which slot, and what identifies a view or a file. Integers only; the
+features are in ``engine.views``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from panscan.core import SettingError
 if TYPE_CHECKING:  # it imports PyTorch, which panscan plan does without
     from panscan.images.pixels import PixelSpec
 
-__all__ = ["VisionCache", "image_digest", "view_key"]
+__all__ = ["KnownFiles", "VisionCache", "image_digest", "view_key"]
 
 _PIECE = 1 << 19  # bytes
 _HASHERS = 8  # threads: one alone needs 6 ms for a page of 2.4 million pixels
@@ -44,6 +45,40 @@ if hasattr(os, "register_at_fork"):  # a child has the pool without its threads,
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:
     """Return SHA-256 of all that a view's pixels depend on: image digest, box, and how it is resized and scaled."""
     return hashlib.sha256(image + repr((box, preprocess, spec)).encode()).digest()
+
+
+class KnownFiles:
+    """Sizes and digests of the images in files that were decoded before. Thread-safe.
+
+    Decoding a page takes longer than all else that a follow-up question needs of the host, and files are small.
+
+    Args:
+        count: files at most; the least recently used are forgotten first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._known: OrderedDict[bytes, tuple[tuple[int, int], bytes]] = OrderedDict()
+        self._lock = Lock()
+
+    @staticmethod
+    def key(content: bytes, page: int) -> bytes:
+        """Return what identifies a page of a file: SHA-256 of the file's bytes, and the page's number."""
+        return hashlib.sha256(content).digest() + page.to_bytes(4, "little")
+
+    def get(self, key: bytes) -> tuple[tuple[int, int], bytes] | None:
+        """Return the size (width, height) and the digest of a file's image (see :func:`image_digest`), if known."""
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+            return self._known.get(key)
+
+    def add(self, key: bytes, size: tuple[int, int], digest: bytes) -> None:
+        """Remember what a file was decoded to."""
+        with self._lock:
+            self._known[key] = size, digest
+            if len(self._known) > self._count:
+                self._known.popitem(last=False)
 
 
 class VisionCache:

@@ -14,6 +14,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """``triton.jit``, typed. A kernel is compiled anew for 1 and for multiples of 16, but not of ``any_value``."""
+    """``triton.jit``, typed. Triton specialises kernels for 1 and multiples of 16, except in ``any_value``."""
     decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=any_value)
     return decorate

@@ -1,6 +1,6 @@
-"""Triton kernels of products with quantised weights. Imported only with Triton.
+"""Triton kernels that multiply by quantised weights. Imported only with Triton.
 
-Products of a few rows (decode) are memory-bound, products of many rows (prefill) compute-bound. cuBLAS is fast for both
+Multiplying a few rows (decode) is memory-bound, multiplying many rows (prefill) compute-bound. cuBLAS is fast for both
 with float8; for int8, and for a few rows with 4-bit weights, these kernels are faster (``benchmarks/products.py``).
 """
 
@@ -192,7 +192,7 @@ def fixed_point(values: torch.Tensor, group_size: int) -> FixedPoint:
 def vector_int4(
     rows: FixedPoint, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return products ``[T, outputs]`` of one or two rows, without tensor cores.
+    """Multiply one or two rows without tensor cores; return ``[T, outputs]``.
 
     Args:
         rows: inputs, in groups like the weights.
@@ -220,7 +220,7 @@ def product_int4(
     rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int,
     shared_bytes: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return products ``[T, outputs]`` of a few rows (up to about 64) in the type of the rows.
+    """Multiply a few rows (up to about 64); return ``[T, outputs]`` in the type of the rows.
 
     Args:
         rows: contiguous ``[T, inputs]``.

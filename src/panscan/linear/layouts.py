@@ -152,7 +152,7 @@ def channel_linear(weight: torch.Tensor, scale: torch.Tensor, *, quantizes_input
     Args:
         weight: int8 or float8_e4m3fn ``[outputs, inputs]``.
         scale: floating-point: one value, or one per output in any shape.
-        quantizes_inputs: whether products quantise their inputs.
+        quantizes_inputs: whether matrix multiplications quantise their inputs.
 
     """
     outputs, inputs = weight.shape

@@ -1,11 +1,11 @@
-"""Products with quantised weights on any device: choose the kernel or library for a number of rows.
+"""Multiplication by quantised weights on any device: choose the kernel or library for a number of rows.
 
-With quantised inputs a product is ``(inputs / row_scale) @ (weights / scale) * row_scale * scale``, where both
+With quantised inputs the result is ``(inputs / row_scale) @ (weights / scale) * row_scale * scale``, where both
 quotients are rounded to the kind's values.
 
-Our kernels compute products of up to :func:`kernel_rows` rows, a library those of more. The defaults are the fastest on
-an H200; :mod:`panscan.linear.tuning` measures others at engine startup. int8 products are bit-identical either way,
-int4 products differ in rounding.
+Our kernels multiply up to :func:`kernel_rows` rows, a library more than that. The defaults are the fastest on
+an H200; :mod:`panscan.linear.tuning` measures others at engine startup. int8 results are bit-identical either way,
+int4 results differ in rounding.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ __all__ = [
 ]
 
 ANY_ROWS = sys.maxsize
-"""For :func:`use_kernels_up_to`: our kernels compute products of any number of rows."""
+"""For :func:`use_kernels_up_to`: our kernels multiply any number of rows."""
 _H200_ROWS = {"int8": ANY_ROWS, "int4": 64}  # int4: the cost of dequantising does not depend on the number of rows
 _LIBRARY_INT8_ROWS, _LIBRARY_INT8_STEP = 17, 8  # cuBLAS: least rows; divisor of inputs and outputs
-_VECTOR_ROWS = 2  # int4: up to this many rows, products do not use tensor cores
+_VECTOR_ROWS = 2  # int4: up to this many rows are multiplied without tensor cores
 _DENSE_BYTES = 192 << 20  # maximum size of weights that are dequantised at once
 _ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned slices of the result
 _tuned: dict[tuple[str, torch.device], int] = {}  # written at engine startup, before graphs are recorded
 
 
 def kernel_rows(kind: str, device: torch.device) -> int:
-    """Return the number of rows up to which our kernels compute products with ``int8`` or ``int4`` weights."""
+    """Return the maximum number of rows that our kernels multiply by ``int8`` or ``int4`` weights."""
     return _tuned.get((kind, device), _H200_ROWS[kind])
 
 
 def use_kernels_up_to(rows: int, kind: str, device: torch.device) -> None:
-    """Set :func:`kernel_rows` for all products of a kind on a device. Recorded CUDA graphs do not change."""
+    """Set :func:`kernel_rows` for a kind of weights on a device. Recorded CUDA graphs do not change."""
     _tuned[kind, device] = rows
 
 
@@ -84,7 +84,7 @@ def multiply_int8(
         weight: int8 ``[outputs, inputs]``.
         scale: float32 ``[outputs]``.
         dtype: type of the result.
-        most: rows up to which our kernel computes the product; None: :func:`kernel_rows`.
+        most: maximum number of rows for our kernel; None: :func:`kernel_rows`.
     """
     if not has_kernels(weight.device):
         return (torch._int_mm(rows.values, weight.T).float() * rows.scale * scale).to(dtype)
@@ -99,14 +99,14 @@ def multiply_int8(
 
 
 def _library_int8(rows: int, weight: torch.Tensor) -> bool:
-    """Return whether cuBLAS multiplies so many rows with these weights ``[outputs, inputs]``."""
+    """Return whether cuBLAS can multiply this number of rows by these weights ``[outputs, inputs]``."""
     return rows >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)
 
 
 def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
     """Return the unscaled product of float8_e4m3fn values, with sums in ``dtype`` (float16: in float32).
 
-    The next kernel applies the scales, because cuBLAS products with per-row scales are slower, especially for few rows.
+    The next kernel applies the scales, because cuBLAS is slower with per-row scales, especially for few rows.
 
     Args:
         rows: float8_e4m3fn ``[T, inputs]``.
@@ -136,7 +136,7 @@ def multiply_int4(
         scale: ``[groups, outputs]``.
         zero: uint8 ``[groups, outputs]``, or None for 8.
         group_size: input channels per group.
-        most: rows up to which our kernels compute the product without dequantised weights; None: :func:`kernel_rows`.
+        most: maximum number of rows for our kernels, which read the packed weights; None: :func:`kernel_rows`.
     """
     from panscan.linear import kernels
 
@@ -157,7 +157,7 @@ def multiply_int4(
 def multiply_weight_only(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the product ``[T, outputs]`` of unquantised rows with 8-bit weights, in the type of the rows.
 
-    The weights are dequantised on every call, which takes longer than a product with dense weights.
+    The weights are dequantised on every call, which is slower than multiplying by dense weights.
 
     Args:
         rows: ``[T, inputs]``.
@@ -215,9 +215,9 @@ def describe(kind: str, device: torch.device) -> str:
 
 
 def device_reason(kind: str, device: torch.device) -> str | None:
-    """Return why a device has no products with weights of a kind, and what to use there; None if it has.
+    """Return why a device does not support a kind of weights, and what to use instead; None if it does.
 
-    On a CPU, float8 is converted to float32 for each product: correct, but slower than float32 weights.
+    On a CPU, float8 is converted to float32 on every call: correct, but slower than float32 weights.
     """
     if device.type == "cpu":
         return None

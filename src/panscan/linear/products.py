@@ -1,4 +1,4 @@
-"""Matrix products of our layers: projections of the same input are fused into one product.
+"""Matrix multiplications of our layers: projections of the same input are fused.
 
 Weights stay where Transformers' modules find them: a module's parameter becomes a block of rows of the fused weight, so
 ``generate()``, the float32 truth and the engine share one copy.
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 Rows = torch.Tensor | QuantizedRows
-"""Inputs of a product ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.input_dtype`."""
+"""Inputs of a multiplication ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.input_dtype`."""
 Product = torch.Tensor | UnscaledProduct
 """A product ``[T, outputs]``: scaled, or with scales that the next kernel applies."""
 
 
 class Linear(Protocol):
-    """One matrix product, or several of the same input next to each other.
+    """One matrix multiplication, or several of the same input side by side.
 
     ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
     """
@@ -56,7 +56,7 @@ class Linear(Protocol):
 
 
 class DenseLinear(ABC):
-    """Base of products that take and return dense values."""
+    """Base of multiplications that take and return dense values."""
 
     input_dtype: torch.dtype | None = None
 
@@ -71,7 +71,7 @@ class DenseLinear(ABC):
 
 
 class PlainLinear(DenseLinear):
-    """A product with a dense weight.
+    """Multiplication by a dense weight.
 
     Args:
         weight: ``[outputs, inputs]``.
@@ -105,7 +105,7 @@ class ModuleLinear(DenseLinear):
 
 
 class QuantizedProduct:
-    """A product with quantised weights.
+    """Multiplication by quantised weights.
 
     Args:
         modules: modules of one format that share an input.
@@ -126,7 +126,7 @@ class QuantizedProduct:
 
 
 class SummedLinear:
-    """A product whose inputs are split over ranks: each computes its part, and ``reduce`` sums the parts in place."""
+    """Multiplication whose inputs are split over ranks: each computes its part, ``reduce`` sums the parts in place."""
 
     def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part, self._reduce = part, reduce
@@ -143,11 +143,11 @@ class SummedLinear:
 
 
 def linear_of(*modules: Any) -> Linear:
-    """Return one product for modules that take the same input; it concatenates their outputs in this order.
+    """Fuse modules that take the same input; the result concatenates their outputs in this order.
 
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
     This temporarily takes extra memory of the size of one group. Names, shapes and values do not change. Later calls
-    reuse the fused tensor. In-place changes of a parameter affect the product; replacing its ``data`` does not.
+    reuse the fused tensor. In-place changes of a parameter take effect; replacing its ``data`` does not.
     Quantised weights of one format are fused in the same way, but on every call.
     """
     if all(runs_own_forward(module, QuantizedLinear) for module in modules) and _one_format(modules):
@@ -179,7 +179,7 @@ def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
-    """Return whether quantised modules can share a product; reordered channels need separate inputs."""
+    """Return whether quantised modules can be fused; reordered channels need separate inputs."""
     if len(modules) == 1:
         return True
     kinds = {(part.how, part.in_features, part.bias is None, part.scale.dtype, part.weight.device) for part in modules}
@@ -210,7 +210,7 @@ def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def _adjacent(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the parameters are blocks of one tensor already, in this order and without a gap."""
+    """Return whether the parameters are already contiguous blocks of one tensor, in this order."""
     addresses = [part.data_ptr() for part in parameters]
     sizes = [part.numel() * part.element_size() for part in parameters]
     storage = {part.untyped_storage().data_ptr() for part in parameters}

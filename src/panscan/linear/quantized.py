@@ -54,7 +54,7 @@ class WeightFormat:
         group_size: input channels that share a scale: 128, 64 or 32; ``int4`` only.
         zero_points: whether each group has a zero point; ``int4`` only.
         ordered: whether input channels are reordered (GPTQ's ``desc_act``); ``int4`` only.
-        quantizes_inputs: whether products also quantise their inputs; False: weights only.
+        quantizes_inputs: whether inputs are also quantised; False: weights only.
     """
 
     kind: str

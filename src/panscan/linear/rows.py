@@ -1,4 +1,4 @@
-"""Inputs and outputs of products with quantised inputs."""
+"""Inputs and outputs of matrix multiplications with quantised inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class QuantizedRows(NamedTuple):
 
 
 class UnscaledProduct(NamedTuple):
-    """Product with pending scales, which the next kernel applies as it reads the sums.
+    """Matrix product with pending scales, which the next kernel applies as it reads the sums.
 
     ``values``: contiguous ``[T, outputs]``. ``row_scale``: float32 ``[T, 1]``. ``column_scale``: float32 ``[outputs]``.
     """

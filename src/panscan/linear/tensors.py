@@ -90,7 +90,7 @@ class StoredTensors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names as they are stored."""
+        """Names of the stored tensors."""
         return tuple(name for _, name in self._tensors.values())
 
     @property
@@ -205,7 +205,7 @@ class MatrixTensors:
         """Read floating-point scales.
 
         Raises:
-            ValueError: as :meth:`take`, or a value is infinite or NaN.
+            ValueError: for the reasons of :meth:`take`, or because a value is infinite or NaN.
         """
         scale = self.take(leaf, *shapes, types=_FLOATING)
         if not torch.isfinite(scale).all():
@@ -216,7 +216,7 @@ class MatrixTensors:
         """Read int8 or float8_e4m3fn weights.
 
         Raises:
-            ValueError: as :meth:`take`, or a value is NaN.
+            ValueError: for the reasons of :meth:`take`, or because a value is NaN.
         """
         values = self.take(leaf, shape, types=(dtype,))
         if dtype == torch.float8_e4m3fn and ((values.view(torch.uint8) & 0x7F) == 0x7F).any():  # every bit but the sign

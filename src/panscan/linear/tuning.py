@@ -35,11 +35,11 @@ __all__ = ["KernelRows", "choose_methods", "choose_rows", "median_ratio"]
 log = logging.getLogger("panscan.engine")
 
 _RUNGS = {"int8": (64, 128, 512, ANY_ROWS), "int4": (16, 32, 64, 128)}  # values of kernel_rows; the first is the least
-_PREFILL_ROWS = 1024  # stands for any larger number of rows
+_PREFILL_ROWS = 1024  # represents any larger number of rows
 _GAIN = 1.05  # the method that is not the default must be this much faster
 _ROUNDS = 5  # timed rounds, after one that is not
 _MATRICES = 6  # per round: gate, up and down of two layers, more than the L2 cache holds
-_AHEAD_CYCLES = 2_000_000  # about 1 ms, in which the host launches the products of a round
+_AHEAD_CYCLES = 2_000_000  # about 1 ms, in which the host launches the kernels of a round
 
 _found: dict[tuple[str, torch.device], KernelRows] = {}  # measured once per process
 
@@ -64,7 +64,7 @@ class KernelRows:
 def choose_methods(
     modules: Iterable[QuantizedLinear], dtype: torch.dtype, least: Callable[[Iterable[int]], list[int]]
 ) -> list[str]:
-    """Choose kernels or libraries for the products of a model, and return the choice for each kind of weights.
+    """Choose kernels or libraries for a model's matrix multiplications; return the choice per kind of weights.
 
     All ranks of a model must call it at the same time: each measures its GPU, and all use the fewest rows that any of
     them found for our kernels. Different choices would be valid too, because ranks exchange sums only, but then the
@@ -125,7 +125,7 @@ def median_ratio(kernel: Callable[[], float], library: Callable[[], float]) -> f
     """Return the median of seconds of the library by seconds of our kernel, over interleaved rounds.
 
     Args:
-        kernel: computes products with our kernel once and returns the seconds that they took. The first call of either
+        kernel: runs our kernel once and returns the seconds that it took. The first call of either
             function does not count.
         library: likewise, with the library.
     """
@@ -137,7 +137,7 @@ def median_ratio(kernel: Callable[[], float], library: Callable[[], float]) -> f
 
 
 def _measured(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype) -> KernelRows:
-    """Return the choice for products with these matrices; the first one that this process measured on the device."""
+    """Return the choice for these matrices: the first one that this process measured on the device."""
     device = modules[0].weight.device
     if (kind, device) not in _found:
         ratio = partial(_ratio, kind, modules, dtype)
@@ -177,7 +177,7 @@ def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, ro
 
 
 def _drawn(rows: int, width: int, like: QuantizedLinear, dtype: torch.dtype) -> Any:
-    """Return random rows ``[rows, width]``, quantised if products with these weights take quantised rows."""
+    """Return random rows ``[rows, width]``, quantised if these weights take quantised rows."""
     generator = torch.Generator(like.weight.device).manual_seed(0)
     values = torch.randn(rows, width, device=like.weight.device, dtype=dtype, generator=generator)
     return values if like.how.input_dtype is None else quantize_rows(values, like.how.input_dtype)
@@ -190,9 +190,9 @@ def _product(module: QuantizedLinear, rows: Any, dtype: torch.dtype, most: int) 
 
 
 def _gpu_seconds(products: Sequence[Callable[[], torch.Tensor]]) -> float:
-    """Return the seconds that the current GPU takes for the products, without their launches on the host."""
+    """Return the seconds that the current GPU takes for the multiplications, without the launches on the host."""
     start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-    # The GPU waits until the host has launched all products.
+    # The GPU waits until the host has launched all kernels.
     torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]  # torch has no types for it
     start.record()
     for product in products:

@@ -1,4 +1,4 @@
-"""The models that need no download: ``mini``, which was trained and is packaged, and ``tiny``, drawn at random."""
+"""The models that need no download: ``mini``, which is trained and packaged, and ``tiny``, with random weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from panscan.core import BUNDLED, ModelError
+from panscan.settings import Settings
 
-__all__ = ["BUNDLED", "bundled_directory", "fingerprints", "mini_directory"]
+__all__ = ["BUNDLED", "bundled_directory", "fingerprints", "is_demonstration", "mini_directory"]
 
 _FILES = (
     "chat_template.jinja",
@@ -20,14 +21,19 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-"""What loading needs. Without some of them Transformers would make up the rest, and say nothing."""
+"""Required files. Transformers silently replaces some of them by defaults."""
+
+
+def is_demonstration(settings: Settings) -> bool:
+    """Return whether settings select a bundled checkpoint, whose answers about real documents are usually wrong."""
+    return settings.model in BUNDLED and not settings.random_weights
 
 
 def mini_directory() -> Path:
-    """The checkpoint's directory, where the package is installed; load it with ``from_pretrained``.
+    """Return the directory of the trained model's checkpoint, for ``from_pretrained``.
 
     Raises:
-        ModelError: if the installation lacks files of it, as one made without package data does.
+        ModelError: the installation lacks files, as one without package data does.
     """
     directory = Path(str(files("panscan.model"))) / "weights" / "mini"
     if missing := [name for name in _FILES if not (directory / name).is_file()]:
@@ -36,27 +42,27 @@ def mini_directory() -> Path:
 
 
 def bundled_directory(name: str) -> Path | None:
-    """Where a bundled model's checkpoint lies; None for any other name.
+    """Return the directory of a bundled model's checkpoint; None for any other name.
 
     Raises:
-        ModelError: if it cannot be had.
+        ModelError: the checkpoint is incomplete or cannot be written.
     """
     if name == "mini":
         return mini_directory()
     if name == "tiny":
-        from panscan.model.tiny import tiny_directory  # what draws it is loaded only where it is wanted
+        from panscan.model.tiny import tiny_directory  # imports PyTorch
 
         return tiny_directory()
     return None
 
 
 def fingerprints(models: Iterable[str]) -> dict[str, str]:
-    """By name, the start of the SHA-256 of the weights of each bundled model among ``models``.
+    """Return the start of the SHA-256 of the weights of each bundled model among ``models``, by name.
 
-    A name stays when a model is trained anew, so what was measured or answered with it needs this beside it.
+    Records need it because a model keeps its name when it is trained again.
 
     Raises:
-        ModelError: if one cannot be had.
+        ModelError: a checkpoint is incomplete or cannot be written.
     """
     found = {}
     for name in sorted({*models}.intersection(BUNDLED)):

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.distributed import DistributedConfig
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
@@ -28,6 +28,7 @@ from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme
 from panscan.linear.tensors import StoredTensors
 from panscan.model.bundled import bundled_directory
+from panscan.model.hub import checkpoint_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
 from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
@@ -131,6 +132,20 @@ class CheckpointFiles:
     companions: dict[str, Path]
 
 
+def checkpoint_source(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the directory of a checkpoint, downloading it if necessary.
+
+    Args:
+        name: ``mini``, ``tiny``, a directory or a hub id.
+        revision: revision of a hub checkpoint.
+        weights: False if the configuration, the tokenizer and the processor are enough.
+
+    Raises:
+        ModelError: there is no such checkpoint, or it cannot be downloaded.
+    """
+    return bundled_directory(name) or checkpoint_directory(name, revision, weights=weights)
+
+
 def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
     """Locate the files of a Gemma 3 checkpoint, downloading them if necessary, without reading tensors.
 
@@ -141,28 +156,19 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
     Raises:
         ModelError: the checkpoint is not available, is not a Gemma 3, or is not in safetensors files.
     """
-    source = checkpoint_source(name)
+    load_config(name, revision)  # raises for other architectures before weights are downloaded
+    source = str(checkpoint_source(name, revision))
     with friendly_errors(name):
-        _config(name, source, revision)
-        config = json.loads(Path(cached_file(source, CONFIG_NAME, revision=revision)).read_text("utf-8"))
-        named = _weight_files(source, revision)
-        if not all(file.endswith(".safetensors") for file in named.values()):
-            raise ModelError(f"--model {name}: {PICKLED}")
-        paths = {
-            file: Path(cached_file(source, file, revision=revision))
-            for file in sorted({*named.values()} or {SAFE_WEIGHTS_NAME})
-        }
+        config = json.loads((Path(source) / CONFIG_NAME).read_text("utf-8"))
+        named = _weight_files(source)
         weights: dict[str, Path] = {}
-        for path in paths.values():
+        for path in _weight_paths(name, source):
             with safe_open(path, "pt") as tensors:
                 weights |= dict.fromkeys(tensors.keys(), path)
         if absent := sorted(named.keys() - weights.keys()):
             raise ModelError(f"--model {name}: {len(absent)} tensors are missing, e.g. {absent[0]}: download it again")
-        others = {
-            file: cached_file(source, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-            for file in COMPANIONS
-        }
-    return CheckpointFiles(config, weights, {file: Path(path) for file, path in others.items() if path is not None})
+    others = {file: Path(source) / file for file in COMPANIONS if (Path(source) / file).is_file()}
+    return CheckpointFiles(config, weights, others)
 
 
 @dataclass(slots=True)
@@ -193,9 +199,9 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
-        return _config(name, source, revision)
+        return _config(name, source)
 
 
 def load_reader(name: str, revision: str | None = None) -> Reader:
@@ -204,13 +210,13 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     Raises:
         ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
     """
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
-        config = _config(name, source, revision)
+        config = _config(name, source)
         if config.model_type == TEXT_MODEL:
-            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, revision=revision, **_NO_CODE), config)
+            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, **_NO_CODE), config)
         else:
-            reader = _image_reader(name, AutoProcessor.from_pretrained(source, revision=revision, **_NO_CODE), config)
+            reader = _image_reader(name, AutoProcessor.from_pretrained(source, **_NO_CODE), config)
     # Without its files Transformers makes up a tokenizer of a handful of words, and says nothing.
     stranger = reader.reads_images and reader.prompts.soft_id != config.image_token_id
     if stranger or len(reader.tokenizer) < _LEAST_VOCABULARY:
@@ -339,14 +345,14 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         _check_placement(name, scheme, placement)
         assert placement.dtype != "auto"  # asked for dense checkpoints only
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision))
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     with friendly_errors(name), quiet_transformers():
-        if not all(file.endswith(".safetensors") for file in _weight_files(source, revision).values()):
+        if not all(file.endswith(".safetensors") for file in _weight_files(source).values()):
             raise ModelError(f"--model {name}: {PICKLED}")
         options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
-        model, info = kind.from_pretrained(source, revision=revision, output_loading_info=True, **options)
+        model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return ready_model(model, reader)
@@ -358,12 +364,9 @@ def open_stored(name: str, revision: str | None = None) -> StoredTensors:
     Raises:
         ModelError: the checkpoint is not available, or is not in safetensors files.
     """
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision))
     with friendly_errors(name):
-        files = sorted({*_weight_files(source, revision).values()} or {SAFE_WEIGHTS_NAME})
-        if not all(file.endswith(".safetensors") for file in files):
-            raise ModelError(f"--model {name}: {PICKLED}")
-        return StoredTensors(Path(cached_file(source, file, revision=revision)) for file in files)
+        return StoredTensors(_weight_paths(name, source))
 
 
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
@@ -373,10 +376,10 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
         ModelError: the checkpoint is not available.
         UnsupportedError: the format is not supported.
     """
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
-        _config(name, source, revision)  # raises for other architectures first
-        stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+        _config(name, source)  # raises for other architectures first
+        stored, _ = PreTrainedConfig.get_config_dict(source)
         return stored_scheme(stored, name)
 
 
@@ -430,14 +433,14 @@ def _load_stored(
     rank: int = 0, size: int = 1,
 ) -> tuple[Loaded, int]:  # fmt: skip
     """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision))
     reader = load_reader(name, revision)
     with friendly_errors(name):
-        config = _unquantized(_config(name, source, revision))
+        config = _unquantized(_config(name, source))
         check_divides(config, size)
         with open_stored(name, revision) as tensors:
             model = load_stored(name, config, scheme, tensors, dtype, device, rank, size)
-        model.generation_config = _generation_config(model, source, revision)
+        model.generation_config = _generation_config(model, source)
     return ready_model(model, reader), int(config.get_text_config().vocab_size)
 
 
@@ -466,25 +469,25 @@ def load_outline(
     Raises:
         ModelError: the checkpoint cannot be had, or is not a Gemma 3.
     """
-    source = checkpoint_source(name)
+    source = str(checkpoint_source(name, revision, weights=embedding))
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     scheme = None if embedding else stored_scheme_of(name, revision)
     with friendly_errors(name):
-        config = _config(name, source, revision)
+        config = _config(name, source)
         with torch.device("meta"):
             model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)
-        model.generation_config = _generation_config(model, source, revision)
+        model.generation_config = _generation_config(model, source)
         if embedding:
-            _keep_head(model, _stored_head(source, revision, tied=_is_tied(model)).to(device, dtype))
+            _keep_head(model, _stored_head(source, tied=_is_tied(model)).to(device, dtype))
     model.hf_device_map = {"": str(device)}  # as Transformers says where parts are that compute elsewhere
     return ready_model(model, reader)
 
 
-def _generation_config(model: Any, source: str, revision: str | None) -> GenerationConfig:
+def _generation_config(model: Any, source: str) -> GenerationConfig:
     """The checkpoint's generation settings; without a file of them those that its configuration implies."""
     try:
-        return GenerationConfig.from_pretrained(source, revision=revision)
+        return GenerationConfig.from_pretrained(source)
     except OSError:
         return GenerationConfig.from_model_config(model.config)
 
@@ -502,22 +505,34 @@ def _keep_head(model: Any, weight: torch.Tensor) -> None:
         model.get_input_embeddings().weight = kept
 
 
-def _stored_head(source: str, revision: str | None, *, tied: bool) -> torch.Tensor:
+def _stored_head(source: str, *, tied: bool) -> torch.Tensor:
     """The output matrix ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
-    files, wanted = _weight_files(source, revision), _EMBEDDING if tied else _HEAD
+    files, wanted = _weight_files(source), _EMBEDDING if tied else _HEAD
     file = next((file for name, file in files.items() if name.endswith(wanted)), SAFE_WEIGHTS_NAME)
-    with safe_open(cached_file(source, file, revision=revision), "pt") as weights:
+    with safe_open(Path(source) / file, "pt") as weights:
         name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - it is no dict
         values: torch.Tensor = weights.get_tensor(name)
     return values
 
 
-def _weight_files(source: str, revision: str | None) -> dict[str, str]:
+def _weight_paths(name: str, source: str) -> list[Path]:
+    """Return the safetensors files of a checkpoint.
+
+    Raises:
+        ModelError: some of its weights are in other files.
+    """
+    paths = [Path(source) / file for file in sorted({*_weight_files(source).values()} or {SAFE_WEIGHTS_NAME})]
+    if not all(path.suffix == ".safetensors" and path.is_file() for path in paths):
+        raise ModelError(f"--model {name}: {PICKLED}")
+    return paths
+
+
+def _weight_files(source: str) -> dict[str, str]:
     """The file of each weight of a checkpoint with several files; none of one with a single file."""
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
-    if index is None:
+    index = Path(source) / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
         return {}
-    stored = json.loads(Path(index).read_text("utf-8"))
+    stored = json.loads(index.read_text("utf-8"))
     files = stored.get("weight_map") if isinstance(stored, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map of files")
@@ -537,32 +552,12 @@ def ready_model(model: Any, reader: Reader) -> Loaded:
     return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
 
 
-def checkpoint_source(name: str) -> str:
-    """Return the directory or hub id that a model's name stands for.
-
-    Raises:
-        ModelError: it can be neither.
-    """
-    if (bundled := bundled_directory(name)) is not None:
-        return str(bundled)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
-        return str(path)
-    if "/" not in name and not path.exists():
-        raise ModelError(f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
-        raise ModelError(f"--model {name}: there is no such directory")
-    return name
-
-
-def _config(name: str, source: str, revision: str | None) -> Any:
-    stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+def _config(name: str, source: str) -> Any:
+    stored, _ = PreTrainedConfig.get_config_dict(source)
     if (kind := stored.get("model_type", TEXT_MODEL)) not in (IMAGE_MODEL, TEXT_MODEL):
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {kind!r} model")
     refuse_downloaded_kernels(name, stored)
-    config = AutoConfig.from_pretrained(source, revision=revision, **_NO_CODE)
+    config = AutoConfig.from_pretrained(source, **_NO_CODE)
     if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # without one in the file it follows from the name
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
     return config

@@ -57,10 +57,9 @@ def _advice(name: str, error: BaseException) -> str:
         return PICKLED
     if "trust_remote_code" in text:
         return "it requires custom code (trust_remote_code), which panscan does not run"
-    if any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain):
-        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
-    if "connect" in text.lower():
-        return "not downloaded yet, and the hub cannot be reached: check the network, or give a local directory"
+    offline = any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain)
+    if offline or "connect" in text.lower():
+        return "not downloaded, and the hub cannot be reached: check the network, or give a local directory"
     return " ".join(str(error).split())[:300]
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "count_views",
     "images_of",
     "plan_request",
+    "plan_sizes",
     "prepare",
     "read_images",
     "view_pixels",
@@ -106,8 +107,15 @@ def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype
 
 def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
     """The views of each image, and the prompt with their places."""
-    plans = [plan_views(*image.size, read.request.pan_and_scan) for image in read.images]
-    return plans, reader.prompts.write(read.request, [plan.crops for plan in plans])
+    return plan_sizes(read.request, [image.size for image in read.images], reader)
+
+
+def plan_sizes(
+    request: Request, sizes: Sequence[tuple[int, int]], reader: Reader
+) -> tuple[list[ViewPlan], Prompt]:  # fmt: skip
+    """The views of images of these sizes, as many as the request has, and the prompt with their places."""
+    plans = [plan_views(*size, request.pan_and_scan) for size in sizes]
+    return plans, reader.prompts.write(request, [plan.crops for plan in plans])
 
 
 def count_prompt(request: Request, reader: Reader) -> tuple[list[int], int, int]:
@@ -118,11 +126,9 @@ def count_prompt(request: Request, reader: Reader) -> tuple[list[int], int, int]
         SettingError: see :meth:`panscan.model.prompt.PromptWriter.write`.
     """
     images = images_of(request)
-    plans = [plan_views(*image_size(image), request.pan_and_scan) for image in images]
-    views = sum(len(plan.views) for plan in plans)
-    reader.prompts.check_length(request, views)
-    prompt = reader.prompts.write(replace(request, images=images), [plan.crops for plan in plans])
-    return prompt.ids, prompt.image_tokens, views
+    sizes = [image_size(image) for image in images]
+    plans, prompt = plan_sizes(replace(request, images=images), sizes, reader)
+    return prompt.ids, prompt.image_tokens, sum(len(plan.views) for plan in plans)
 
 
 def view_pixels(

@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import BUNDLED
-from panscan.model.checkpoint import quantization_method, stored_format
+from panscan.model.checkpoint import checkpoint_source, quantization_method, stored_format
 from panscan.settings import Settings
 
 __all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_name"]
@@ -92,16 +92,10 @@ def base_model_of(model: str, revision: str | None = None) -> str:
 
 def _named_base(model: str, revision: str | None) -> str | None:
     """Return ``base_model`` of the model card's front matter; the first of several."""
-    directory = Path(model).expanduser()
-    card: Any = directory / _CARD
-    if not directory.is_dir():
-        card = cached_file(
-            model, _CARD, revision=revision, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-        )  # fmt: skip
-    if card is None or not Path(card).is_file():
+    card = checkpoint_source(model, revision, weights=False) / _CARD
+    if not card.is_file():
         return None
-    found = _FRONT_MATTER.match(Path(card).read_text("utf-8", errors="replace"))
+    found = _FRONT_MATTER.match(card.read_text("utf-8", errors="replace"))
     try:
         fields = yaml.safe_load(found[1]) if found else None
     except yaml.YAMLError:

@@ -23,7 +23,7 @@ from panscan.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import ALONE, Ranks
 
-__all__ = ["AttentionPlan", "LayerFacts", "TextLayers"]
+__all__ = ["AttentionPlan", "LayerFacts", "OutputRows", "TextLayers"]
 
 
 class AttentionPlan(Protocol):
@@ -48,6 +48,19 @@ class AttentionPlan(Protocol):
             Contiguous ``[T, heads, D]``.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """The rows of a pass whose final hidden states are needed: the last layer computes attention and MLP of no others.
+
+    Args:
+        rows: int64 ``[n]`` on the device.
+        plan: attention of these rows in the last layer; ``plan.slots`` is not used.
+    """
+
+    rows: torch.Tensor
+    plan: AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,7 @@ class TextLayers:
         self._layers = [
             _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
         ]
+        self._rotary = _Rotary(self._text.rotary_emb, self._kinds, self.device, self.dtype)
         self._ops: _Ops = _TorchOps(self.dtype)
         self.kernels = False
 
@@ -157,9 +171,9 @@ class TextLayers:
     @torch.no_grad()
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, k_caches: Sequence[torch.Tensor],
-        v_caches: Sequence[torch.Tensor], plans: Mapping[bool, AttentionPlan],
+        v_caches: Sequence[torch.Tensor], plans: Mapping[bool, AttentionPlan], output: OutputRows | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return final hidden states ``[T, hidden]``, normed, of embeddings ``[T, hidden]``.
+        """Return final hidden states ``[n, hidden]``, normed, of embeddings ``[T, hidden]``.
 
         Args:
             hidden: rows of any sequences, one after the other; they meet in attention only.
@@ -167,9 +181,10 @@ class TextLayers:
             k_caches: keys of each layer, ``[slots, kv heads, D]``; the rows' own are written.
             v_caches: values, likewise.
             plans: attention by kind of layer (local or not).
+            output: the n rows to return; None: all T rows. Keys and values of all rows are written in any case.
         """
         ops, layers, dtype = self._ops, self._layers, hidden.dtype
-        rotary = {kind == "sliding_attention": self._rotary(positions, kind) for kind in set(self._kinds)}
+        rotary = self._rotary(positions)
         following = [*(layer.norms[0] for layer in layers[1:]), self._text.norm]
         following_dtypes = [*(layer.qkv.input_dtype for layer in layers[1:]), None]
         normed = ops.norm(hidden, layers[0].norms[0], layers[0].qkv.input_dtype)
@@ -178,6 +193,10 @@ class TextLayers:
             plan = plans[layer.local]
             qkv = layer.qkv.product(normed, dtype)
             query = ops.rotate_and_store(layer, qkv, rotary[layer.local], plan.slots, k_cache, v_cache)
+            if output is not None and layer is layers[-1]:
+                plan, query, hidden = output.plan, query[output.rows], hidden[output.rows]
+                if not len(hidden):  # no prompt ends in this pass, and the keys and values are written
+                    return hidden
             attended = plan.attend(query, k_cache, v_cache, layer.scaling)
             part = layer.out.product(attended.flatten(1), dtype)
             hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2], layer.gate_up.input_dtype)
@@ -212,18 +231,6 @@ class TextLayers:
             tokens=tokens, rows=rows, width=self.dtype.itemsize,
         )  # fmt: skip
 
-    def _rotary(self, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of one kind of layer, each ``[T, D]``, as Transformers' rotary embedding computes them.
-
-        From the frequencies of a fresh model: ``generate()`` may leave others behind in a module of a dynamic type.
-        """
-        module = self._text.rotary_emb
-        frequencies = getattr(module, f"{kind}_original_inv_freq").to(positions.device, torch.float32)
-        scaling = getattr(module, f"{kind}_attention_scaling")
-        half = positions[:, None].float() * frequencies
-        angles = torch.cat((half, half), -1)
-        return (angles.cos() * scaling).to(self.dtype), (angles.sin() * scaling).to(self.dtype)
-
     def _all_plain(self) -> bool:
         """Whether kernels may read the norms' weights, and compute the activation."""
         norms = [norm for layer in self._layers for norm in (*layer.norms, layer.q_norm, layer.k_norm)]
@@ -231,6 +238,37 @@ class TextLayers:
             all(is_plain(norm, Gemma3RMSNorm) for norm in (*norms, self._text.norm))
             and self._text.config.hidden_activation == "gelu_pytorch_tanh"
         )
+
+
+class _Rotary:
+    """Cosines and sines of positions for each kind of layer, as Transformers computes them.
+
+    Frequencies are those of a fresh model: ``generate()`` may leave others behind in a module of a dynamic type.
+
+    Args:
+        module: Transformers' rotary embedding.
+        kinds: type of each layer, as Transformers names them.
+        device: device of the positions.
+        dtype: type of the results.
+    """
+
+    def __init__(self, module: Any, kinds: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+        used = sorted(set(kinds))
+        half = torch.stack([getattr(module, f"{kind}_original_inv_freq") for kind in used]).to(device, torch.float32)
+        scaling = [getattr(module, f"{kind}_attention_scaling") for kind in used]
+        self._local = [kind == "sliding_attention" for kind in used]
+        self._frequencies = torch.cat((half, half), -1)[:, None]
+        self._scaling = torch.tensor(scaling, dtype=torch.float32, device=device)[:, None, None]
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
+        """Return cosines and sines ``[T, D]`` of int64 positions ``[T]``, by kind of layer (local or not).
+
+        The kinds share every operator, because launches are what this costs.
+        """
+        angles = positions[:, None].float() * self._frequencies
+        cos, sin = ((each * self._scaling).to(self._dtype) for each in (angles.cos(), angles.sin()))
+        return {local: (cos[at], sin[at]) for at, local in enumerate(self._local)}
 
 
 def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:

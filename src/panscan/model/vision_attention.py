@@ -6,6 +6,11 @@ Triton's tiles have power-of-two sides, and the head size of SigLIP is 72. The k
 main part (64 columns) and a rest (8 columns, padded to 16 with zeros by the bounds check of the tensor descriptor)
 instead of padding 72 to 128. Scores are kept in units of log2(e), for exp2.
 
+The kernel runs at the power limit of the GPU, so every instruction less per score makes it faster. In bfloat16, weights
+are therefore taken relative to the highest score of the first tile of keys, not of all tiles so far ("settled"
+softmax): the offset cancels in the quotient, and bfloat16 rounds all magnitudes alike. If a later score is so much
+higher that the sum of weights exceeds 2^60, the program computes its tiles again with the usual running maximum.
+
 ptxas serialises all matrix products (warning C7512) if the three warpgroups need more than their 160 registers per
 thread. Look for that warning after any change.
 """
@@ -37,6 +42,7 @@ _LOG2E = 1.4426950408889634
 _ROWS = 64  # query rows of a warpgroup: the fixed height of a Hopper matrix product
 _KEYS = 128
 _SHARED_BYTES = 227 * 1024  # per program on Hopper
+_LIMIT = gl.constexpr(2.0**60)  # of a sum of weights; leaves room for values up to 2^67
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 _gluon: Callable[[Callable[..., Any]], Any] = gluon.jit
@@ -128,6 +134,7 @@ def _launch(
         output, factor, patches, heads, row_tiles, tiles,
         size=size, main=split.main, rest=split.rest, tail=split.tail, rows=_ROWS, keys=_KEYS, stages=stages,
         groups=groups, ragged=patches % _KEYS != 0, registers=160 if groups == 3 else 240,
+        settled=query.dtype == torch.bfloat16,  # float16 has too few exponents
         num_warps=4,
     )  # fmt: skip
 
@@ -165,34 +172,48 @@ def _load(main_desc, rest_desc, main_shared, rest_shared, barrier, view, head, r
 def _producer(
     q_main, q_rest, k_main, k_rest, v_main, v_rest,
     sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    patches, heads, row_tiles, tiles, main: gl.constexpr, rest: gl.constexpr, rows: gl.constexpr, keys: gl.constexpr,
-    stages: gl.constexpr, groups: gl.constexpr,
+    overflows, finished, patches, heads, row_tiles, tiles, main: gl.constexpr, rest: gl.constexpr, rows: gl.constexpr,
+    keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, settled: gl.constexpr,
 ):  # fmt: skip
     """Load tiles in the order in which the warpgroups need them, into buffers that all of them have released."""
-    loaded, done = 0, 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        view, head, row_tile = _position(tile, row_tiles, heads)
-        for group in gl.static_range(groups):
-            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
-            _load(
-                q_main, q_rest, sq_main.index(group), sq_rest.index(group), q_full.index(group), view, head,
-                (row_tile * groups + group) * rows, rows, main, rest,
-            )  # fmt: skip
-        for begin in range(0, patches, keys):
-            stage = loaded % stages
-            phase = (loaded // stages & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            _load(
-                k_main, k_rest, sk_main.index(stage), sk_rest.index(stage), k_full.index(stage), view, head, begin,
-                keys, main, rest,
-            )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase)
-            _load(
-                v_main, v_rest, sv_main.index(stage), sv_rest.index(stage), v_full.index(stage), view, head, begin,
-                keys, main, rest,
-            )  # fmt: skip
-            loaded += 1
-        done += 1  # noqa: SIM113  # Gluon has no enumerate
+    loaded, done, first = 0, 0, gl.program_id(0)
+    for attempt in gl.static_range(2 if settled else 1):
+        if attempt == 1:
+            first = _first_again(overflows, finished, tiles, groups, 1)
+        for tile in range(first, tiles, gl.num_programs(0)):
+            view, head, row_tile = _position(tile, row_tiles, heads)
+            for group in gl.static_range(groups):
+                mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
+                _load(
+                    q_main, q_rest, sq_main.index(group), sq_rest.index(group), q_full.index(group), view, head,
+                    (row_tile * groups + group) * rows, rows, main, rest,
+                )  # fmt: skip
+            for begin in range(0, patches, keys):
+                stage = loaded % stages
+                phase = (loaded // stages & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                _load(
+                    k_main, k_rest, sk_main.index(stage), sk_rest.index(stage), k_full.index(stage), view, head, begin,
+                    keys, main, rest,
+                )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), phase)
+                _load(
+                    v_main, v_rest, sv_main.index(stage), sv_rest.index(stage), v_full.index(stage), view, head, begin,
+                    keys, main, rest,
+                )  # fmt: skip
+                loaded += 1
+            done += 1  # Gluon has no enumerate
+
+
+@_gluon
+def _first_again(overflows, finished, tiles, groups: gl.constexpr, warps: gl.constexpr):
+    """Return the first tile of the second attempt: this program's first if a sum overflowed, else one past the last."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    mbarrier.wait(finished, 0)
+    overflowed = gl.max(overflows.index(0).load(layout), 0)
+    for group in gl.static_range(1, groups):
+        overflowed = gl.maximum(overflowed, gl.max(overflows.index(group).load(layout), 0))
+    return gl.program_id(0) + (1 - overflowed) * tiles
 
 
 @_gluon
@@ -211,13 +232,17 @@ def _scores(q_main, q_rest, sk_main, sk_rest, k_full, used, main: gl.constexpr, 
 
 
 @_gluon
-def _weigh(scores, top, total, scale, dtype: gl.constexpr):
-    """Return the weights of a tile of keys and the running softmax of the rows with them: the highest score, the sum
-    of weights, and the factor for what was summed before."""
-    higher = gl.maximum(top, gl.max(scores, 1) * scale)
-    fade = gl.exp2(top - higher)
-    weights = gl.exp2(scores * scale - higher[:, None])
-    return weights.to(dtype), higher, total * fade + gl.sum(weights, 1), fade
+def _weigh(scores, top, total, sums, rest_sums, scale, dtype: gl.constexpr, settled: gl.constexpr):
+    """Return the weights of a tile of keys, and the running softmax of the rows with them: the offset of the scores,
+    the sum of weights, and the sums of values rescaled to a new offset."""
+    if not settled:
+        higher = gl.maximum(top, gl.max(scores, 1) * scale)
+        fade = gl.exp2(top - higher)
+        top, total = higher, total * fade
+        sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))[:, None]
+        rest_sums = rest_sums * gl.convert_layout(fade, gl.SliceLayout(1, rest_sums.type.layout))[:, None]
+    weights = gl.exp2(scores * scale - top[:, None])
+    return weights.to(dtype), top, total + gl.sum(weights, 1), sums, rest_sums
 
 
 @_gluon
@@ -232,11 +257,38 @@ def _narrow(shared, columns: gl.constexpr):
 @_gluon
 def _consumer(
     group: gl.constexpr, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles,
     size: gl.constexpr, main: gl.constexpr, rest: gl.constexpr, tail: gl.constexpr, rows: gl.constexpr,
-    keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr,
+    keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr, settled: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 query rows per tile with one warpgroup.
+    """Compute 64 query rows per tile with one warpgroup, a second time if sums of weights overflowed."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
+    used, done, first = 0, 0, gl.program_id(0)
+    overflowed = gl.zeros([rows], gl.int32, gl.SliceLayout(1, s_layout))
+    for attempt in gl.static_range(2 if settled else 1):
+        if attempt == 1:
+            layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            overflows.index(group).store(gl.full([32], gl.max(overflowed, 0), gl.int32, layout))
+            mbarrier.arrive(finished)
+            first = _first_again(overflows, finished, tiles, groups, 4)
+        used, done, overflowed = _consume(
+            group, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest,
+            q_full, q_empty, k_full, k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles,
+            first, used, done, overflowed, size, main, rest, tail, rows, keys, stages, groups, ragged,
+            settled and attempt == 0, s_layout,
+        )  # fmt: skip
+
+
+@_gluon
+def _consume(
+    group: gl.constexpr, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles,
+    first, used, done, overflowed, size: gl.constexpr, main: gl.constexpr, rest: gl.constexpr, tail: gl.constexpr,
+    rows: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr,
+    settled: gl.constexpr, s_layout: gl.constexpr,
+):  # fmt: skip
+    """Compute the tiles from ``first`` on. Return how many tiles of keys and of rows were used so far, and whether the
+    weights of any row overflowed.
 
     The product with the values of one tile of keys and the scores of the next are issued as one burst. Softmax runs
     between bursts, while the tensor cores work for the other warpgroups.
@@ -244,31 +296,33 @@ def _consumer(
     # Without a rest, its tensors are unused; they only need a valid shape.
     wide: gl.constexpr = rest if rest > 0 else main
     narrow: gl.constexpr = tail if rest > 0 else 8
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
     m_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, main, 16])
     r_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, narrow, 16])
     m_weights: gl.constexpr = gl.DotOperandLayout(0, m_layout, 2)
     r_weights: gl.constexpr = gl.DotOperandLayout(0, r_layout, 2)
     dtype: gl.constexpr = output.dtype.element_ty
-    used, done = 0, 0
     key_tiles = gl.cdiv(patches, keys)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for tile in range(first, tiles, gl.num_programs(0)):
         view, head, row_tile = _position(tile, row_tiles, heads)
         mbarrier.wait(q_full.index(group), done & 1)
         q_main = sq_main.index(group).reshape([rows, main])
         q_rest = sq_rest.index(group).reshape([rows, wide])
-        top = gl.full([rows], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         total = gl.zeros([rows], gl.float32, gl.SliceLayout(1, s_layout))
         sums = gl.zeros([rows, main], gl.float32, m_layout)
         rest_sums = gl.zeros([rows, narrow], gl.float32, r_layout)
         scores = _scores(q_main, q_rest, sk_main, sk_rest, k_full, used, main, rest, rows, keys, stages, s_layout)
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_empty.index(used % stages))
+        if settled:
+            if ragged:
+                scores = _masked(scores, 0, patches, s_layout)
+            top = gl.max(scores, 1) * scale
+        else:
+            top = gl.full([rows], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         for _ in range(key_tiles - 1):
-            weights, top, total, fade = _weigh(scores, top, total, scale, dtype)
-            sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, m_layout))[:, None]
-            if rest > 0:
-                rest_sums = rest_sums * gl.convert_layout(fade, gl.SliceLayout(1, r_layout))[:, None]
+            weights, top, total, sums, rest_sums = _weigh(
+                scores, top, total, sums, rest_sums, scale, dtype, settled
+            )  # fmt: skip
             stage = used % stages
             mbarrier.wait(v_full.index(stage), used // stages & 1)
             v = sv_main.index(stage).reshape([keys, main])
@@ -285,13 +339,9 @@ def _consumer(
             mbarrier.arrive(v_empty.index(stage))
             mbarrier.arrive(k_empty.index(used % stages))
         mbarrier.arrive(q_empty.index(group))
-        if ragged:  # keys past the end score 0, as the copy engine fills them with zeros
-            key = (key_tiles - 1) * keys + gl.arange(0, keys, gl.SliceLayout(0, s_layout))
-            scores = gl.where((key < patches)[None, :], scores, float("-inf"))
-        weights, top, total, fade = _weigh(scores, top, total, scale, dtype)
-        sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, m_layout))[:, None]
-        if rest > 0:
-            rest_sums = rest_sums * gl.convert_layout(fade, gl.SliceLayout(1, r_layout))[:, None]
+        if ragged:
+            scores = _masked(scores, (key_tiles - 1) * keys, patches, s_layout)
+        weights, top, total, sums, rest_sums = _weigh(scores, top, total, sums, rest_sums, scale, dtype, settled)
         stage = used % stages
         mbarrier.wait(v_full.index(stage), used // stages & 1)
         v = sv_main.index(stage).reshape([keys, main])
@@ -305,12 +355,22 @@ def _consumer(
             sums = warpgroup_mma_wait(0, [sums])
         mbarrier.arrive(v_empty.index(stage))
         used += 1
-        done += 1  # noqa: SIM113
+        done += 1
+        if settled:  # a sum that is not a number counts too
+            overflowed = gl.maximum(overflowed, gl.where(total < _LIMIT, 0, 1))
         row = (row_tile * groups + group) * rows
         at = output + view.to(gl.int64) * patches * heads * size + head * size
         _store(at, row, sums, total, 0, patches, heads, size, rows, main)
         if rest > 0:
             _store(at, row, rest_sums, total, main, patches, heads, size, rows, narrow)
+    return used, done, overflowed
+
+
+@_gluon
+def _masked(scores, first, patches, s_layout: gl.constexpr):
+    """Return the scores without keys past the end, which score 0 because the copy engine fills them with zeros."""
+    key = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, s_layout))
+    return gl.where((key < patches)[None, :], scores, float("-inf"))
 
 
 @_gluon
@@ -330,7 +390,7 @@ def _attend(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, output, scale, patches, heads, row_tiles, tiles,
     size: gl.constexpr, main: gl.constexpr, rest: gl.constexpr, tail: gl.constexpr, rows: gl.constexpr,
     keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr,
-    registers: gl.constexpr,
+    registers: gl.constexpr, settled: gl.constexpr,
 ):  # fmt: skip
     """One program per multiprocessor: every ``num_programs``-th tile of ``groups`` times 64 rows of one head."""
     dtype: gl.constexpr = output.dtype.element_ty
@@ -349,6 +409,9 @@ def _attend(
     k_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    overflows = gl.allocate_shared_memory(gl.int32, [groups, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.init(finished, count=groups)
     for i in gl.static_range(groups):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -362,27 +425,27 @@ def _attend(
     if groups == 2:
         gl.warp_specialize([
             (_consumer, (0, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles, size, main, rest,
-                         tail, rows, keys, stages, groups, ragged)),
+                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
+                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
             (_consumer, (1, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles, size, main, rest,
-                         tail, rows, keys, stages, groups, ragged)),
+                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
+                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
             (_producer, (q_main, q_rest, k_main, k_rest, v_main, v_rest, sq_main, sq_rest, sk_main, sk_rest, sv_main,
-                         sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty, patches, heads, row_tiles, tiles,
-                         main, rest, rows, keys, stages, groups)),
+                         sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty, overflows, finished, patches,
+                         heads, row_tiles, tiles, main, rest, rows, keys, stages, groups, settled)),
         ], [4, 1], [registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (0, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles, size, main, rest,
-                         tail, rows, keys, stages, groups, ragged)),
+                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
+                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
             (_consumer, (1, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles, size, main, rest,
-                         tail, rows, keys, stages, groups, ragged)),
+                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
+                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
             (_consumer, (2, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles, size, main, rest,
-                         tail, rows, keys, stages, groups, ragged)),
+                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
+                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
             (_producer, (q_main, q_rest, k_main, k_rest, v_main, v_rest, sq_main, sq_rest, sk_main, sk_rest, sv_main,
-                         sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty, patches, heads, row_tiles, tiles,
-                         main, rest, rows, keys, stages, groups)),
+                         sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty, overflows, finished, patches,
+                         heads, row_tiles, tiles, main, rest, rows, keys, stages, groups, settled)),
         ], [4, 4, 1], [registers, registers, 24])  # fmt: skip

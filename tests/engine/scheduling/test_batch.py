@@ -98,6 +98,24 @@ def test_decode_rows_are_the_leading_single_rows(singles: int, others: list[int]
     assert flatten(chunks, block_size=4, window=4).decode_rows == expected
 
 
+@given(**SHAPES)
+@settings(deadline=None)
+def test_sampled_rows_decode_with_the_intervals_of_the_whole_pass(seed: int, block_size: int, window: int) -> None:
+    draw = random.Random(seed)
+    batch = flatten(sequences(draw, block_size, window), block_size=block_size, window=window)
+    last = batch.offsets[1:].astype(np.int64) - 1
+    rows = last[sorted(draw.sample(range(len(last)), draw.randint(0, len(last))))]
+    found = replace(batch, sampled=rows).sampled_rows()
+    assert found.rows == found.decode_rows == len(rows)
+    assert found.ends.tolist() == (found.positions + 1).tolist()
+    for name in ("ids", "positions", "ends"):
+        assert getattr(found, name).tolist() == getattr(batch, name)[rows].tolist()
+    for local in (False, True):
+        assert found.first_keys(local=local).tolist() == batch.first_keys(local=local)[rows].tolist()
+        assert found.slots(local=local).tolist() == batch.slots(local=local)[rows].tolist()
+        assert found.tables[local].tolist() == batch.tables[local][batch.chunk_of_row[rows]].tolist()
+
+
 def test_a_kind_without_layers_needs_no_blocks() -> None:
     chunk = Chunk(Sequence(0, [7, 8], 2, PromptLayout(), 3, tables=([5], [])), 0, 2)
     batch = flatten([chunk], block_size=16, window=4)

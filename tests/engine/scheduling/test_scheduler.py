@@ -4,6 +4,7 @@ every block holds."""
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from random import Random
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.drawn import IMAGES, PIECES, content, seen_until, sequence
 
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.pacing import PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 LONGEST = max(IMAGES.values())
+LIMITS = (None, None, None, *(PrefillLimit(seconds, 1.0, 3.0) for seconds in (-1.0, 2.0, 7.0, 12.0)))
 
 
 class History(RuleBasedStateMachine):
@@ -69,6 +72,7 @@ class History(RuleBasedStateMachine):
         self.cached: dict[Sequence, int] = {}
         self.slots: dict[tuple[int, int, int], object] = {}  # group, block, offset: what was written there last
         self.preemptions = self.added = 0
+        self.ending = False
         self.overlap, self.worth, self.caching = overlap, worth, caching
         self.flying: dict[Sequence, int] = {}  # tokens that are not known yet
 
@@ -106,14 +110,17 @@ class History(RuleBasedStateMachine):
     def step(self, seed: int, cancel: bool = False) -> None:
         random = Random(seed)
         before = self.scheduler.running
-        step = self.scheduler.schedule()
+        limit = None if self.ending else random.choice(LIMITS)
+        step = self.scheduler.schedule(limit)
         if step is None:
             assert not self.ids or self.flying, "who waits for a last token may hold what all others need"
             self.preemptions = self.scheduler.preemptions
             self.land()
             return
-        self.check_rules(step, before)
-        self.check_chunks(step)
+        if not any(chunk.sequence.decodes for chunk in step.chunks):
+            limit = None
+        self.check_rules(step, before, limit)
+        self.check_chunks(step, limit)
         written = self.written(step)
         self.land()
         self.write_and_read(step, written)
@@ -130,6 +137,7 @@ class History(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """All that is left ends: in every step its oldest sequence computes a token at least."""
+        self.ending = True
         for _ in range(sum(each.limit for each in getattr(self, "ids", ()))):
             self.step(seed=0)
             self.holds()
@@ -152,7 +160,7 @@ class History(RuleBasedStateMachine):
         del self.ids[one]
         assert not any(one.tables)
 
-    def check_rules(self, step: Step, before: tuple[Sequence, ...]) -> None:
+    def check_rules(self, step: Step, before: tuple[Sequence, ...], limit: PrefillLimit | None) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         admitted = [each for each in running if each not in before]
         self.preemptions += len(self.scheduler.preempted)
@@ -160,7 +168,8 @@ class History(RuleBasedStateMachine):
         assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
         assert not (admitted and self.scheduler.preempted), "room freed by preemption is not given to new requests"
         growing = [each for each in self.ids if len(each.ids) < each.limit]
-        assert step.chunks and min(growing, key=lambda each: each.number) in [c.sequence for c in step.chunks]
+        oldest = min(growing, key=lambda each: each.number)
+        assert step.chunks and (limit or oldest in [chunk.sequence for chunk in step.chunks])
         for each in self.scheduler.preempted:
             assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
             assert each.ids[: len(each.ids) - each.pending] == self.ids[each]
@@ -175,9 +184,10 @@ class History(RuleBasedStateMachine):
                 makes = other.reuse and same and other.computed < end <= other.prompt_tokens
                 assert not makes or end > len(each.ids), "computed twice"
 
-    def check_chunks(self, step: Step) -> None:
+    def check_chunks(self, step: Step, limit: PrefillLimit | None) -> None:
         """Each running sequence has the chunk that plain search gives it, oldest first, within the budgets."""
         tokens, views, prefilled = self.chunk, self.views, False
+        seconds = inf if limit is None else limit.seconds
         decodes, prefills = [], []
         for each in self.scheduler.running:
             start = each.computed
@@ -191,10 +201,12 @@ class History(RuleBasedStateMachine):
             fitting = [at for at in ends if at - start <= tokens] or ([] if prefilled else ends[:1])
             count = {at: sum(start <= span.start < at for span in each.layout.spans) for at in fitting}
             fitting = [at for at in fitting if views is None or count[at] <= views]
+            fitting = [at for at in fitting if at - start + 3.0 * count[at] <= seconds]
             if fitting:
                 prefills.append((each, start, fitting[-1]))
                 tokens, prefilled = max(0, tokens - (fitting[-1] - start)), True
                 views = None if views is None else views - count[fitting[-1]]
+                seconds -= fitting[-1] - start + 3.0 * count[fitting[-1]]
         assert [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks] == decodes + prefills
 
     def written(self, step: Step) -> list[tuple[Chunk, int, tuple[int, int, int]]]:

@@ -82,7 +82,7 @@ class FlatBatch:
         encode: views to encode first; their slots may appear in ``images`` of this pass and of later ones.
         pending_rows: int64 ``[P]``: rows whose ids are tokens that the previous pass sampled.
         pending_sources: int64 ``[P]``: their indices among the previous pass's ``sampled``.
-        sampled: int64 ``[S]``: rows whose next token is sampled, ascending.
+        sampled: int64 ``[S]``: rows whose next token is sampled, ascending; each is the last row of its chunk.
         sampling: how, for each of ``sampled``.
         watched: int64: rows whose final hidden states and logits the result returns.
         watched_samples: int64: indices into ``sampled`` whose logits the result returns.
@@ -136,3 +136,20 @@ class FlatBatch:
     def first_keys(self, *, local: bool) -> NDArray[np.int64]:
         """int64 ``[T]``: first key of each row's interval, in layers of one kind."""
         return np.maximum(self.positions - self.window + 1, 0) if local else np.zeros_like(self.positions)
+
+    def sampled_rows(self) -> Self:
+        """Return the sampled rows as single-row chunks, which attend as they do here. For attention plans only.
+
+        A chunk does not cut an image block, so its last row attends to no later key, like a decode row.
+        """
+        rows = self.sampled
+        chunks = self.chunk_of_row[rows]
+        return type(self)(
+            ids=self.ids[rows],
+            positions=self.positions[rows],
+            ends=self.ends[rows],
+            offsets=np.arange(len(rows) + 1, dtype=np.int32),
+            tables=(self.tables[0][chunks], self.tables[1][chunks]),
+            block_size=self.block_size,
+            window=self.window,
+        )

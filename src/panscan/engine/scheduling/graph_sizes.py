@@ -24,11 +24,13 @@ def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
     """Return the sizes to record: decode rows alone, short chunks alone (questions about cached images, last chunks of
     prompts), and both together. Longer passes keep the device busy while their kernels are launched one by one.
 
+    A TPOT target leads to many passes of one image block (256 tokens) and some text: their sizes are close together.
+
     Args:
         decode_rows: maximum decode rows per pass.
         chunk_rows: maximum other rows per pass.
     """
-    short = [rows for rows in (32, 64, 128, 256, MOST_CHUNK_ROWS) if rows <= chunk_rows]
-    beside = sorted({min(rows, decode_rows) for rows in (16, 64, decode_rows)})
+    short = [rows for rows in (32, 64, 128, 256, 288, 352, MOST_CHUNK_ROWS) if rows <= chunk_rows]
+    beside = sorted({min(rows, decode_rows) for rows in (16, 32, 48, 64, decode_rows)})
     alone = [(rows, 0) for rows in decode_sizes(decode_rows)] + [(0, rows) for rows in short]
     return alone + [(single, rows) for single in beside for rows in short[1:]]

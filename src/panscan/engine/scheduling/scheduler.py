@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.pacing import PrefillLimit
 from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 __all__ = ["Scheduler"]
@@ -14,11 +15,17 @@ __all__ = ["Scheduler"]
 
 @dataclass(slots=True)
 class _Budget:
-    """Prompt tokens and image blocks (None: any number) that one step may still take."""
+    """Prompt tokens, image blocks (None: any number) and device time (None: any) that one step may still take."""
 
     tokens: int
     views: int | None
+    limit: PrefillLimit | None
     untouched: bool = True
+
+    @property
+    def spent(self) -> bool:
+        """Whether no prompt token fits any more."""
+        return not self.tokens or (self.limit is not None and self.limit.seconds < self.limit.row_seconds)
 
     def end(self, sequence: Sequence) -> int:
         """Where the sequence's next prefill chunk ends; its start, if it has to wait for another step."""
@@ -29,14 +36,18 @@ class _Budget:
             return start
         images = sequence.layout.within(start, end)
         if self.views is not None and len(images) > self.views:
-            return images[self.views].start
-        return end
+            end = images[self.views].start
+        return end if self.limit is None else self.limit.reach(sequence.layout, start, end)
 
     def spend(self, chunk: Chunk) -> None:
         self.untouched = False
         self.tokens = max(0, self.tokens - (chunk.end - chunk.start))
+        layout = chunk.sequence.layout
         if self.views is not None:
-            self.views -= len(chunk.sequence.layout.within(chunk.start, chunk.end))
+            self.views -= len(layout.within(chunk.start, chunk.end))
+        if self.limit is not None:
+            cost = self.limit.cost(layout, chunk.start, chunk.end)
+            self.limit = replace(self.limit, seconds=self.limit.seconds - cost)
 
 
 class _PassPlan:
@@ -113,14 +124,20 @@ class Scheduler:
                 queue.remove(sequence)
         self._blocks.release(sequence)
 
-    def schedule(self) -> Step | None:
+    def schedule(self, limit: PrefillLimit | None = None) -> Step | None:
         """The next step, its blocks allocated; None if nothing is to be computed.
 
         Rows of decoding sequences come first, then prefill chunks, each from the oldest to the youngest. The oldest
         running sequence always has a chunk, unless only its last token is missing, so that every sequence ends after
         finitely many steps. Nothing has to be known of the pass before but that it was launched.
+
+        Args:
+            limit: device time of the step's prefill. It counts only while a sequence decodes: those end after
+                finitely many steps, and the oldest has a chunk again.
         """
-        plan = _PassPlan(_Budget(self._prefill_chunk_size, self._max_views))
+        if not any(each.decodes and not each.full for each in self._running):
+            limit = None
+        plan = _PassPlan(_Budget(self._prefill_chunk_size, self._max_views, limit))
         for sequence in self.running:
             if sequence in plan.preempted:
                 break
@@ -129,6 +146,11 @@ class Scheduler:
             self._admit(plan)
         self.preempted = plan.preempted
         chunks = (*plan.decodes, *plan.prefills)
+        if not chunks and plan.preempted and limit is not None:
+            # All that decode were preempted, and the limit held the others back: nothing is left to pace.
+            step = self.schedule()
+            self.preempted = [*plan.preempted, *self.preempted]
+            return step
         return Step(chunks) if chunks else None
 
     def advance(self, step: Step) -> None:
@@ -173,7 +195,7 @@ class Scheduler:
         Who begins as a running sequence that still computes its prompt waits until that is done, and takes it over
         then. Younger ones wait with it: what a step computes at most is for those that run.
         """
-        while self._waiting and len(self._running) < self._max_num_seqs and plan.budget.tokens:
+        while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
             if self._blocks.in_the_making(oldest, hit, self._running):

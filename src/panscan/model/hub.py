@@ -1,0 +1,219 @@
+"""Directories of checkpoints: local ones, and snapshots of the Hugging Face hub.
+
+Imports neither PyTorch nor Transformers, so that a command reports an unreachable hub before it imports them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from tqdm import tqdm
+
+from panscan.core import ModelError
+from panscan.core.activity import activity
+from panscan.model.hub_errors import friendly_errors
+
+__all__ = ["checkpoint_directory"]
+
+_DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
+_PARALLEL = 8  # downloads
+_SMALL = (".json", ".jinja", ".md", ".model", ".txt")
+_CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+
+_T = TypeVar("_T")
+_found: dict[tuple[str, str | None, bool], Path] = {}  # by name, revision, and whether it has the weights
+
+
+def checkpoint_directory(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the directory of a checkpoint that is not bundled, downloading it if necessary.
+
+    Args:
+        name: a directory or a hub id.
+        revision: revision of a hub checkpoint.
+        weights: False if the configuration, the tokenizer and the processor are enough.
+
+    Raises:
+        ModelError: there is no such checkpoint, or it cannot be downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / _CONFIG).is_file():
+            raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
+        return path
+    if "/" not in name and not path.exists():
+        raise ModelError(f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
+        raise ModelError(f"--model {name}: there is no such directory")
+    with friendly_errors(name):
+        return _snapshot(name, revision, weights=weights)
+
+
+def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
+    """Return the cached snapshot of a hub checkpoint, downloading what is missing.
+
+    If the hub cannot be reached, a complete copy of an earlier download is used. The hub is asked once per process.
+    """
+    for key in ((name, revision, True), (name, revision, weights)):
+        if key in _found:
+            return _found[key]
+    cached = _cached(name, revision, weights=weights)
+    if constants.HF_HUB_OFFLINE:
+        if cached is None:
+            raise ModelError(
+                f"--model {name}: not downloaded, and HF_HUB_OFFLINE is set: unset it, or give a local directory"
+            )
+        return cached
+    try:
+        info = _repo_info(name, revision)
+    except (HfHubHTTPError, ModelError):
+        if cached is None:
+            raise
+        weights = _cached(name, revision, weights=True) is not None
+        directory = cached
+    else:
+        try:
+            directory = _updated(name, revision, info, weights=weights)
+        except Exception:  # whatever breaks a download: a cached copy is complete
+            if cached is None:
+                raise
+            directory = cached
+    return _found.setdefault((name, revision, weights), directory)
+
+
+def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Path:
+    """Download the missing files of a commit, and return the directory of its snapshot.
+
+    Args:
+        name: hub id.
+        revision: requested revision.
+        info: the hub's description of it.
+        weights: False to leave out the weights.
+    """
+    files = {each.rfilename: each.size or 0 for each in info.siblings if "/" not in each.rfilename}
+    if _CONFIG not in files:
+        raise ModelError(f"--model {name}: the repository has no config.json (is it a Transformers checkpoint?)")
+    # The named revision is recorded with the first files, so that the cache is found without the hub.
+    _download(name, revision, info.sha, {file: files[file] for file in files if file.endswith(_SMALL)})
+    config = try_to_load_from_cache(name, _CONFIG, revision=info.sha)
+    if not isinstance(config, str):
+        raise ModelError(f"--model {name}: it changed while it was downloaded: run the command again")
+    directory = Path(config).parent
+    if weights:
+        wanted = [file for file in _weight_files(directory) if file in files]
+        _download(name, info.sha, info.sha, {file: files[file] for file in wanted})
+    return directory
+
+
+def _download(name: str, revision: str | None, commit: str, files: dict[str, int]) -> None:
+    """Download the files of a commit that are not cached.
+
+    Args:
+        name: hub id.
+        revision: name of the commit to record in the cache.
+        commit: hash of the commit.
+        files: size of each file in bytes.
+    """
+    missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
+    if not missing:
+        return
+    done = dict.fromkeys(missing, 0.0)
+    with activity(f"downloading {name}", total=sum(files[file] for file in missing) or None, unit="B") as step:
+
+        def on_progress(file: str, count: float) -> None:
+            done[file] = max(done[file], count)  # a file may have a bar of received and one of written bytes
+            step.update(sum(done.values()))
+
+        def fetch(file: str) -> None:
+            with slots:
+                hf_hub_download(name, file, revision=revision, tqdm_class=_bar_class(partial(on_progress, file)))
+
+        slots = threading.Semaphore(_PARALLEL)
+        for download in [_started(partial(fetch, file)) for file in missing]:
+            download.result()
+
+
+def _bar_class(on_progress: Callable[[float], None]) -> type[Any]:
+    """Return a class of progress bars that report their bytes to a callback instead of drawing."""
+
+    class Bar(tqdm):  # type: ignore[misc]  # it has no types
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "leave": False})  # else closing it prints an empty line
+
+        def display(self, *_: Any, **__: Any) -> None:
+            on_progress(self.n)
+
+    return Bar
+
+
+def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
+    """Return the snapshot of a checkpoint in the hub's cache; None if files are missing."""
+    config = try_to_load_from_cache(name, _CONFIG, revision=revision)
+    if not isinstance(config, str):
+        return None
+    directory = Path(config).parent
+    wanted = ["tokenizer_config.json", *(_weight_files(directory) if weights else [])]
+    return directory if all((directory / file).is_file() for file in wanted) else None
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """Return the names of a checkpoint's safetensors files, from its index if it has one."""
+    if not (directory / _INDEX).is_file():
+        return [_WEIGHTS]
+    stored = json.loads((directory / _INDEX).read_text("utf-8"))
+    named = stored.get("weight_map") if isinstance(stored, dict) else None
+    return sorted({str(file) for file in named.values()}) if isinstance(named, dict) else []
+
+
+def _repo_info(name: str, revision: str | None) -> Any:
+    """Return the hub's description of a checkpoint: commit, files and their sizes.
+
+    Raises:
+        HfHubHTTPError: the hub refuses, or has no such checkpoint.
+        ModelError: the hub does not answer in time. HF_HUB_ETAG_TIMEOUT sets the deadline in seconds.
+    """
+    own = "HF_HUB_ETAG_TIMEOUT" in os.environ
+    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if own else _DEADLINE_S
+    with activity(f"contacting {constants.ENDPOINT}"):
+        try:
+            return _within(
+                seconds, lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
+            )
+        except (HfHubHTTPError, HFValidationError):
+            raise
+        except Exception as error:  # of httpx or httpx2, by the version of huggingface_hub, or a proxy's page, not JSON
+            reason = f"no answer within {seconds:g} s" if "Timeout" in type(error).__name__ else str(error)
+            raise ModelError(
+                f"--model {name}: not downloaded, and {constants.ENDPOINT} cannot be reached"
+                f" ({' '.join(reason.split())[:150]}): check the network, or give a local directory"
+            ) from error
+
+
+def _within(seconds: float, function: Callable[[], _T]) -> _T:
+    """Return a function's result, or raise TimeoutError after a deadline.
+
+    HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.
+    """
+    return _started(function).result(seconds)
+
+
+def _started(function: Callable[[], _T]) -> Future[_T]:
+    """Run a function in a daemon thread, which Ctrl-C and the end of the process do not wait for."""
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="panscan-hub", daemon=True).start()
+    return result

@@ -1,0 +1,133 @@
+"""What the host computes for a request: a page that is known is neither decoded nor resized again."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tests.conftest import noise
+
+from panscan import GenerateRunner, Request
+from panscan.core import Stamps
+from panscan.engine.options import EngineOptions
+from panscan.engine.prepare import Preparer
+from panscan.engine.request_state import RequestState
+from panscan.engine.views import PixelStore
+from panscan.images.pixels import PixelSpec, levels_of
+
+SIZE = (300, 800)
+
+
+class Host:
+    """A preparer beside a pixel store and a set of views that are known."""
+
+    def __init__(self, runner: GenerateRunner) -> None:
+        self.known: set[bytes] = set()
+        spec = runner.loaded.reader.pixels or PixelSpec()
+        self.pixels = PixelStore(torch.device("cpu"), torch.float32, spec)
+        intake: Any = _Intake(self.pixels)
+        self.preparer = Preparer(runner.loaded, EngineOptions(), lambda key: key in self.known, intake)
+
+    def prepare(self, image: object) -> RequestState:
+        """Prepare a question about one image."""
+        request = Request(prompt="What is the total?", images=[image], id="one")
+        state = RequestState(0, request, Stamps(accepted=0.0), lambda _: None, lambda _: None, 0)
+        self.preparer.prepare(state)
+        return state
+
+
+class _Intake:
+    def __init__(self, pixels: PixelStore) -> None:
+        self.put = pixels.put
+        self._pixels = pixels
+
+    def forget(self, refs: Any) -> None:
+        self._pixels.forget(ref.handle for ref in refs)
+
+
+@pytest.fixture
+def host(tiny: GenerateRunner) -> Host:
+    return Host(tiny)
+
+
+def png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def traced(host: Host, content: bytes) -> tuple[RequestState, int]:
+    """Return a prepared question, and the most bytes that Python objects took meanwhile."""
+    tracemalloc.start()
+    try:
+        return host.prepare(content), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_views_have_one_key_whatever_an_image_comes_in(host: Host, tmp_path: Path) -> None:
+    image = noise(*SIZE)
+    path = tmp_path / "page.png"
+    path.write_bytes(png(image))
+    states = [host.prepare(each) for each in (image, levels_of(image), png(image), path, str(path))]
+    assert len({tuple(state.sights) for state in states}) == 1
+    assert len({tuple(state.sequence.ids) for state in states if state.sequence is not None}) == 1
+    assert all(sight.pixels is not None for state in states for sight in state.sights.values())
+
+
+def test_a_known_file_is_not_decoded_again(host: Host) -> None:
+    content = png(noise(*SIZE))
+    (first, before), levels = traced(host, content), 3 * SIZE[0] * SIZE[1]
+    host.known = {*first.sights}
+    again, after = traced(host, content)
+    assert after < levels / 4 < levels < before
+    assert [*again.sights] == [*first.sights]
+    assert all(sight.pixels is None for sight in again.sights.values())
+    for lost in first.sights:  # one view left the cache
+        host.known = {*first.sights} - {lost}
+        assert [key for key, sight in host.prepare(content).sights.items() if sight.pixels is not None] == [lost]
+
+
+def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(host: Host) -> None:
+    content = png(noise(*SIZE))
+    first = host.prepare(content)
+    host.known = {*first.sights}
+    again = host.prepare(content)
+    for key, sight in again.sights.items():
+        expected, taken = (host.preparer.place(each).handle for each in (first.sights[key], sight))
+        assert torch.equal(host.pixels.take(expected), host.pixels.take(taken))
+
+
+def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) -> None:
+    path = tmp_path / "page.png"
+    path.write_bytes(png(noise(*SIZE)))
+    first = host.prepare(path)
+    host.known = {*first.sights}
+    path.write_bytes(png(noise(*SIZE, 1)))
+    second = host.prepare(path)
+    assert not {*first.sights} & {*second.sights}
+    assert all(sight.pixels is not None for sight in second.sights.values())
+
+
+def test_pages_of_one_file_are_told_apart(host: Host) -> None:
+    stream = io.BytesIO()
+    noise(*SIZE).save(stream, "TIFF", save_all=True, append_images=[noise(*SIZE, 1)])
+    state = host.prepare(stream.getvalue())
+    host.known = {*state.sights}
+    assert len(host.known) == 2 * len(host.prepare(noise(*SIZE)).sights)
+    assert [*host.prepare(stream.getvalue()).sights] == [*state.sights]
+
+
+def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
+    image = noise(*SIZE)
+    due = host.prepare(image.copy())
+    state = host.prepare(image)
+    image.paste(0, (0, 0, *SIZE))
+    for key, sight in state.sights.items():
+        assert sight.pixels is not None and due.sights[key].pixels is not None
+        assert torch.equal(host.pixels.take(sight.pixels.handle), host.pixels.take(due.sights[key].pixels.handle))

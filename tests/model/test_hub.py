@@ -1,0 +1,183 @@
+"""Checkpoints of the hub: download with progress, the copy in the cache, and a hub that does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+import pytest
+
+from panscan.model.bundled import mini_directory
+
+NAME = "somebody/gemma"
+COMMIT = "c" * 40
+# No PyTorch: what a command does before it imports that. The recorded line is what a display would show.
+RESOLVE = """
+import sys
+from panscan.core import PanscanError
+from panscan.core.activity import displayed
+from panscan.model.hub import checkpoint_directory
+
+class Recorder:
+    def show(self, running):
+        self.seen.extend(step for step in running if step not in self.seen)
+    seen = []
+
+with displayed(Recorder()):
+    try:
+        print(checkpoint_directory(sys.argv[1], weights=sys.argv[2] == "all"))
+    except PanscanError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    finally:
+        for step in Recorder.seen:
+            print(step.text, step.unit, int(step.done), step.total, file=sys.stderr)
+assert "torch" not in sys.modules
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves the bundled checkpoint as the hub does; counts the requests."""
+
+    files: ClassVar = {path.name: path.read_bytes() for path in mini_directory().iterdir() if path.is_file()}
+    requests: ClassVar[list[str]] = []
+    stalls = False
+    gated = False  # the description of a gated repository is public, its files are not
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if NAME in path:
+            self.requests.append(path)
+        if NAME not in path:  # huggingface_hub asks for other things, too
+            self.reply(b"", 404)
+        elif path.startswith(f"/api/models/{NAME}/tree/"):
+            listed = [{"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
+                      for name, data in self.files.items()]  # fmt: skip
+            self.reply(json.dumps(listed).encode())
+        elif path.startswith(f"/api/models/{NAME}"):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            self.reply(json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode())
+        elif self.gated:
+            self.reply(b"", 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
+        else:
+            self.reply(self.files[path.rpartition("/")[2]])
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def reply(self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{sha1(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET" and not (self.stalls and self.path.endswith("tokenizer.json")):
+            self.wfile.write(data)
+        elif self.command == "GET":
+            self.rfile.read(1)  # until the client has gone
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def resolve(endpoint: str, home: Path, what: str = "all", **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RESOLVE, NAME, what]
+    given = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+
+
+def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str, silent: str, tmp_path: Path) -> None:
+    first = resolve(hub, tmp_path, "small")
+    assert first.returncode == 0, first.stderr
+    directory = Path(first.stdout.strip())
+    assert not (directory / "model.safetensors").exists()
+    Hub.gated = True
+    try:
+        refused = resolve(hub, tmp_path)
+    finally:
+        Hub.gated = False
+    licence = f"accept its licence at https://huggingface.co/{NAME}, then run 'hf auth login'"
+    assert (refused.returncode, licence in refused.stderr) == (3, True), refused.stderr
+
+    small = sum(len(data) for name, data in Hub.files.items() if not name.endswith(".safetensors"))
+    assert f"downloading {NAME} B {small} {small}" in first.stderr
+    assert resolve(closed(), tmp_path).returncode == 3, "an incomplete copy is no checkpoint"
+
+    second = resolve(hub, tmp_path)
+    weights = len(Hub.files["model.safetensors"])
+    assert f"downloading {NAME} B {weights} {weights}" in second.stderr
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == Hub.files
+    Hub.requests.clear()
+    assert resolve(hub, tmp_path).stdout == second.stdout
+    assert len(Hub.requests) == 1, "the hub is asked for the commit only"
+
+    for away in ({"endpoint": silent}, {"endpoint": closed()}, {"endpoint": hub, "HF_HUB_OFFLINE": "1"}):
+        kept = resolve(home=tmp_path, **away)
+        assert (kept.stdout, kept.returncode) == (second.stdout, 0), kept.stderr
+
+
+def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", NAME]
+    given = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
+    Hub.stalls = True
+    try:
+        with subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if line.startswith(f"downloading {NAME}: "):
+                    break
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+    finally:
+        Hub.stalls = False
+    assert (process.returncode, said.strip()) == (130, "panscan: interrupted; finished work is kept")
+
+
+@pytest.mark.parametrize("kind", ["silent", "closed", "offline"])
+def test_an_unreachable_hub_is_one_line_within_seconds(silent: str, tmp_path: Path, kind: str) -> None:
+    endpoint = silent if kind == "silent" else closed()
+    environment = {"HF_HUB_OFFLINE": "1"} if kind == "offline" else {}
+    command = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", NAME]
+    given = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), **environment}
+    # huggingface_hub alone would retry for minutes; the rest of the limit is for a busy machine
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 3
+    *progress, last = done.stderr.splitlines()
+    assert last.startswith(f"panscan: --model {NAME}: not downloaded, and ")
+    assert ("HF_HUB_OFFLINE is set" in last) == (kind == "offline")
+    if kind == "silent":
+        assert f"{endpoint} cannot be reached (no answer within 4 s): check the network" in last
+        assert f"contacting {endpoint} ..." in progress
