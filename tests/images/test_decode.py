@@ -225,6 +225,9 @@ def test_a_pil_image_is_not_changed_and_its_result_is_stable():
     for other in (plain.convert("L"), plain.convert("RGBA"), stored):
         assert upright_rgb(other, "x", copy=False) is not other
     assert np.array_equal(pixels(upright_rgb(stored, "x", copy=False)), upright)
+    clear = Image.new("RGB", (2, 1), (1, 2, 3))
+    clear.info["transparency"] = (1, 2, 3)
+    assert np.array_equal(pixels(upright_rgb(clear, "x", copy=False)), pixels(upright_rgb(clear, "x")))
 
 
 @settings(max_examples=100, deadline=None)

@@ -147,13 +147,14 @@ def page_size(stream: BinaryIO, page: int | None, name: str) -> tuple[int, int]:
             return image.size
 
 
-def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
+def read_page(stream: BinaryIO, page: int | None, name: str, *, copy: bool = True) -> Image.Image:
     """Decode one page to an upright RGB image (see :func:`upright_rgb`).
 
     Args:
         stream: a seekable stream of the file's bytes, at its start. It is not closed.
         page: counted from 1; None for the only page of a file. Of an animation the first frame is read.
         name: what messages call the file.
+        copy: make a new image without metadata in any case (see :func:`upright_rgb`).
 
     Raises:
         ImageError: as :func:`count_pages`; also for truncated pixels, a page that the file does not have, and None
@@ -164,7 +165,7 @@ def read_page(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
             with _pdf(stream, name) as document:
                 return _render(document, page_index(len(document), page, name))
         with _page_image(stream, page, name) as image:
-            return upright_rgb(image, name)
+            return upright_rgb(image, name, copy=copy)
 
 
 def read_levels(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
@@ -183,7 +184,7 @@ def read_levels(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
         shape = f"an array must be [height, width, 3] or [height, width], got {list(levels.shape)}"
         raise image_error(name, shape + (": move its channels last" if levels.shape[:1] == (3,) else ""))
     with _reading(name):
-        return upright_rgb(Image.fromarray(levels), name)
+        return upright_rgb(Image.fromarray(levels), name, copy=False)  # already a copy if it is RGB
 
 
 def page_index(count: int, page: int | None, name: str) -> int:
@@ -202,7 +203,7 @@ def page_index(count: int, page: int | None, name: str) -> int:
 
 def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Image:
     """A new RGB image, turned as its EXIF orientation says, without metadata. ``image`` keeps its pixels and mode.
-    Without ``copy`` it is ``image`` itself, metadata and all, if that is RGB and upright.
+    Without ``copy`` it is ``image`` itself, metadata and all, if that is RGB, opaque and upright.
 
     Transparency is composited over white, as a page would show it. (The ``do_convert_rgb`` of Transformers' processor
     drops the alpha channel instead and shows whatever colour lies beneath, often black on black; handing it RGB avoids
@@ -215,7 +216,7 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
     with _reading(name):
         _check_size(image, name)
         image.load()
-        if not copy and image.mode == "RGB" and _orientation(image) == 1:
+        if not copy and image.mode == "RGB" and not image.has_transparency_data and _orientation(image) == 1:
             return image
         rgb = _to_rgb(image)
         # Only the orientation goes along: exif_transpose writes all the EXIF data anew and fails on odd values in it.

@@ -37,6 +37,7 @@ __all__ = [
     "find_files",
     "find_pages",
     "image_size",
+    "in_memory",
     "load_page",
     "open_image",
     "page_digest",
@@ -182,14 +183,15 @@ def page_named(name: str) -> Page:
     return Page(*split_page(name))
 
 
-def load_page(page: Page) -> Image.Image:
+def load_page(page: Page, *, copy: bool = True) -> Image.Image:
     """The page's pixels: a decoded, upright RGB image (how modes and transparency map to RGB: ``decode.upright_rgb``).
+    Without ``copy`` it may keep the file's metadata.
 
     Raises:
         ImageError: one line that names the file and says what is wrong with it.
     """
     with _open(page.source) as stream:
-        return read_page(stream, page.page, page.name)
+        return read_page(stream, page.page, page.name, copy=copy)
 
 
 def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
@@ -211,8 +213,8 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
 
     Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: those of NumPy, tensors in the
     memory of the CPU, and whatever else has ``__array__``. Channels come last; ``[3, height, width]`` is refused.
-    PIL images and arrays are not changed: the result is a new image, unless ``copy`` is off and a PIL image is as it
-    should be already.
+    PIL images and arrays are not changed: the result is a new image without metadata, unless ``copy`` is off and the
+    image is as it should be already.
 
     Raises:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
@@ -220,14 +222,30 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
     if isinstance(image, str | Path):
         image = page_named(os.fspath(image))
     if isinstance(image, Page):
-        return load_page(image)
+        return load_page(image, copy=copy)
     if isinstance(image, PageBytes):
-        return read_page(BytesIO(image.content), image.page, image.name)
+        return read_page(BytesIO(image.content), image.page, image.name, copy=copy)
     if isinstance(image, bytes):
-        return read_page(BytesIO(image), None, "image bytes")
+        return read_page(BytesIO(image), None, "image bytes", copy=copy)
     if isinstance(image, Image.Image):
         return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image", copy=copy)
     return _array(image, "image")
+
+
+def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
+    """A page of a file of up to ``most`` bytes with the file's bytes, otherwise the page as it is.
+
+    Raises:
+        ImageError: the file cannot be read.
+    """
+    if isinstance(page, PageBytes):
+        return page
+    with _open(page.source) as stream:
+        try:
+            content = stream.read(most + 1)
+        except OSError as error:
+            raise image_error(page.source, _reason(error)) from error
+    return page if len(content) > most else PageBytes(content, page.page or 1, page.name)
 
 
 def page_digest(page: Page) -> str:

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from panscan.core import SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.settings import SAMPLE_RANGES
 
-__all__ = ["Question", "document_name", "encode_document", "write_samples"]
+__all__ = ["Question", "document_name", "encode_document", "is_sample", "write_samples"]
 
 _QUESTIONS = "questions.jsonl"
+_MARK = "panscan sample document"  # in the file's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,25 @@ def encode_document(image: Image.Image, name: str) -> bytes:
     """Return the bytes of a document's file: JPEG or PNG, by the suffix of its name."""
     buffer = BytesIO()
     if name.endswith(".jpg"):
-        image.save(buffer, "JPEG", quality=90)
+        image.save(buffer, "JPEG", quality=90, comment=_MARK)
     else:
-        image.save(buffer, "PNG")
+        metadata = PngInfo()
+        metadata.add_text("Comment", _MARK)
+        image.save(buffer, "PNG", pnginfo=metadata)
     return buffer.getvalue()
+
+
+def is_sample(path: str) -> bool:
+    """Return whether a file is a document from :func:`encode_document`, by its metadata.
+
+    False for copies that were encoded again, for other paths and for URLs.
+    """
+    try:
+        with Image.open(path) as image:
+            comment = image.info.get("Comment", image.info.get("comment"))
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError):
+        return False
+    return comment in (_MARK, _MARK.encode())
 
 
 def _files(count: int, seed: int, columns: int) -> dict[str, bytes]:

@@ -1,0 +1,113 @@
+"""Pillow's bilinear filter in integers, so that a GPU can resize with the same bits.
+
+Pillow resizes 8-bit images along one axis after the other, rounds to whole levels in between, and weights levels by
+integers. Sums of integers do not depend on their order, so the weights and the order of the axes define every bit.
+Neither is documented, and the order has changed. Both are therefore taken from the Pillow that is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+__all__ = ["WEIGHT_BITS", "columns_first", "filter_weights", "has_weights", "order_known"]
+
+WEIGHT_BITS = 22
+"""Fractional bits of a weight. A sum of weighted levels starts at one half and is shifted right by as many."""
+
+_MOST_IMPULSES = 1 << 22  # pixels of 4 bytes: sides of up to some 42,000 pixels for views of 896
+
+
+def has_weights(length: int, size: int) -> bool:
+    """Return whether the weights from ``length`` to ``size`` pixels are few enough to be read from Pillow."""
+    return _taps(length, size) * length <= _MOST_IMPULSES
+
+
+@lru_cache(maxsize=64)
+def filter_weights(length: int, size: int) -> NDArray[np.int32]:
+    """Return how each of ``size`` pixels is made of ``length`` pixels: int32 ``[size, 1 + taps]``, read-only.
+
+    A row holds the index of the first source pixel, then the weights of that one and the next ones. All of them are
+    inside the source.
+
+    The weights are read from Pillow: it resizes 32-bit pixels with the same weights, not rounded, and impulses of
+    ``1 << 22`` that lie farther apart than the filter is wide become the weights, rounded as those of 8-bit images.
+    Weights computed here could differ in their last bit, since compilers may fuse multiplications and additions.
+    """
+    taps, scale = _taps(length, size), length / size
+    impulses, source = np.zeros((taps, length), np.int32), np.arange(length)
+    impulses[source % taps, source] = 1 << WEIGHT_BITS
+    found = np.asarray(_resized(Image.fromarray(impulses), size, taps))
+    firsts = np.floor((np.arange(size) + 0.5) * scale - max(scale, 1.0) + 0.5).astype(np.int32)
+    firsts = firsts.clip(0, length - taps)[:, None]
+    weights = np.take_along_axis(found.T, (firsts + np.arange(taps)) % taps, axis=1)
+    rows: NDArray[np.int32] = np.concatenate([firsts, weights], axis=1)
+    rows.flags.writeable = False
+    return rows
+
+
+def columns_first(width: int, height: int, size: int) -> bool:
+    """Return whether Pillow resizes columns before rows, from ``width`` x ``height`` to ``size`` x ``size`` pixels.
+
+    Only where :func:`order_known`.
+    """
+    order = _order()
+    assert order is not None  # the caller has asked order_known()
+    return order(width, height, size)
+
+
+def order_known() -> bool:
+    """Return whether the order of the axes in the installed Pillow is one of those that are known here."""
+    return _order() is not None
+
+
+def _rows_first(width: int, height: int, size: int) -> bool:  # noqa: ARG001 - one signature for all orders
+    """Pillow up to 12.2."""
+    return False
+
+
+def _narrow_columns_first(width: int, height: int, size: int) -> bool:
+    """Pillow 12.3."""
+    return height > 100 * width and height > size
+
+
+def _tall_columns_first(width: int, height: int, size: int) -> bool:
+    """Pillow 13: columns first if the height shrinks more than twice as much as the width."""
+    return height - size > max(0, 2 * (width - size))
+
+
+_ORDERS: tuple[Callable[[int, int, int], bool], ...] = (_rows_first, _narrow_columns_first, _tall_columns_first)
+_PROBES = (
+    (30, 40, 48), (30, 60, 48), (48, 60, 48), (60, 40, 48), (60, 71, 48), (60, 74, 48), (90, 60, 48), (90, 140, 48),
+    (60, 300, 48), (300, 60, 48), (7, 690, 48), (7, 710, 48), (7, 40, 48),
+)  # fmt: skip
+
+
+@cache
+def _order() -> Callable[[int, int, int], bool] | None:
+    """Return the order of the axes that the installed Pillow follows; None if it is none of those above."""
+    draw = np.random.default_rng(0)
+    known = list(_ORDERS)
+    for width, height, size in _PROBES:
+        image = Image.fromarray(draw.integers(0, 256, (height, width), np.uint8))
+        found = np.asarray(_resized(image, size, size))
+        by_order = {
+            False: np.asarray(_resized(_resized(image, size, height), size, size)),
+            True: np.asarray(_resized(_resized(image, width, size), size, size)),
+        }
+        known = [order for order in known if np.array_equal(found, by_order[order(width, height, size)])]
+    return next(iter(known), None)
+
+
+def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def _taps(length: int, size: int) -> int:
+    """Source pixels that one pixel is made of, at most."""
+    return min(2 * ceil(max(length / size, 1.0)) + 1, length)
