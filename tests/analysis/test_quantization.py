@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tests.analysis.test_task_cost import BASE, cell_records
 from tests.records import synthetic
-from tests.report.report_page import page_of, rows_of, section
+from tests.report.report_page import page_of, rows_of, section, settings_of_page
 from tests.report.test_terminal import shown
 
 from panscan.analysis.cells import measured_rows
-from panscan.analysis.quantization import NOTE, price_table, prices_of
+from panscan.analysis.quantization import NOTE, tradeoff_table, tradeoffs_of
 from panscan.analysis.recommend import recommend
 from panscan.analysis.task_cost import costs_of_cells
 from panscan.records.store import Run
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_settings(run: Run) -> None:
-    prices = prices_of(run, measured_rows(run))
+    prices = tradeoffs_of(run, measured_rows(run))
     assert [price.row.cell for price in prices] == ["plain", "int8", "stored", "alone"]
     plain, int8, stored, alone = prices
     assert (plain.base, int8.base, stored.base, alone.base) == (None, plain, plain, None)
@@ -75,27 +75,25 @@ def test_another_spelling_of_the_same_directory_is_the_same_model(
         word = "different" if load else "exact"
         records += [synthetic.load([cell], None, **load), *cell_records(cell, word, 2)]
     run = synthetic.write_run(tmp_path / "run", records)
-    bases = {price.row.cell: price.base and price.base.row.cell for price in prices_of(run, measured_rows(run))}
+    bases = {each.row.cell: each.base and each.base.row.cell for each in tradeoffs_of(run, measured_rows(run))}
     assert (bases["stored"], bases["other"]) == ("relative", None)
     costs = costs_of_cells(run)
     assert (costs["stored"].exact, costs["other"].exact) == ("relative", None)
 
 
-def test_a_run_without_quantised_cells_has_no_price() -> None:
+def test_a_run_without_quantised_cells_has_no_trade_offs() -> None:
     run = synthetic.run_of()
-    assert price_table(run, measured_rows(run)) is None
+    assert tradeoff_table(run, measured_rows(run)) is None
     assert "Quantisation trade-offs" not in to_markdown(run)
 
 
 def test_every_report_has_the_same_table(run: Run) -> None:
-    table = price_table(run, measured_rows(run))
+    table = tradeoff_table(run, measured_rows(run))
     assert table is not None
-    numbers = {
-        row["id"].text: row["cell"].text for row in rows_of(next(iter(section(page_of(run), "cells").all("table"))))
-    }
+    names = {row["id"].text: row["setting"].text for row in settings_of_page(page_of(run))}
     page = rows_of(next(iter(section(page_of(run), "quantisation").all("table"))))
     for row, cell, texts in zip(page, table.cells, table.rows, strict=True):
-        assert row["cell"].text == numbers[cell].split()[0]
+        assert row["setting"].text == names[cell].removesuffix(" ★ recommended")
         assert [row[heading].text for heading in table.headings] == list(texts)
     markdown, terminal = to_markdown(run), shown(print_summary, run, width=120)
     assert all(f"| {' | '.join(texts)} |".replace("~", r"\~") in markdown for texts in table.rows)
@@ -114,5 +112,5 @@ def test_a_quantised_checkpoint_costs_accuracy_against_the_exact_cells_of_its_ba
 def test_different_cells_are_recommended_only_without_a_measurable_loss(run: Run) -> None:
     """40 questions with equal answers do not exclude a loss of more than the limit; ten wrong ones are a loss."""
     rejected = recommend(run).rejected
-    assert "is not excluded" in rejected["int8"] and "a measurable loss" in rejected["stored"]
+    assert "not excluded" in rejected["int8"] and "measurable loss" in rejected["stored"]
     assert recommend(run, allow=["stored"]).rejected.keys() == rejected.keys() - {"stored"}

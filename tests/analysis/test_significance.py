@@ -86,7 +86,7 @@ def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0(
     assert others["b"].word == "measurably worse"
     fine, text = harmless(run_of_cells(a=base, b=worse), found, "a")
     assert not fine
-    assert text.endswith("a measurable loss")
+    assert text.startswith("measurable loss: ")
 
 
 def test_equal_answers_to_many_questions_lose_nothing_measurable() -> None:
@@ -132,13 +132,13 @@ def test_one_cell_is_compared_with_none() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        (right(29, 29), right(29, 29), "fewer than 30 show nothing"),
-        (right(50, 100), right(60, 100), "a measurable loss"),
-        (right(50, 50), right(50, 50), "a loss of more than 0.02 is not excluded"),
+        (right(29, 29), right(29, 29), "fewer than the 30 required"),
+        (right(50, 100), right(60, 100), "measurable loss: "),
+        (right(50, 50), right(50, 50), "loss of more than 2 points not excluded"),
         (
             right(100, 100),
             right(100, 100),
-            "no measurable loss: accuracy (exact match) +0.000 (95%: -0.019 to +0.019, p = 1)",
+            "no measurable loss: accuracy (exact match) +0.0 points (95%: -1.9 to +1.9, p = 1)",
         ),
     ],
 )

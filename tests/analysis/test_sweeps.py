@@ -24,11 +24,11 @@ def cells_in(sweep: Sweep) -> dict[str, list[tuple[int, str]]]:
     return {name: [(sweep.at(row), row.cell) for row in rows] for name, rows in sweep.series.items()}
 
 
-def test_a_number_ascends_and_the_fastest_series_comes_first(tmp_path: Path) -> None:
+def test_a_number_ascends_and_series_keep_the_cells_order(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, [{"a": name, "n": size} for name in ("slow", "quick") for size in (4, 1)][::-1])
     word, number = sweeps(rows)
     assert (number.name, number.numeric, number.values) == ("n", True, (1, 4))
-    assert cells_in(number) == {"a=quick": [(0, "c0"), (1, "c1")], "a=slow": [(0, "c2"), (1, "c3")]}
+    assert cells_in(number) == {"a quick": [(0, "c0"), (1, "c1")], "a slow": [(0, "c2"), (1, "c3")]}
     assert (word.name, word.numeric, word.values) == ("a", False, ("quick", "slow"))
 
 
@@ -71,7 +71,7 @@ def test_a_cell_without_an_answer_is_not_measured(tmp_path: Path) -> None:
     records[4]["error"] = "once"
     found = unmeasured(synthetic.write_run(tmp_path, records))
     assert [(group.outcome, group.cells, group.shared) for group in found] == [
-        ("without an answer", ("a",), "n=1"),
-        ("unfinished", ("c",), "n=3"),
+        ("without an answer", ("a",), "n 1"),
+        ("unfinished", ("c",), "n 3"),
     ]
     assert found[0].reason == "every request failed, the first with: no luck"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.records import synthetic
-from tests.report.report_page import page_of, rows_of, section
+from tests.report.report_page import page_of, section, settings_of_page
 from tests.report.test_terminal import shown
 
 from panscan.analysis.task_cost import COLUMNS, NO_EXACT_CELL, TITLE, cost_columns, cost_lines, costs_of_cells
@@ -103,7 +103,7 @@ def test_it_stands_beside_the_verdict_everywhere(mixed: Run, tmp_path: Path) -> 
     lines = cost_lines(costs)
     assert "3 cells that are not exact cannot be compared: the run has no exact cell" in lines[1]
     table = section(page_of(mixed), "cells")
-    rows = {row["id"].text: row for row in rows_of(next(iter(table.all("table"))))}
+    rows = {row["id"].text: row for row in settings_of_page(page_of(mixed))}
     assert {cell: row[TITLE].text for cell, row in rows.items()} == {
         cell: costs[cell].text if cell in costs else "-" for cell in mixed.cells
     }

@@ -106,6 +106,12 @@ def rows_of(table: Element) -> list[dict[str, Element]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
+def settings_of_page(page: Element) -> list[dict[str, Element]]:
+    """The rows of the measured settings, each with what the folded table of details adds."""
+    main, details = list(section(page, "cells").all("table"))[:2]
+    return [row | more for row, more in zip(rows_of(main), rows_of(details), strict=True)]
+
+
 def value(text: str) -> float:
     assert BARE.fullmatch(text), text
     return float(text.lstrip("~").replace(",", ""))

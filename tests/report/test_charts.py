@@ -12,7 +12,6 @@ from tests.records import synthetic
 from tests.report.report_known import (
     BATCHES,
     GRID,
-    NUMBERS,
     SECONDS,
     batch_seconds,
     expected_times,
@@ -39,6 +38,12 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
     return run, page_of(run)
 
 
+def words(name: str, cell: str) -> str:
+    """A swept setting of the known run as reports write it."""
+    value = GRID[cell][name]
+    return f"{value} attention" if name == "attention" else f"batch size {value}"
+
+
 def numbers_of(figure: Element) -> list[list[str]]:
     return [[cell.text for cell in row.all("td")] for row in next(figure.all("tbody")).all("tr")]
 
@@ -46,26 +51,27 @@ def numbers_of(figure: Element) -> list[list[str]]:
 def test_the_curves_hold_each_cell_once_where_it_belongs(known: tuple[Run, Element]) -> None:
     run, page = known
     blocks = {next(block.all("h3")).text: block for block in section(page, "curves").of_class("compare")}
-    assert list(blocks) == ["Over attention", "Over batch_size"]
+    assert list(blocks) == ["By attention", "By batch size"]
     for name, block in blocks.items():
-        axis, other = ("attention", "batch_size") if name == "Over attention" else ("batch_size", "attention")
+        axis, other = ("attention", "batch_size") if name == "By attention" else ("batch_size", "attention")
         shown = list(block.all("figure"))
-        assert [next(each.all("figcaption")).text for each in shown] == ["Throughput, req/s", "p95 E2E latency, ms"]
+        assert [next(each.all("figcaption")).text for each in shown] == [
+            "Throughput, requests/s",
+            "E2E latency, p95, ms",
+        ]
         for figure, metric in zip(shown, ("request_throughput", "p95_e2el_ms"), strict=True):
             rows = numbers_of(figure)
-            assert {row[4] for row in rows} == {str(number) for number in NUMBERS.values()}
-            for series, tick, text, bounds, number, word in rows:
-                cell = list(SECONDS)[int(number) - 1]
+            assert len(rows) == len(SECONDS)
+            for series, tick, text, bounds, word in rows:
+                [cell] = [each for each in SECONDS if {words(other, each), str(GRID[each][axis])} == {series, tick}]
                 expected = throughput(cell) if metric == "request_throughput" else expected_times(cell)["p95 E2E ms"][0]
-                assert series == f"{other}={GRID[cell][other]}"
-                assert tick == str(GRID[cell][axis])
                 assert value(text) == close_to(expected)
                 metrics = cell_metrics(run, cell)
                 assert metrics is not None
                 check_bounds(bounds, metrics.intervals[metric])
                 assert word == run.verdicts[cell]["verdict"]
-            best = max(NUMBERS, key=throughput)
-            assert rows[0][0] == f"{other}={GRID[best][other]}", "the fastest series first"
+            order = list(dict.fromkeys(words(other, cell) for cell in SECONDS))
+            assert list(dict.fromkeys(row[0] for row in rows)) == order, "in the order of the settings"
         keys = [item.text for item in block.of_class("legend")[0].all("li")]
         assert keys == list(dict.fromkeys(row[0] for row in numbers_of(shown[0])))
 
@@ -76,7 +82,7 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
 
     facts = report_data_of(known[0])
     tips = [next(group.all("title")).text for group in known[1].all("g") if list(group.all("title"))]
-    for panel in (panel for block in (*facts.comparisons, facts.latency) for panel in block.panels):
+    for panel in (panel for block in (facts.decision, *facts.comparisons, facts.latency) for panel in block.panels):
         axes = panel_figure(panel, LIGHT).axes[0]
         drawn = {line.get_gid(): line for line in axes.lines if line.get_gid()}
         points = {
@@ -87,14 +93,16 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
         assert drawn.keys() == points.keys()
         for gid, (series, point) in points.items():
             [(x, y)] = np.asarray(drawn[gid].get_xydata(), float)
-            along, across = (x, y) if panel.kind == "curve" else (y, x)
-            assert round(along) == point.at
-            assert across == point.value.value
+            assert (x if panel.kind == "dots" else y) == point.value.value
+            assert panel.kind == "dots" or round(x) == point.at
             hollow = drawn[gid].get_markerfacecolor() == LIGHT["page"]
-            assert hollow == (point.word in ("different", "unverified"))
-            wanted = f"{panel.ticks[point.at]}: {point.value.text}"
-            assert any(tip.startswith(f"{series.label}, {wanted}") for tip in tips), wanted
-        low = axes.get_ylim()[0] if panel.kind == "curve" else axes.get_xlim()[0]
+            assert hollow == point.hollow
+            assert point.note.endswith("requests") or hollow == (point.note in ("different", "unverified"))
+            tick = panel.ticks[int(point.at)]
+            place = tick if panel.kind == "dots" else f"{panel.axis} {tick}"
+            wanted = ", ".join(filter(None, (place, series.label))) + f": {point.value.text}"
+            assert any(tip.startswith(wanted) for tip in tips), wanted
+        low = axes.get_xlim()[0] if panel.kind == "dots" else axes.get_ylim()[0]
         assert low == 0, "speeds and times begin at zero"
     assert facts.front is not None
     drawn = {line.get_gid(): line for line in front_figure(facts.front, LIGHT).axes[0].lines if line.get_gid()}
@@ -108,8 +116,8 @@ def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) ->
     assert facts.front is not None
     assert [point.cell for point in facts.front.points if point.recommended] == [1]
     assert {point.cell: point.on_front for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
-    assert "On the front: cell 3 · attention=flash_attention_2, batch_size=2 (3.90 req/s); cell 1 ·" in box.text
-    assert "not drawn: 1 cell (5)" in box.text
+    assert "On the front: flash_attention_2 attention, batch size 2 (3.90 requests/s); balanced, sdpa" in box.text
+    assert "1 setting without this figure is not shown" in box.text
     assert "exact up to 2x" in box.text
     assert "close up to 10x" in box.text
     assert [item.text for item in box.of_class("legend")[0].all("li")] == ["exact", "close", "different"]
@@ -135,8 +143,10 @@ def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> Non
         rows = numbers_of(figure)
         assert sorted({row[1] for row in rows}) == ticks
         assert len(rows) == len(ticks) * len(SECONDS)
-        for name, tick, text, bounds, number, note in rows:
-            cell = list(SECONDS)[int(number) - 1]
+        for name, tick, text, bounds, note in rows:
+            [cell] = [
+                each for each in SECONDS if name.endswith(f"{words('attention', each)}, {words('batch_size', each)}")
+            ]
             size = GRID[cell]["batch_size"]
             times = [
                 took * 1e3
@@ -144,7 +154,6 @@ def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> Non
                 for place in range(size)
                 if tick_of(batch % BATCHES * size + place) == tick
             ]
-            assert name.startswith(f"{number} · ")
             assert value(text) == close_to(float(np.median(times)))
             assert note == f"{len(times)} requests"
             low, high = map(value, bounds.split("–"))
@@ -171,8 +180,11 @@ def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: in
     chosen = cells // 2
     points = tuple(replace(point, recommended=point.cell == chosen) for point in front.points)
     named = {text.get_text() for text in front_figure(replace(front, points=points), LIGHT).axes[0].texts}
-    wanted = {1, chosen, cells} if cells >= 10 else set(range(1, cells + 1))
-    assert {name for name in named if name.isdigit()} == set(map(str, wanted))
+    if cells >= 10:
+        assert {name for name in named if name.isdigit()} == {"1", str(chosen), str(cells)}
+    else:
+        names = {name for name in named if name.startswith("batch size")}
+        assert {"batch size 0", f"batch size {chosen - 1}"} <= names <= {f"batch size {n}" for n in range(cells)}
 
 
 def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:

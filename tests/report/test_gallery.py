@@ -59,7 +59,7 @@ def asked(cell: str, name: str, image: Path, expected: list[str], answer: str | 
     scores = {} if answer is None else scores_of(answer, expected)
     return found | {
         "image": [str(image)], "image_sha256": [digest], "image_size": [[40, 30]], "content": content, "error": error,
-        "scores": scores,
+        "scores": scores, "views": 1 if cell == "off" else 3,
     } | others  # fmt: skip
 
 
@@ -80,16 +80,20 @@ def test_answers_stand_beside_their_picture_marked_as_they_score(picture: Path, 
     same = [asked(cell, "the same", picture, ["4"], "4") for cell in CELLS]
     accepted = ["$5.00", "5.00"]
     differ = [asked("on", "it", picture, accepted, "5.00"), asked("off", "it", picture, accepted, "<9>")]
+    differ += [asked("off", "the date", picture, ["27/05/2026"], "27/05/2028")]
     failed = [asked("on", "lost", picture, [], None), asked("off", "lost", picture, [], "y")]
     write_gallery(run_of(tmp_path / "run", [*same, *differ, *failed]), tmp_path / "gallery.html")
     text = (tmp_path / "gallery.html").read_text("utf-8")
     page = Page(text)
-    rows = [row for row in page.cells if row and "views" in row[-1]][1:]
+    rows = [row for row in page.cells if row and "view" in row[-1]][1:]
     assert rows[0][1:3] == ["✗", "<9>"]
     assert rows[1][1:3] == ["✓", "5.00"]
     assert [row[1] for row in rows].count("✓") == 3
     assert any("(failed)" in row for row in rows)
-    [shown] = page.pictures
+    shown, *views = page.pictures
+    assert len(views) == 1 + 3, "the whole image without pan and scan; two crops beside it with it"
+    assert all(Image.open(BytesIO(b64decode(each.split(",")[1]))).size == (192, 192) for each in views)
+    assert '27/05/202<mark title="expected: 6">8</mark>' in text
     small = Image.open(BytesIO(b64decode(shown.removeprefix("data:image/jpeg;base64,"))))
     assert small.width / small.height == pytest.approx(0.6, abs=0.01)
     assert max(small.size) <= 620

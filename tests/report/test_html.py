@@ -142,12 +142,12 @@ def test_every_reference_has_its_one_target(known: str) -> None:
 def test_every_drawing_and_table_says_what_it_is(known: str) -> None:
     page = parse(known)
     charts = page.of_class("chart")
-    assert len(charts) == 7
+    assert len(charts) == 9
     for chart in charts:
         names = [each.tag for each in chart.children if isinstance(each, Element)]
         assert names[:2] == ["title", "desc"]
         assert chart.attributes["role"] == "img"
-        assert "req/s" in next(chart.all("desc")).text or "ms" in next(chart.all("desc")).text
+        assert "requests/s" in next(chart.all("desc")).text or "ms" in next(chart.all("desc")).text
     for table in page.all("table"):
         assert all(cell.attributes.get("scope") for cell in table.all("th"))
     levels = [int(each.tag[1]) for each in page.all() if re.fullmatch(r"h[1-6]", each.tag)]
@@ -178,8 +178,10 @@ def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", MADE_ELSEWHERE, str(there), str(there)], env=env, check=True)
     assert (there / "report.html").read_bytes() == (here / "report.html").read_bytes()
     assert [picture.name for picture in pictures] == [
+        "report-decision-throughput.png",
+        "report-decision-e2e-latency-p95.png",
         "report-throughput-attention.png",
-        "report-p95-e2e-latency-attention.png",
+        "report-e2e-latency-p95-attention.png",
         "report-front.png",
     ]
     for picture in pictures:

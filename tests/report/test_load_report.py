@@ -127,11 +127,11 @@ def test_curves_hold_every_level_and_their_limits(tmp_path: Path) -> None:
     levels, settings = levels_of(run), load_settings(run)
     [ttft] = latency_curves(levels, settings)
     assert ([series.label for series in ttft.series], ttft.limit) == (["median", "p99.9"], 100.0)
-    assert [point.y.value for point in ttft.series[0].points][:2] == pytest.approx([50.0, 80.0])
-    assert [point.x for point in ttft.series[0].points] == pytest.approx([each.achieved for each in levels])
+    assert [point.value.value for point in ttft.series[0].points][:2] == pytest.approx([50.0, 80.0])
+    assert [point.at for point in ttft.series[0].points] == pytest.approx([each.achieved for each in levels])
     throughput, attainment = throughput_curves(levels, settings)
-    assert [point.x for point in throughput.series[0].points] == [4.0, 8.0, 16.0]
-    assert [point.y.value for point in attainment.series[0].points] == [100.0, 100.0, 5.0]
+    assert [point.at for point in throughput.series[0].points] == [4.0, 8.0, 16.0]
+    assert [point.value.value for point in attainment.series[0].points] == [100.0, 100.0, 5.0]
     assert attainment.limit == 95.0
 
 

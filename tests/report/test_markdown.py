@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from tests.records import synthetic
-from tests.report.report_known import NUMBERS, SECONDS, UNKNOWN, known_run
-from tests.report.report_page import Element, page_of, parse, rows_of, section
+from tests.report.report_known import SECONDS, UNKNOWN, known_run
+from tests.report.report_page import Element, page_of, parse, rows_of, settings_of_page
 
 from panscan.records.store import Run
 from panscan.report import to_markdown
@@ -26,43 +26,42 @@ def test_the_table_is_the_page_s(tmp_path: Path) -> None:
     """Every cell's figures are those of the HTML page, whose test holds them against the records."""
     run = known_run(tmp_path, scores=True)
     document = rendered(to_markdown(run))
-    table, *_ = document.all("table")
-    rows = rows_of(table)
-    page = rows_of(next(section(page_of(run), "cells").all("table")))
+    table, details, *_ = document.all("table")
+    rows = [row | more for row, more in zip(rows_of(table), rows_of(details), strict=True)]
+    page = settings_of_page(page_of(run))
     assert len(rows) == len(SECONDS)
     for row, wanted in zip(rows, page, strict=True):
-        assert row["cell"].text == f"{NUMBERS[wanted['id'].text]} {wanted['id'].text}"
-        for name in ("preset", "attention", "batch_size", "views", "image tokens", "GPU GiB"):
+        for name in ("setting", "id", "views", "image tokens", "GPU GiB"):
             assert row[name].text == wanted[name].text, name
         for name in ("TTFT ms", "TPOT ms", "p95 E2E ms"):
             bounds = wanted[name].of_class("bounds")[0].text
             assert row[name].text == wanted[name].text.removesuffix(bounds)
-        for name in ("req/s", "accuracy (exact match)"):
+        for name in ("requests/s", "accuracy (exact match)"):
             bounds = wanted[name].of_class("bounds")[0].text
             assert (
                 row[f"{name}, 95%" if name.startswith("accuracy") else f"{name} (95%)"].text
                 == f"{wanted[name].text.removesuffix(bounds)} ({bounds.split(' of ')[0]})"
             )
-        figures = [each.text for each in wanted["verdict"].of_class("figures")]
-        word = wanted["verdict"].of_class("badge")[0].text[2:]
-        assert row["verdict"].text == f"{word} ({figures[0].replace(', ', '; ') if figures else UNKNOWN})"
-    assert set(rows[0]) == {
-        "cell", "preset", "attention", "batch_size", "req/s (95%)", "verdict", "TTFT ms", "TPOT ms", "p95 E2E ms",
-        "views", "image tokens", "GPU GiB", "accuracy (exact match), 95%", "accuracy vs exact",
-    }  # fmt: skip
+        figures = wanted["distance from the reference"].text
+        assert row["verdict"].text == wanted["verdict"].of_class("badge")[0].text[2:]
+        assert row["distance from the reference"].text == (UNKNOWN if figures == "-" else figures.replace(", ", "; "))
+    assert list(rows_of(table)[0]) == [
+        "setting", "accuracy (exact match), 95%", "accuracy vs exact", "requests/s (95%)", "TTFT ms", "TPOT ms",
+        "p95 E2E ms", "verdict",
+    ]  # fmt: skip
 
 
 def test_the_rest_is_there_too(tmp_path: Path) -> None:
     text = rendered(to_markdown(known_run(tmp_path))).text
     for wanted in (
         "tiny on 2 × NVIDIA H200",
-        "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2.",
-        "Runner-up: cell 4 · attention=flash_attention_2, batch_size=1.",
-        f"1 of 5 cells was not compared with the reference: {UNKNOWN}.",
-        "1 cell out of memory: tried to get 16 GiB of <memory> (attention=eager, batch_size=2)",
+        "Use balanced, sdpa attention, batch size 2: 1.95 requests/s, 0.5 of the speed",
+        "Runner-up: flash_attention_2 attention, batch size 1.",
+        f"1 of 5 settings was not compared with the reference: {UNKNOWN}.",
+        "1 setting out of memory: tried to get 16 GiB of <memory> (eager attention, batch size 2)",
         "~ has too few samples",
         "These weights are random: times are real, answers are noise.",
-        "Some figures are below their floor: the machine was busy",
+        "Some times are below their floor: the machine was busy",
         "Truth: tiny, 5 requests, computed in this run in 12.5 s.",
         "torch 2.11.0",
     ):
@@ -96,11 +95,12 @@ LETTERS = "ab01|\\`*_[]<>~@#&!-+().{}\n$é\U0001f600 "
 def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
     source = to_markdown(hostile(text, tmp_path))
     document = rendered(source)
-    rows = rows_of(next(document.all("table")))
+    main, details, *_ = document.all("table")
+    rows = rows_of(main)
     assert len(rows) == 2
     wanted = clean(text)
-    assert rows[0]["preset"].text == rows[0]["attention"].text == wanted
-    assert rows[1]["verdict"].text == f"unverified ({wanted})"
+    assert "".join(rows[0]["setting"].text.split()).startswith("".join(f"{wanted},".split()))
+    assert rows_of(details)[1]["distance from the reference"].text == wanted
     allowed = {
         "h3",
         "p",
@@ -116,6 +116,8 @@ def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
         "td",
         "pre",
         "code",
+        "details",
+        "summary",
     }
     assert {each.tag for each in document.all()} == allowed
     assert len(list(document.all("pre"))) == 1

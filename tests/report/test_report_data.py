@@ -23,7 +23,18 @@ from tests.report.report_known import (
     settings_of,
     throughput,
 )
-from tests.report.report_page import Element, check_bounds, close_to, page_of, parse, parts, rows_of, section, value
+from tests.report.report_page import (
+    Element,
+    check_bounds,
+    close_to,
+    page_of,
+    parse,
+    parts,
+    rows_of,
+    section,
+    settings_of_page,
+    value,
+)
 
 from panscan.analysis.floors import floor_of
 from panscan.analysis.recommend import recommend
@@ -32,9 +43,14 @@ from panscan.records.store import Run
 from panscan.records.summary import cell_metrics
 
 BUSY = (
-    "Some figures are below their floor: the machine was busy when its ceilings were measured, so floors are too high"
-    " here."
+    "Some times are below their floor: the machine was busy when its ceilings were measured, so these floors are too"
+    " high."
 )
+
+
+def name_of(cell: str) -> str:
+    words = f"{GRID[cell]['attention']} attention, batch size {GRID[cell]['batch_size']}"
+    return f"balanced, {words}" if cell == "fast" else words
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +76,15 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
 
 def test_the_table_of_cells(known: tuple[Run, Element]) -> None:
     run, page = known
-    rows = rows_of(next(section(page, "cells").all("table")))
+    rows = settings_of_page(page)
     assert [row["id"].text for row in rows] == list(SECONDS)
-    assert list(rows[0])[:2] == ["cell", "id"], "not where a narrow page cuts it off"
+    columns = ["setting", "requests/s", "TTFT ms", "TPOT ms", "p95 E2E ms", "verdict"]
+    assert list(rows_of(next(section(page, "cells").all("table")))[0]) == columns
     for row, cell in zip(rows, SECONDS, strict=True):
         metrics = cell_metrics(run, cell)
         assert metrics is not None
-        assert row["cell"].text.startswith(str(NUMBERS[cell]))
-        assert ("recommended" in row["cell"].text) == (cell == "fast")
-        assert row["preset"].text == ("balanced" if cell == "fast" else "-")
-        assert row["attention"].text == GRID[cell]["attention"]
-        assert row["batch_size"].text == str(GRID[cell]["batch_size"])
-        figure, bounds = parts(row["req/s"])
+        assert row["setting"].text == name_of(cell)
+        figure, bounds = parts(row["requests/s"])
         assert value(figure) == close_to(throughput(cell))
         check_bounds(bounds, metrics.intervals["request_throughput"])
         samples = 2 * BATCHES * GRID[cell]["batch_size"]
@@ -86,19 +99,24 @@ def test_the_table_of_cells(known: tuple[Run, Element]) -> None:
         assert value(row["views"].text) == close_to(1.5)
         assert value(row["image tokens"].text) == close_to(np.mean(range(4, 4 + BATCHES * GRID[cell]["batch_size"])))
         assert value(row["GPU GiB"].text) == 3, "the larger peak of both repeats"
-    left = {"cell", "preset", "attention", "batch_size", "req/s", "TTFT ms", "TPOT ms", "p95 E2E ms", "views"}
-    assert set(rows[0]) - left == {"image tokens", "GPU GiB", "verdict", "id"}, "a column that is not checked here"
+    details = ["setting", "id", "distance from the reference", "views", "image tokens", "GPU GiB"]
+    assert set(rows[0]) == {*columns, *details}, "a column that is not checked here"
+    chosen = [
+        row["setting"].text for row in rows_of(next(section(page, "cells").all("table"))) if "★" in row["setting"].text
+    ]
+    assert chosen == [f"{NUMBERS['fast']} {name_of('fast')} ★ recommended"]
 
 
 def test_the_verdict_stands_beside_every_speed(known: tuple[Run, Element]) -> None:
     _, page = known
-    shown = {row["id"].text: row["verdict"] for row in rows_of(next(section(page, "cells").all("table")))}
-    assert {cell: parts(verdict) for cell, verdict in shown.items()} == {
+    rows = settings_of_page(page)
+    shown = {row["id"].text: row["verdict"] for row in rows}
+    assert {row["id"].text: (row["verdict"].text, row["distance from the reference"].text) for row in rows} == {
         "fast": ("✓ exact", "answer 1.25x, image 0.500x, top-1 98.8%"),
         "plain": ("✓ exact", "answer 0.750x, image 1.50x, top-1 98.8%, tokens equal"),
         "wrong": ("✗ different", "answer 21.5x, image 1,540x, top-1 98.8%"),
         "near": ("≈ close", "answer 5.25x, image 3.50x, top-1 98.8%"),
-        "unknown": ("? unverified1", ""),
+        "unknown": ("? unverified1", "-"),
     }
     assert shown["unknown"].of_class("badge")[0].attributes["title"] == UNKNOWN
     note = page.by_id("unverified-1")
@@ -106,9 +124,9 @@ def test_the_verdict_stands_beside_every_speed(known: tuple[Run, Element]) -> No
     assert note.text == UNKNOWN, "also where nothing can be hovered over"
     warnings = [item.text for item in page.of_class("warnings")[0].all("li")]
     assert warnings == [
-        f"1 of 5 cells was not compared with the reference: {UNKNOWN}. Nothing says that these speeds kept the"
+        f"1 of 5 settings was not compared with the reference: {UNKNOWN}. Faster settings may have changed the"
         " model's answers.",
-        "1 of 5 cells gives other answers than the reference.",
+        "1 of 5 settings gives different answers from the reference.",
         BUSY,
     ]
 
@@ -117,36 +135,35 @@ def test_the_recommendation(known: tuple[Run, Element], scored: tuple[Run, Eleme
     run, page = known
     found = recommend(run)
     box = section(page, "recommendation")
-    assert next(box.all("h2")).text == "Recommended: cell 1 · balanced, attention=sdpa, batch_size=2"
+    assert next(box.all("h1")).text == found.decision
+    assert found.decision.startswith(
+        "Use balanced, sdpa attention, batch size 2: 1.95 requests/s, 0.5 of the speed with"
+    )
     terms = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
-    metrics = cell_metrics(run, "fast")
-    assert metrics is not None
-    bounds = metrics.intervals["request_throughput"]
     assert terms == {
-        "Throughput": f"1.95 req/s 95%: {bounds[0]:.2f}–{bounds[1]:.2f}",
         "Verdict": "✓ exact",
-        "p95 E2E": "~1,100 ms",
-        "Median TTFT": "600 ms",
+        "E2E latency, p95": "~1,100 ms",
+        "TTFT, median": "600 ms",
         "Peak memory (GPU)": "3.00 GiB",
     }
-    lists = list(box.all("ul"))
-    assert [item.text for item in lists[0].all("li")] == [f"{cost}." for cost in found.cost]
-    numbered = {f"Cell {NUMBERS[cell]}: {why}." for cell, why in found.rejected.items() if cell in NUMBERS}
-    assert {item.text for item in lists[1].all("li")} == numbered
+    items = [item.text for item in next(box.all("details")).all("li")]
+    costs = [f"{cost[0].upper()}{cost[1:]}." for cost in found.cost]
+    rejected = [f"Rejected: {name_of(cell)}: {why}." for cell, why in found.rejected.items() if cell in NUMBERS]
+    assert items == [*costs, *rejected]
     paragraphs = [each.text for each in box.all("p")]
-    assert paragraphs[0] == f"{found.reason}."
+    assert paragraphs[1] == f"Reason: {found.reason}."
     assert found.runner_up is not None
-    assert paragraphs[-1].startswith(f"Runner-up: cell {NUMBERS[found.runner_up]} · ")
-    assert f", {throughput(found.runner_up):.2f} (" in paragraphs[-1]
+    assert paragraphs[2].startswith(f"Runner-up: {name_of(found.runner_up)}, {throughput(found.runner_up):.2f} (")
+    captions = [figure.text for figure in box.all("figcaption")]
+    assert captions == ["Throughput, requests/s", "E2E latency, p95, ms"]
     box = section(scored[1], "recommendation")
-    assert ("Accuracy (exact match)", "75%") in zip(
-        (t.text for t in box.all("dt")), (d.text for d in box.all("dd")), strict=True
-    )
+    assert [figure.text for figure in box.all("figcaption")] == ["Accuracy (exact match), %", "Throughput, requests/s"]
+    assert "75% of 8 answers right, as many with" in next(box.all("h1")).text
 
 
 def test_quality_is_a_column_where_there_are_answers(scored: tuple[Run, Element]) -> None:
     run, page = scored
-    for row in rows_of(next(section(page, "cells").all("table"))):
+    for row in settings_of_page(page):
         quality = quality_of(run, row["id"].text)
         assert quality is not None
         figure, below = parts(row["accuracy (exact match)"])
@@ -161,7 +178,7 @@ def test_the_stages_add_up(known: tuple[Run, Element]) -> None:
     longest = float(np.mean(per_request("unknown")))
     for row, cell in zip(rows_of(next(section(known[1], "stages").all("table"))), SECONDS, strict=True):
         mean = float(np.mean(per_request(cell)))
-        assert row["cell"].text.startswith(str(NUMBERS[cell]))
+        assert row["setting"].text == name_of(cell)
         assert {name: value(row[name].text) for name in shares} == {n: close_to(s * mean) for n, s in shares.items()}
         assert value(row["E2E"].text) == close_to(mean)
         bars = list(row["bar"].all("rect"))
@@ -188,9 +205,9 @@ def test_the_floor_beside_the_measured(quick: tuple[Run, Element]) -> None:
             assert value(row[f"{name}/floor"].text) == close_to(least), name
             assert value(row[f"{name}/measured"].text) == close_to(seen), name
             assert value(row[f"{name}/×"].text.rstrip("x")) == close_to(seen / least), name
-        assert value(row["req/s/floor"].text) == close_to(floor.request_throughput)
-        assert value(row["req/s/measured"].text) == close_to(throughput(cell))
-        assert value(row["req/s/×"].text.rstrip("x")) == close_to(floor.request_throughput / throughput(cell))
+        assert value(row["requests/s/floor"].text) == close_to(floor.request_throughput)
+        assert value(row["requests/s/measured"].text) == close_to(throughput(cell))
+        assert value(row["requests/s/×"].text.rstrip("x")) == close_to(floor.request_throughput / throughput(cell))
 
 
 def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path) -> None:
@@ -205,7 +222,7 @@ def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path) -> None:
         for name, ratio in {
             "vision, ms": 0.25 * mean / floor.vision_ms,
             "decode, ms": 0.40 * mean / floor.decode_ms,
-            "req/s": floor.request_throughput / throughput(cell),
+            "requests/s": floor.request_throughput / throughput(cell),
         }.items():
             shown = row[f"{name}/×"].text
             assert shown == "-" if ratio < 1 else value(shown.rstrip("x")) == close_to(ratio), (cell, name)
@@ -234,9 +251,9 @@ def test_where_vision_was_not_seen_its_floor_is_in_prefill(tmp_path: Path) -> No
 
 def test_what_was_not_measured_and_why(known: tuple[Run, Element]) -> None:
     assert [item.text for item in section(known[1], "not-measured").all("li")] == [
-        "1 cell out of memory: tried to get 16 GiB of <memory> (attention=eager, batch_size=2)",
-        "1 cell skipped: flex_attention needs | something (attention=flex_attention, batch_size=2)",
-        "1 cell unfinished (attention=flex_attention, batch_size=1)",
+        "1 setting out of memory: tried to get 16 GiB of <memory> (eager attention, batch size 2)",
+        "1 setting skipped: flex_attention needs | something (flex_attention attention, batch size 2)",
+        "1 setting unfinished (flex_attention attention, batch size 1)",
     ]
 
 
@@ -244,7 +261,7 @@ def test_truth_environment_and_command(known: tuple[Run, Element]) -> None:
     page = known[1]
     truth = section(page, "truth").text
     assert "tiny: 5 requests with 77 answer tokens and 1234 image positions, computed in this run in 12.5 s" in truth
-    assert "Comparing 4 cells with it took 6.00 s" in truth
+    assert "Comparing 4 settings with it took 6.00 s" in truth
     box = section(page, "environment")
     shown = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
     assert shown == {
@@ -258,7 +275,7 @@ def test_truth_environment_and_command(known: tuple[Run, Element]) -> None:
     }
     command = """panscan bench --images 'docs/a b.png' -p 'What'"'"'s <this> & that?'"""
     assert next(section(page, "repeat").all("pre")).text == command
-    assert next(page.all("h1")).text == "tiny on 2 × NVIDIA H200"
+    assert next(page.all("header")).text == "panscan report · tiny on 2 × NVIDIA H200"
 
 
 def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +299,8 @@ def test_each_replica_and_its_share(tmp_path: Path) -> None:
     records += [synthetic.repeat("c", 0, 0.0, 10.0, replicas=windows), synthetic.outcome("c", "done")]
     rows = rows_of(next(section(page_of(synthetic.write_run(tmp_path, records)), "replicas").all("table")))
     assert [{name: cell.text for name, cell in row.items()} for row in rows] == [
-        {"cell": "1", "replica": "0", "device": "cuda:0", "req/s": "1.00", "share": "66.7%"},
-        {"cell": "1", "replica": "1", "device": "cuda:1", "req/s": "0.500", "share": "33.3%"},
+        {"setting": "c", "replica": "0", "device": "cuda:0", "requests/s": "1.00", "share": "66.7%"},
+        {"setting": "c", "replica": "1", "device": "cuda:1", "requests/s": "0.500", "share": "33.3%"},
     ]
 
 

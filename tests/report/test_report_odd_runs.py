@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.records import synthetic
 from tests.report.report_known import known_run
-from tests.report.report_page import Element, page_of, rows_of, section
+from tests.report.report_page import Element, page_of, section, settings_of_page
 
 from panscan.core import RecordsError
 from panscan.records.store import read_run
@@ -15,16 +15,16 @@ from panscan.report import write_pictures
 
 
 def cells_of(page: Element) -> list[dict[str, Element]]:
-    return rows_of(next(section(page, "cells").all("table")))
+    return settings_of_page(page)
 
 
 def test_a_run_without_a_measured_cell(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path, [synthetic.header({"c": {}}), synthetic.outcome("c", "failed", "boom")])
     page = page_of(run)
-    assert "No cell was measured." in section(page, "cells").text
-    assert section(page, "recommendation").text.startswith("No recommendation no cell is finished")
+    assert "Nothing was measured." in section(page, "cells").text
+    assert section(page, "recommendation").text.startswith("No recommendation: no cell is finished")
     assert str(tmp_path) not in section(page, "recommendation").text
-    assert "1 cell failed: boom" in section(page, "not-measured").text
+    assert "1 setting failed: boom" in section(page, "not-measured").text
     assert not list(page.of_class("chart"))
     with pytest.raises(RecordsError, match="no curve to draw"):
         write_pictures(run, tmp_path)
@@ -37,12 +37,12 @@ def test_one_cell_of_one_batch(tmp_path: Path) -> None:
     page = page_of(synthetic.write_run(tmp_path, records))
     [row] = cells_of(page)
     shown = {name: cell.text for name, cell in row.items()}
-    assert (shown["req/s"], shown["TPOT ms"], shown["p95 E2E ms"]) == ("2.00", "-", "~500")
+    assert (shown["requests/s"], shown["TPOT ms"], shown["p95 E2E ms"]) == ("2.00", "-", "~500")
     assert page.by_id("curves") is None
     assert page.by_id("front") is None
     assert page.by_id("requests") is None
     assert page.by_id("floor") is None
-    assert section(page, "truth").text == "Verdict This run has no truth: no cell was compared with the reference."
+    assert section(page, "truth").text == "Verdict No setting was compared with the reference."
 
 
 def test_cells_whose_requests_all_failed_are_named(tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_cells_whose_requests_all_failed_are_named(tmp_path: Path) -> None:
     records[3]["error"] = "once"
     cells = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
     page = page_of(synthetic.write_run(tmp_path, [synthetic.header(cells), *records]))
-    assert "1 cell without an answer: every request failed, the first with: out of luck" in page.text
+    assert "1 setting without an answer: every request failed, the first with: out of luck" in page.text
     assert [row["id"].text for row in cells_of(page)] == ["b"]
-    assert "2 requests failed and are left out." in page.text
+    assert "2 requests failed and are excluded." in page.text
 
 
 def test_sixty_cells(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_sixty_cells(tmp_path: Path) -> None:
     page = page_of(synthetic.write_run(tmp_path, records))
     assert [row["id"].text for row in cells_of(page)] == list(cells)
     blocks = section(page, "curves").of_class("compare")
-    assert [next(block.all("h3")).text for block in blocks] == ["Over attention", "Over dtype", "Over batch_size"]
+    assert [next(block.all("h3")).text for block in blocks] == ["By attention", "By dtype", "By batch size"]
     assert "The 6 fastest of 15 combinations of the other settings." in blocks[2].text
     for block in blocks:
         assert len(list(block.of_class("legend")[0].all("li"))) <= 6
@@ -85,8 +85,8 @@ def test_presets_that_differ_in_several_settings_are_compared_cell_by_cell(tmp_p
     for number, cell in enumerate(cells):
         records += synthetic.batches_of(cell, [1.0 + number])
     page = page_of(synthetic.write_run(tmp_path, records))
-    assert "Cell by cell The 30 fastest of 40 cells." in section(page, "curves").text
-    assert "8 balanced, batch_s…" in section(page, "curves").text
+    assert "All settings The 30 fastest of 40 settings." in section(page, "curves").text
+    assert "balanced, batch size 7, 7 attention" in section(page, "curves").text
 
 
 def test_only_random_weights_are_called_random(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_crop_settings_are_said_only_of_cells_with_crops(tmp_path: Path) -> None
     on, off = {"model": "m", "do_pan_and_scan": True, **crops}, {"model": "m", "do_pan_and_scan": False, **crops}
     records = [*synthetic.batches_of("a", [1.0]), *synthetic.batches_of("b", [1.0])]
     for other, wanted in (
-        (on, "model=m, min_crop_size=448"),
-        (off, "model=m; min_crop_size=448 where pan and scan is on"),
+        (on, "m, crops of at least 448 pixels"),
+        (off, "m; crops of at least 448 pixels with pan and scan"),
     ):
         run = synthetic.write_run(tmp_path, [synthetic.header({"a": on, "b": other}), *records])
-        assert f"In all cells: {wanted} " in section(page_of(run), "cells").text
+        assert f"All settings: {wanted}." in section(page_of(run), "cells").text
 
 
 def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
         *synthetic.batches_of("c", [2.0]),
     ]
     page = page_of(synthetic.write_run(tmp_path, records))
-    assert [row["novel"].text for row in cells_of(page)] == ["{'x': [1]}", "inf", "-"]
+    assert [row["setting"].text for row in cells_of(page)] == ["novel {'x': [1]}", "novel inf", "no novel"]
     assert all(row["verdict"].text == "? unverified1" for row in cells_of(page))
     assert "measured by a panscan that did not compare answers yet" in page.of_class("warnings")[0].text
-    assert "Over novel" in section(page, "curves").text
+    assert "By novel" in section(page, "curves").text
     assert "deep" in section(page, "environment").text
 
 
@@ -142,7 +142,7 @@ def test_no_verify_is_said_first(tmp_path: Path) -> None:
     header = synthetic.header({"c": {}})
     header["settings"]["verify"] = False
     page = page_of(synthetic.write_run(tmp_path, [header, *synthetic.batches_of("c", [1.0, 1.0])]))
-    assert page.of_class("warnings")[0].text.startswith("No cell was compared with the reference: --no-verify.")
+    assert page.of_class("warnings")[0].text.startswith("No setting was compared with the reference: --no-verify.")
     assert "doubtful" in (section(page, "recommendation").attributes["class"] or "")
 
 

@@ -6,16 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from panscan.analysis.setting_words import CROPS, label, shown
 from panscan.records.metrics import Metrics
 from panscan.records.store import Run, outcome_of
 from panscan.records.summary import cell_metrics
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "MeasuredCell",
@@ -27,14 +25,12 @@ __all__ = [
     "count",
     "decimals",
     "distinguishing",
-    "label",
     "meant",
     "measured_rows",
     "memory_metric",
     "number_text",
     "preset_of",
     "short",
-    "shown",
     "speed",
     "speedup_lines",
     "sweeps",
@@ -44,8 +40,6 @@ __all__ = [
     "unmeasured",
     "varying_names",
 ]
-
-_CROPS = "pan_and_scan_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class MeasuredCell:
         return told(self.settings, self.aliases)
 
     def label(self, names: Sequence[str]) -> str:
-        """Return ``name=value, ...`` for the named settings, aliases included."""
+        """Return the named settings in words, aliases included."""
         values = self.told
         return label({name: values.get(name) for name in names})
 
@@ -88,7 +82,7 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
 def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights, a
     batch size for an engine, an engine's settings for other runners."""
-    idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(_CROPS))
+    idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(CROPS))
     if settings.get("random_weights"):
         idle += ("model",)
     idle += _foreign(settings)
@@ -127,7 +121,7 @@ def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
         every = [meant(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
         apart = varying_names(every)
         others = "; ".join(label({name: each.get(name) for name in apart}) for each in every[1:])
-        lines.append(f"{names[cell]}: measured once for {others}, too: the views of every document are the same.")
+        lines.append(f"Measured once for {names[cell]} and {others}: the views of every document are the same.")
     return lines
 
 
@@ -143,7 +137,7 @@ def distinguishing(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
-    if name.startswith(_CROPS):
+    if name.startswith(CROPS):
         on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
     else:
         on = [cell for cell in cells if name not in _foreign(cell)]
@@ -181,15 +175,8 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def shown(value: Any) -> str:
-    """A setting's value."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
-    """``id (name=value, ...)``: a cell and the settings that tell it from others, without those that mean nothing."""
+    """Return ``id (settings)``: a cell and the settings in words that tell it from others."""
     told = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
     return f"{cell} ({label(told)})" if told else cell
 
@@ -200,12 +187,7 @@ def _may_be_off(name: str) -> bool:
 
 def short(name: str) -> str:
     """A setting's name without the prefix that four of them share."""
-    return name.removeprefix(_CROPS)
-
-
-def label(settings: Mapping[str, Any]) -> str:
-    """``name=value, ...``"""
-    return ", ".join(f"{short(name)}={shown(value)}" for name, value in settings.items())
+    return name.removeprefix(CROPS)
 
 
 def decimals(value: float) -> int:
@@ -227,7 +209,7 @@ class Sweep:
         numeric: whether its values are numbers; then they ascend, else they stand in the order of the rows.
         values: the distinct values. None is one of them where cells differ in that alone (no quantisation); it is none
             where it says that the setting means nothing (crops without pan and scan).
-        series: rows in the order of ``values``, by the label of their other varying settings; the fastest series first.
+        series: rows in the order of ``values``, by the label of their other varying settings; in the cells' order.
     """
 
     name: str
@@ -239,6 +221,11 @@ class Sweep:
         """Where a row of the series stands among the values. Charts draw them at equal distances: sweeps double more
         often than they add."""
         return self.values.index(row.settings.get(self.name))
+
+    def fastest(self, most: int) -> dict[str, Sequence[MeasuredCell]]:
+        """Return the fastest ``most`` series, in their order."""
+        best = sorted(self.series, key=lambda name: -max(map(speed, self.series[name])))[:most]
+        return {name: rows for name, rows in self.series.items() if name in best}
 
     @property
     def ticks(self) -> tuple[str, ...]:
@@ -283,8 +270,7 @@ def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> S
         for each, points in series.items()
         if points[0].cell not in nothing
     }
-    fastest = sorted(placed, key=lambda each: -max(map(speed, placed[each])))
-    return Sweep(name, numeric, ordered, {each: placed[each] for each in fastest})
+    return Sweep(name, numeric, ordered, placed)
 
 
 def _is_number(value: object) -> bool:

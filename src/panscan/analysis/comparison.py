@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, label, number_text, shown, telling, told
+from panscan.analysis.cells import aliases_of, cell_title, count, number_text, telling, told
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -23,6 +23,7 @@ from panscan.analysis.differences import (
 from panscan.analysis.levels import VERIFY_HINT, level_names
 from panscan.analysis.load_pairing import LOAD_WORKLOAD
 from panscan.analysis.pairing import CellPair, Comparison, compare_runs
+from panscan.analysis.setting_words import label, shown
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings

@@ -8,8 +8,9 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing, meant, shown
+from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing, meant
 from panscan.analysis.load_pairing import comparable, load_differences
+from panscan.analysis.setting_words import shown
 from panscan.core import RecordsError
 from panscan.records.environment import bundled_weights
 from panscan.records.load_runs import is_load_run

@@ -1,17 +1,18 @@
-"""The price of quantised weights: each quantised cell of a run beside the unquantised one with the same settings."""
+"""Trade-offs of quantised weights: each quantised cell of a run beside the unquantised one with the same settings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from panscan.analysis.cells import MeasuredCell, distinguishing, label, meant, memory_metric, number_text, speed
+from panscan.analysis.cells import MeasuredCell, distinguishing, meant, memory_metric, number_text, speed
+from panscan.analysis.setting_words import label
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
 from panscan.core import same_model
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.store import Run
 
-__all__ = ["Price", "PriceTable", "is_quantized", "price_table", "prices_of"]
+__all__ = ["Tradeoff", "TradeoffTable", "is_quantized", "tradeoff_table", "tradeoffs_of"]
 
 _KINDS = ("quantization", "quantization_group_size")
 _WEIGHTS = (*_KINDS, "model", "revision")
@@ -24,7 +25,7 @@ NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class Tradeoff:
     """Cost and savings of quantised weights in one cell.
 
     Args:
@@ -39,7 +40,7 @@ class Price:
     row: MeasuredCell
     weights: str
     weight_bytes: int | None
-    base: Price | None
+    base: Tradeoff | None
     quality: Quality | None
     difference: QualityDifference | None
 
@@ -65,8 +66,8 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceTable:
-    """Prices as text: ``headings``, one row for each cell with its id in ``cells``, and the ``note`` below."""
+class TradeoffTable:
+    """Trade-offs as text: ``headings``, one row for each cell with its id in ``cells``, and the ``note`` below."""
 
     headings: tuple[str, ...]
     cells: tuple[str, ...]
@@ -79,41 +80,41 @@ def is_quantized(run: Run, cell: str) -> bool:
     return bool(run.cells[cell].get("quantization") or run.loads.get(cell, {}).get("weights"))
 
 
-def prices_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Price]:
-    """Return the prices of all quantised cells, each group after the unquantised cell that they are compared with.
+def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
+    """Return the trade-offs of all quantised cells, each group after the unquantised cell that they are compared with.
 
     Empty for a run without quantised cells.
     """
-    plain = {row.cell: _price(run, row, None) for row in rows if not is_quantized(run, row.cell)}
-    groups: dict[str | None, list[Price]] = {}
+    plain = {row.cell: _tradeoff(run, row, None) for row in rows if not is_quantized(run, row.cell)}
+    groups: dict[str | None, list[Tradeoff]] = {}
     for row in rows:
         if is_quantized(run, row.cell):
             base = next((each for each in plain.values() if _same_but_weights(run, row, each.row)), None)
-            groups.setdefault(None if base is None else base.row.cell, []).append(_price(run, row, base))
+            groups.setdefault(None if base is None else base.row.cell, []).append(_tradeoff(run, row, base))
     found = []
-    for cell, prices in groups.items():
-        found += ([] if cell is None else [plain[cell]]) + prices
+    for cell, tradeoffs in groups.items():
+        found += ([] if cell is None else [plain[cell]]) + tradeoffs
     return found
 
 
-def price_table(run: Run, rows: Sequence[MeasuredCell]) -> PriceTable | None:
-    """Return the prices of a run's quantised cells as a table; None without any."""
-    prices = prices_of(run, rows)
-    if not prices:
+def tradeoff_table(run: Run, rows: Sequence[MeasuredCell]) -> TradeoffTable | None:
+    """Return the trade-offs of a run's quantised cells as a table; None without any."""
+    tradeoffs = tradeoffs_of(run, rows)
+    if not tradeoffs:
         return None
-    scored = any(price.quality for price in prices)
+    scored = any(tradeoff.quality for tradeoff in tradeoffs)
     memory, whose = memory_metric(rows)
-    others = [name for name in distinguishing([each.row.told for each in prices]) if name not in _WEIGHTS]
+    others = [name for name in distinguishing([each.row.told for each in tradeoffs]) if name not in _WEIGHTS]
     headings = [
         "weights", "weights GiB", f"peak {whose} GiB", "req/s", "TTFT ms", "TPOT ms", "verdict",
         "KL answers", "KL images", "top-1",
     ]  # fmt: skip
     headings += [metric_title(run), "vs unquantised"] if scored else []
-    texts = tuple(_texts(price, others, memory, scored=scored) for price in prices)
-    return PriceTable(tuple(headings), tuple(price.row.cell for price in prices), texts)
+    texts = tuple(_texts(tradeoff, others, memory, scored=scored) for tradeoff in tradeoffs)
+    return TradeoffTable(tuple(headings), tuple(tradeoff.row.cell for tradeoff in tradeoffs), texts)
 
 
-def _price(run: Run, row: MeasuredCell, base: Price | None) -> Price:
+def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
     load = run.loads.get(row.cell, {})
     settings = run.cells[row.cell]
     quality = quality_of(run, row.cell)
@@ -121,7 +122,7 @@ def _price(run: Run, row: MeasuredCell, base: Price | None) -> Price:
     weights = load.get("weights") or settings.get("quantization") or ""
     if load.get("base_model"):
         weights += f" ({settings.get('model')})"
-    return Price(row, weights, load.get("weight_bytes"), base, quality, difference)
+    return Tradeoff(row, weights, load.get("weight_bytes"), base, quality, difference)
 
 
 def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
@@ -134,30 +135,30 @@ def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
     return same_settings and same_model(ours.get("model"), theirs.get("model"))
 
 
-def _texts(price: Price, others: Sequence[str], memory: str, *, scored: bool) -> tuple[str, ...]:
-    values, top1 = price.row.metrics.values, price.row.verdict.top1
-    setting = label({name: price.row.told.get(name) for name in others})
-    size = None if price.weight_bytes is None else price.weight_bytes / 2**30
+def _texts(tradeoff: Tradeoff, others: Sequence[str], memory: str, *, scored: bool) -> tuple[str, ...]:
+    values, top1 = tradeoff.row.metrics.values, tradeoff.row.verdict.top1
+    setting = label({name: tradeoff.row.told.get(name) for name in others})
+    size = None if tradeoff.weight_bytes is None else tradeoff.weight_bytes / 2**30
     peak = values[memory]
     texts = [
-        "; ".join(filter(None, (price.weights or "unquantised", setting))),
-        _beside(size, price.relative_size),
+        "; ".join(filter(None, (tradeoff.weights or "unquantised", setting))),
+        _beside(size, tradeoff.relative_size),
         number_text(None if peak is None else peak / 2**30),
-        _beside(values["request_throughput"], price.relative_speed),
+        _beside(values["request_throughput"], tradeoff.relative_speed),
         number_text(values["median_ttft_ms"]),
         number_text(values["median_tpot_ms"]),
-        price.row.verdict.word,
-        *map(_nats, price.kl),
+        tradeoff.row.verdict.word,
+        *map(_nats, tradeoff.kl),
         "-" if top1 is None else f"{top1.share:.1%}",
     ]
-    return (*texts, *(_accuracy(price) if scored else ()))
+    return (*texts, *(_accuracy(tradeoff) if scored else ()))
 
 
-def _accuracy(price: Price) -> tuple[str, str]:
-    quality, found = price.quality, price.difference
+def _accuracy(tradeoff: Tradeoff) -> tuple[str, str]:
+    quality, found = tradeoff.quality, tradeoff.difference
     share = "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"
     if found is None:
-        return share, "-" if not price.weights or quality is None else _NO_BASE
+        return share, "-" if not tradeoff.weights or quality is None else _NO_BASE
     interval = f"{points_text(found.low)} to {points_text(found.high)}"
     return share, f"{points_text(found.value)} ({interval}), {p_text(found.p_value)}"
 

@@ -1,4 +1,4 @@
-"""The recommended cell of a run: fastest among those whose answers can be trusted; and its preset file."""
+"""The one rule of recommendation, and the preset file of the recommended cell."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from panscan.analysis.candidates import Candidate, Selection, candidates_of, cell_name, costs_of, reason_of
-from panscan.analysis.cells import alias_lines, label, number_text, preset_of
+from panscan.analysis.candidates import Candidate, candidates_of
+from panscan.analysis.cells import alias_lines, number_text, preset_of
+from panscan.analysis.decision import Rule, Selection, costs_of, decision_of, reason_of
 from panscan.analysis.levels import refuse_load_run
+from panscan.analysis.setting_words import shown
 from panscan.analysis.significance import harmless, quality_difference
 from panscan.core import RecordsError, SettingError
 from panscan.records.quality import metric_title
@@ -30,15 +32,21 @@ class Recommendation:
 
     Args:
         cell: its id.
-        reason: why this one, in a sentence.
-        runner_up: the best of the other cells that qualify.
-        cost: sentences: what the choice costs against the alternatives, and what is not certain about it.
-        rejected: why not, by cell id, of every cell that was no candidate in the end.
+        name: its settings in words.
+        decision: what to use and what it gains and costs, in one sentence.
+        reason: why this cell, as a sentence without a period.
+        runner_up: the id of the best other cell that qualifies; None without any.
+        alternative: the id of the cell that ``decision`` compares with; None for a single finished cell.
+        cost: costs and uncertainties of the choice, as sentences without a period.
+        rejected: why each cell that does not qualify was rejected, by cell id.
     """
 
     cell: str
+    name: str
+    decision: str
     reason: str
     runner_up: str | None
+    alternative: str | None
     cost: tuple[str, ...]
     rejected: Mapping[str, str]
 
@@ -46,33 +54,30 @@ class Recommendation:
 def recommend(
     run: Run, *, max_p95_ms: float | None = None, min_quality: float | None = None, allow: Collection[str] = ()
 ) -> Recommendation:
-    """Choose a cell of a run.
+    """Return the recommended cell of a run: first trusted answers, then accuracy, then speed.
 
-    The highest ``request_throughput`` wins; among cells whose 95% interval overlaps the winner's, exact before close,
-    then the lower p95 of E2E. Candidates are finished cells within the limits (``p95_e2el_ms`` at most ``max_p95_ms``,
-    the mean of the run's metric of quality (:func:`panscan.records.quality.metric_of`) at least ``min_quality``) whose
-    answers can be trusted:
+    1. Trusted answers. A cell is exact or close; or it is different without a measurable loss of accuracy against the
+       best exact or close cell with the same crop settings; or it is unverified in a run without verified cells.
+    2. Limits. ``p95_e2el_ms`` is at most ``max_p95_ms``.
+    3. Accuracy. In a run with scored answers, the cell has the highest accuracy, or no measurable loss against the best
+       cell. Without scored answers, speed must not decide between inputs (the fewest crops would always win), so the
+       cell has the most views. ``min_quality`` replaces this step: the accuracy is at least that.
+    4. Speed. The highest ``request_throughput`` wins; among cells whose 95% interval overlaps the winner's, exact wins
+       over close, then the higher accuracy, then more views, then the lower p95 of E2E.
 
-    - exact and close ones;
-    - a different one that ``allow`` names, or that loses nothing measurable: against the best exact or close cell with
-      the same crop settings, whose answers must be right at least once, the 95% interval of the paired difference
-      reaches 0 and excludes a loss of more than :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions;
-    - an unverified one that ``allow`` names, or where no finished cell is verified.
-
-    Fewer views are another input, not a faster computation, and by speed alone the fewest crops would always win. So a
-    cell is a candidate only if no other has more views on average, or if it loses nothing measurable (the same test)
-    against the best of those, or if ``allow`` names it; a limit on p95 thereby buys as many views as it affords.
-    ``min_quality`` is the user's own word on answers and takes the place of this rule.
+    "No measurable loss" is :func:`panscan.analysis.significance.harmless`: the 95% interval of the paired difference
+    reaches 0 and excludes a loss of more than :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions.
+    Accuracy is the mean of the run's metric of quality (:func:`panscan.records.quality.metric_of`).
 
     Args:
         run: a run, finished or not.
-        max_p95_ms: milliseconds.
-        min_quality: 0 to 1.
-        allow: ids of cells that may be different, unverified or read fewer views.
+        max_p95_ms: limit in milliseconds.
+        min_quality: limit, 0 to 1.
+        allow: ids of cells that qualify in spite of steps 1 and 3.
 
     Raises:
-        SettingError: a limit out of its range, an unknown cell in ``allow``, ``min_quality`` without answers.
-        RecordsError: no cell qualifies (the message has the nearest miss), or it is a load run.
+        SettingError: a limit out of its range, an unknown cell in ``allow``, ``min_quality`` without scored answers.
+        RecordsError: no cell qualifies (the message names the nearest miss), or it is a load run.
     """
     refuse_load_run(run, "recommendation")
     _check(run, max_p95_ms, min_quality, allow)
@@ -84,20 +89,37 @@ def recommend(
     why: dict[str, str] = {}
     trusted = _trusted(run, measured, allow, rejected, why)
     within = _within(run, trusted, max_p95_ms, min_quality, rejected)
-    left = within if min_quality is not None else _most_views(run, within, allow, rejected, why)
+    rule: Rule = "limit"
+    left = within
+    if min_quality is None:
+        rule = "accuracy" if any(each.quality and each.quality.mean for each in within) else "views"
+        left = _harmless(run, within, rule, allow, rejected, why)
     chosen = best(left)
     others = [each for each in left if each is not chosen]
     second = best(others) if others else None
-    choice = Selection(run, chosen, second, left, measured, rejected, max_p95_ms, min_quality, why.get(chosen.cell))
-    return Recommendation(chosen.cell, reason_of(choice), second.cell if second else None, costs_of(choice), rejected)
+    choice = Selection(
+        run, chosen, second, left, measured, rejected, max_p95_ms, min_quality, rule, why.get(chosen.cell)
+    )
+    other = choice.alternative
+    return Recommendation(
+        chosen.cell,
+        chosen.name,
+        decision_of(choice),
+        reason_of(choice),
+        second.cell if second else None,
+        other.cell if other else None,
+        costs_of(choice),
+        rejected,
+    )
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; among those that are as fast within the noise exact before close, then the lower p95 of E2E."""
+    """Return the fastest; within noise, exact before close, then the highest accuracy, views, and lowest p95 of E2E."""
     fastest = max(candidates, key=lambda each: (each.throughput, each.cell))
 
-    def order(each: Candidate) -> tuple[int, float, float, str]:
-        return _RANK.get(each.verdict, len(_RANK)), _p95(each), -each.throughput, each.cell
+    def order(each: Candidate) -> tuple[int, float, float, float, float, str]:
+        accuracy = each.quality.mean if each.quality else 0.0
+        return _RANK.get(each.verdict, len(_RANK)), -accuracy, -each.views, _p95(each), -each.throughput, each.cell
 
     return min((each for each in candidates if each.overlaps(fastest)), key=order)
 
@@ -122,13 +144,13 @@ def _trusted(
             found.append(each)
         elif each.cell in allow:
             found.append(each)
-            why[each.cell] = "--allow-different names it"
+            why[each.cell] = "allowed by --allow-different"
         elif each.verdict == "unverified":
             rejected[each.cell] = f"unverified ({each.row.verdict.reason}), and other cells are verified"
         else:
             peers = [other for other in measured if other.verdict in _RANK and other.crops == each.crops]
-            harmless, text = _loss(run, each, peers)
-            if harmless:
+            lossless, text = _loss(run, each, peers)
+            if lossless:
                 found.append(each)
                 why[each.cell] = text
             else:
@@ -137,22 +159,22 @@ def _trusted(
         fastest = max(measured, key=lambda each: each.throughput)
         raise RecordsError(
             f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict};"
-            " --allow-different takes one by its id"
+            f" to take it, use --allow-different {fastest.cell}"
         )
     return found
 
 
 def _loss(run: Run, candidate: Candidate, peers: Sequence[Candidate]) -> tuple[bool, str]:
-    """Whether a cell loses nothing measurable in answers against the best of its peers, and what is known of it."""
+    """Return whether a cell has no measurable loss of accuracy against the best of its peers, and the evidence."""
     scored = [each for each in peers if each.quality is not None]
     if candidate.quality is None:
-        return False, "without a dataset with answers its effect on answers is unknown"
+        return False, "only a labelled dataset can show the accuracy cost"
     if not scored:
-        return False, "no exact or close cell with the same views has answers to compare with"
+        return False, "no exact or close cell with the same crop settings has answers to compare with"
     peer = max(scored, key=lambda each: (each.quality.mean if each.quality else 0.0, each.throughput, each.cell))
     difference = quality_difference(run, candidate.cell, peer.cell)
     if difference is None or peer.quality is None or not peer.quality.mean:
-        return False, f"that this is harmless cannot be shown: {peer.name} answers nothing right"
+        return False, f"no loss can be measured: {peer.name} answers nothing right"
     return harmless(run, difference, peer.name)
 
 
@@ -170,38 +192,50 @@ def _within(
         if not left:
             near = min(trusted, key=lambda each: (_p95(each), each.cell))
             raise RecordsError(
-                f"no cell that may be taken has p95 E2E <= {max_p95_ms:g} ms:"
-                f" the quickest is {near.name} with {_ms(near)}"
+                f"no cell with trusted answers has p95 E2E <= {max_p95_ms:g} ms:"
+                f" the lowest is {_ms(near)} with {near.name}"
             )
     if min_quality is not None:
         quick, left = left, [each for each in left if each.quality and each.quality.mean >= min_quality]
         title = metric_title(run)
-        rejected |= {each.cell: f"{title} {_mean(each)}, under {min_quality}" for each in quick if each not in left}
+        rejected |= {each.cell: f"{title} {_mean(each)}, below {min_quality:.4g}" for each in quick if each not in left}
         if not left:
             near = max(quick, key=lambda each: each.quality.mean if each.quality else -1.0)
             raise RecordsError(
-                f"no cell that may be taken has {title} >= {min_quality}: the best is {near.name} with {_mean(near)}"
+                f"no cell with trusted answers has {title} >= {min_quality:.4g}: the highest is {_mean(near)} with"
+                f" {near.name}"
             )
     return left
 
 
-def _most_views(
-    run: Run, within: Sequence[Candidate], allow: Collection[str], rejected: dict[str, str], why: dict[str, str]
+def _harmless(
+    run: Run,
+    within: Sequence[Candidate],
+    rule: Rule,
+    allow: Collection[str],
+    rejected: dict[str, str],
+    why: dict[str, str],
 ) -> list[Candidate]:
-    most = max(each.views for each in within)
-    peers = [each for each in within if each.views == most]
+    """Return the most accurate candidates (or those with the most views), and those that lose nothing against them."""
+
+    def merit(each: Candidate) -> float:
+        return (each.quality.mean if each.quality else -1.0) if rule == "accuracy" else each.views
+
+    most = max(map(merit, within))
+    peers = [each for each in within if merit(each) == most]
     left = list(peers)
-    for each in within:
-        if each.cell in allow and each not in peers:
+    for each in (each for each in within if each not in peers):
+        lossless, text = _loss(run, each, peers)
+        if each.cell in allow:
             left.append(each)
-            why[each.cell] = "--allow-different names it"
-        elif each not in peers:
-            harmless, text = _loss(run, each, peers)
-            if harmless:
-                left.append(each)
-                why[each.cell] = text
-            else:
-                rejected[each.cell] = f"fewer views ({each.views:.3g} a request, not {most:.3g}); {text}"
+            why[each.cell] = "allowed by --allow-different"
+        elif lossless:
+            left.append(each)
+            why[each.cell] = text
+        elif rule == "accuracy":
+            rejected[each.cell] = "not scored" if each.quality is None else text
+        else:
+            rejected[each.cell] = f"fewer views per request ({each.views:.3g}, not {most:.3g}); {text}"
     return left
 
 
@@ -214,7 +248,7 @@ def _ms(candidate: Candidate) -> str:
 
 
 def _mean(candidate: Candidate) -> str:
-    return "not scored" if candidate.quality is None else f"{candidate.quality.mean:.3f}"
+    return "not scored" if candidate.quality is None else f"{candidate.quality.mean:.1%}"
 
 
 _MARK = "# Written by panscan recommend, which may replace it."
@@ -223,10 +257,9 @@ _OF_THE_MEASUREMENT = ("ignore_eos",)
 
 
 def preset_text(run: Run, chosen: Recommendation) -> str:
-    """The chosen cell's settings that differ from the defaults, under comments of where they come from.
+    """Return the chosen cell's settings that differ from the defaults as YAML, with comments on their origin.
 
-    Left out, and named in a comment: where the model was placed on that machine, and ``ignore_eos``, which measurements
-    use and answers do not want.
+    Settings of the machine and of the measurement (``ignore_eos``) are left out and named in a comment.
 
     Raises:
         RecordsError: the cell's settings are another version's.
@@ -237,14 +270,15 @@ def preset_text(run: Run, chosen: Recommendation) -> str:
         raise RecordsError(f"{run.path}: cell {chosen.cell} has another version's settings ({error})") from error
     left_out = {name: settings.pop(name) for name in (*_OF_THE_MACHINE, *_OF_THE_MEASUREMENT) if name in settings}
     facts = {
-        "cell": cell_name(run, chosen.cell),
+        "decision": chosen.decision,
+        "cell": chosen.cell,
         "preset": preset_of(run, chosen.cell) or "",
-        "same work": " ".join(alias_lines(run, {chosen.cell: chosen.cell})),
+        "same work": " ".join(alias_lines(run, {chosen.cell: chosen.name})),
         "run": f"{run.header['run_id']}, {run.header['created']}, {run.path}",
         "command": shlex.join(map(str, run.header["command"])),
         "verdict": verdict_of(run, chosen.cell).word,
         "reason": chosen.reason,
-        "left out": label(left_out),
+        "left out": ", ".join(f"{name}={shown(value)}" for name, value in left_out.items()),
     }
     lines = [_MARK, *(f"# {name}: {_one_line(text)}" for name, text in facts.items() if text)]
     return "\n".join([*lines, yaml.safe_dump(settings, sort_keys=False)])

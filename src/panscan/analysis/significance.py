@@ -305,23 +305,23 @@ class Against:
 
 
 def harmless(run: Run, difference: QualityDifference, peer: str) -> tuple[bool, str]:
-    """Whether a cell loses nothing measurable against ``peer``, as it is called, and what is known of it.
+    """Return whether a cell has no measurable loss against the cell named ``peer``, and the evidence.
 
     It loses nothing measurable if the 95% interval of the paired difference reaches 0 and excludes a loss of more than
     :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions, and the p-value does not speak of a loss: for
     shares the interval is so wide that it alone would overlook small losses of many questions.
     """
-    value, low, high = difference.value, difference.low, difference.high
+    low, high = difference.low, difference.high
     text = (
-        f"{metric_title(run)} {value:+.3f} (95%: {low:+.3f} to {high:+.3f}, {p_text(difference.p_value)})"
-        f" against {peer} over {difference.questions} questions"
+        f"{metric_title(run)} {points_text(difference.value)} points (95%: {points_text(low)} to {points_text(high)},"
+        f" {p_text(difference.p_value)}) against {peer} over {difference.questions} questions"
     )
     if difference.questions < LEAST_QUESTIONS:
-        return False, f"{text}: fewer than {LEAST_QUESTIONS} show nothing"
+        return False, f"{text}, fewer than the {LEAST_QUESTIONS} required"
     if high < 0 or _is_loss(difference):
-        return False, f"{text}: a measurable loss"
+        return False, f"measurable loss: {text}"
     if low < -WORST_LOSS:
-        return False, f"{text}: a loss of more than {WORST_LOSS} is not excluded"
+        return False, f"loss of more than {100 * WORST_LOSS:g} points not excluded: {text}"
     return True, f"no measurable loss: {text}"
 
 

@@ -1,4 +1,4 @@
-"""How right one answer is: the metrics of DocVQA, InfographicVQA, ChartQA and TextVQA, and two plain ones. Pure.
+"""Scores of one answer: the metrics of DocVQA, InfographicVQA, ChartQA and TextVQA, and two plain ones. Pure.
 
 Each is a number from 0 to 1, the best over the accepted answers. Sources and examples: ``docs/quality.md``.
 """
@@ -36,7 +36,7 @@ RELAXED = 0.05
 
 
 def exact_match(answer: str, answers: Sequence[str]) -> float:
-    """1.0 if the answer is one of the accepted ones, else 0.0.
+    """Return 1.0 if the answer is one of the accepted ones, else 0.0.
 
     As in DocVQA's accuracy, case and surrounding space do not count; nor do runs of white space, composed or decomposed
     letters, or one final full stop, which chat models add to bare answers. Everything else does: "$5.00" is not "5.00",
@@ -46,11 +46,11 @@ def exact_match(answer: str, answers: Sequence[str]) -> float:
 
 
 def anls(answer: str, answers: Sequence[str]) -> float:
-    """Average normalised Levenshtein similarity (Biten et al., ICCV 2019) of one question.
+    """Return the normalised Levenshtein similarity (ANLS; Biten et al., ICCV 2019) of one answer.
 
     As in the evaluation script of DocVQA and InfographicVQA (rrc.cvc.uab.es, challenge 17): texts are compared in lower
     case, runs of white space as one space; the edit distance is divided by the length of the longer text as it was
-    given; what is below :data:`ANLS_THRESHOLD` is 0. Surrounding space is no part of an answer here.
+    given; scores below :data:`ANLS_THRESHOLD` are 0. Surrounding space is ignored here.
     """
     similarity = max((_similarity(answer.strip(), each.strip()) for each in answers), default=0.0)
     return similarity if similarity >= ANLS_THRESHOLD else 0.0
@@ -63,7 +63,7 @@ def _similarity(answer: str, accepted: str) -> float:
 
 
 def relaxed_accuracy(answer: str, answers: Sequence[str]) -> float:
-    """1.0 if the answer is an accepted number within :data:`RELAXED` of it, or an accepted text whatever its case.
+    """Return 1.0 if the answer is within :data:`RELAXED` of an accepted number, or equals a text in any case.
 
     ChartQA's metric (Masry et al., ACL Findings 2022, 5.1) as in pix2struct's ``relaxed_correctness``: "12%" is 0.12,
     and "1,000" or "$5" are texts. Against an accepted 0 no distance is relative, so there texts are compared.
@@ -87,11 +87,11 @@ def _number(text: str) -> float | None:
 
 
 def contains_answer(answer: str, answers: Sequence[str]) -> float:
-    """1.0 if the answer has an accepted one in it, as words of their own; else 0.0.
+    """Return 1.0 if the answer contains an accepted one as separate words, else 0.0.
 
-    For models that answer in sentences. Texts are compared as by :func:`exact_match`. What is found must not go on:
+    For models that answer in sentences. Texts are compared as by :func:`exact_match`. A match must end at a boundary:
     "5" is neither in "15" nor in "5.30", "cat" not in "cats". Scripts without case, such as Chinese, put no spaces
-    between words, so there any place will do.
+    between words, so a match may be anywhere.
     """
     text = _plain(answer)
     return float(exact_match(answer, answers) or any(_holds(text, _plain(each)) for each in answers))
@@ -108,7 +108,7 @@ def _holds(text: str, accepted: str) -> bool:
 
 
 def _goes_on(beyond: str, edge: str) -> bool:
-    """Whether a word or number that ends with ``edge`` does not end there; ``beyond`` is read away from it."""
+    """Return whether a word or number continues beyond ``edge``; ``beyond`` is read outward from it."""
     if edge.isdigit() and beyond[:1] in (".", ",") and beyond[1:2].isdigit():
         return True
     return _is_glued(edge) and _is_glued(beyond[:1])
@@ -131,18 +131,17 @@ _SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 
 
 def metrics_for(answers: Sequence[str]) -> tuple[str, ...]:
-    """The metrics that a question with these accepted answers has, in the order of :data:`METRICS`."""
+    """Return the metrics of a question with these accepted answers, in the order of :data:`METRICS`."""
     if not answers:
         return ()
     return tuple(name for name in METRICS if name in _SCORES or len(answers) == ANNOTATORS)
 
 
 def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
-    """The ``scores`` of a request record: of each metric, by name; none without accepted answers.
+    """Return the ``scores`` of a request record by metric; empty without accepted answers.
 
-    ``vqa_accuracy`` is defined for the answers of :data:`panscan.quality.scores.ANNOTATORS` people, so it is there
-    where a question has so many: a person who gave none counts there, and nowhere else. An empty answer is wrong
-    whatever is accepted.
+    ``vqa_accuracy`` is defined for :data:`panscan.quality.scores.ANNOTATORS` annotators, so only questions with that
+    many answers have it; it alone counts annotators who gave none. An empty answer is always wrong.
     """
     names = metrics_for(answers)
     if not text.strip():
@@ -173,14 +172,14 @@ y'all'd've you'd you'd've you'll you're you've
 
 
 def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
-    """The mean over all sets of answers that leave one person out of min(1, people who say the same / 3).
+    """Return the mean of min(1, matching answers / 3) over all sets of answers that leave one annotator out.
 
     TextVQA's metric: the VQA evaluation (visualqa.org/evaluation) with the answer processing of TextVQA's challenge
-    (EvalAI, MMF). Its rules are followed to the letter, slips included, because its scores are what is published.
+    (EvalAI, MMF). Its rules are followed exactly, including its errors, because published scores use them.
 
     Args:
-        answer: to be judged.
-        answers: one of each person.
+        answer: answer to score.
+        answers: one per annotator.
     """
     given = plain_answer(answer)
     same = sum(plain_answer(each) == given for each in answers)
@@ -191,7 +190,7 @@ def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def plain_answer(text: str) -> str:
-    """An answer as the evaluation compares it: lower case, no punctuation or articles, digits for small numbers."""
+    """Normalise an answer as the evaluation does: lower case, no punctuation or articles, digits for small numbers."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     text = text.replace("\n", " ").replace("\t", " ").strip()
     found = text

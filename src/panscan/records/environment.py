@@ -1,4 +1,4 @@
-"""Where a run took place: what a reader needs to believe or repeat its figures. Nothing that names the user."""
+"""Environment of a run: hardware and versions needed to assess or repeat its figures; no data about the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "triton", "fla
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, driver, library versions and panscan's own version and commit."""
+    """Return hardware, driver, library versions, and panscan's version and commit."""
     from panscan.model.machine import cuda_version, gpu_facts, thread_count
 
     memory = psutil.virtual_memory().total
@@ -54,7 +54,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of a source checkout, with ``+`` if it has changes; None for an installed package."""
+    """Return the commit of a source checkout, with ``+`` if it has changes; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
@@ -77,7 +77,7 @@ def _cpu_name() -> str:
 
 
 def bundled_weights(run: Run) -> dict[str, str | None]:
-    """The fingerprints of the bundled models that a run's cells name; None in runs older than fingerprints."""
+    """Return fingerprints of the bundled models in a run's cells; None in runs older than fingerprints."""
     kept = run.header["environment"].get("bundled")
     known = kept if isinstance(kept, dict) else {}
     used = {_model(settings) for settings in run.cells.values()}
@@ -85,11 +85,11 @@ def bundled_weights(run: Run) -> dict[str, str | None]:
 
 
 def has_random_weights(cells: Iterable[Mapping[str, Any]], weights: Mapping[str, str | None]) -> bool:
-    """Whether no cell's weights were trained: those of ``mini`` were random as long as runs kept no fingerprint."""
+    """Return whether all cells have random weights; ``mini`` was random before runs had fingerprints."""
     random = {None, "tiny", *(["mini"] if weights.get("mini") is None else [])}
     return all(_model(settings) in random for settings in cells)
 
 
 def _model(settings: Mapping[str, Any]) -> str | None:
-    """The checkpoint of a cell, by name; None where its weights are drawn for the run."""
+    """Return the name of a cell's checkpoint; None if its weights are random."""
     return None if settings.get("random_weights") else str(settings.get("model", "unknown"))

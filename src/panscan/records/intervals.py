@@ -36,7 +36,7 @@ RESAMPLED_AT_ONCE = 4_000_000
 
 
 def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -> Interval | None:
-    """95% interval of ``sum(parts) / sum(wholes)``, one entry of each per cluster; None below two clusters."""
+    """Return the 95% interval of ``sum(parts) / sum(wholes)``, one entry per cluster; None below two clusters."""
     if len(parts) < 2:
         return None
     draws = cluster_draws(len(parts), seed)
@@ -50,7 +50,7 @@ def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -
 def cluster_intervals(
     values: Sequence[float], clusters: Sequence[object], percents: Sequence[float], seed: int
 ) -> list[Interval] | None:
-    """95% intervals of the mean and of each percentile of ``values``, each of which belongs to a cluster.
+    """Return 95% intervals of the mean and of percentiles of ``values``, resampled by cluster.
 
     Intervals are in the unit of the values. None below two clusters.
     """
@@ -70,14 +70,14 @@ def cluster_intervals(
 
 @lru_cache(maxsize=4)
 def cluster_draws(clusters: int, seed: int) -> Counts:
-    """How often each cluster is drawn in each resample, ``[resamples, clusters]``. Read-only: callers share it."""
+    """Return the draws of each cluster in each resample, ``[resamples, clusters]``. Read-only: callers share it."""
     draws = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
     draws.flags.writeable = False
     return draws
 
 
 def bounds(statistics: Floats) -> tuple[float, float]:
-    """The middle 95% of resampled statistics."""
+    """Return the middle 95% of resampled statistics."""
     low, high = np.percentile(statistics, [2.5, 97.5])
     return float(low), float(high)
 
@@ -96,8 +96,8 @@ def weighted_percentiles(ordered: Floats, weights: Counts, percents: Sequence[fl
 
 
 def wilson_interval(share: float, count: int) -> Interval:
-    """Wilson's 95% interval of a share of ``count``. It holds the share, and 0 and 1 where they are the share."""
+    """Return Wilson's 95% interval of a share of ``count``. It always contains the share, also 0 and 1."""
     centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
     reach = Z95 / (1 + Z95**2 / count) * sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
-    # Of 0 and 1 one end is the share itself, but for the rounding that would show it as 0.1% or 99.9%.
+    # For shares 0 and 1, one end equals the share; rounding would show it as 0.1% or 99.9%.
     return max(0.0, min(share, centre - reach)), min(1.0, max(share, centre + reach))

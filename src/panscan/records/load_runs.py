@@ -38,17 +38,17 @@ class LoadRunSettings:
     """The settings of a load run, as :data:`panscan.records.schema.LOAD_SETTINGS` lists them.
 
     Args:
-        endpoint: its URL.
-        server: what it says it is; None if unknown.
-        model: its name at the endpoint.
+        endpoint: URL of the endpoint.
+        server: server software that the endpoint reports; None if unknown.
+        model: name of the model at the endpoint.
         goodput: limits in milliseconds; empty if none were given.
         attainment: the share of requests that must meet them.
-        arrival: of :data:`panscan.records.schema.ARRIVALS`.
-        scenario: its name; None without one.
+        arrival: one of :data:`panscan.records.schema.ARRIVALS`.
+        scenario: name of the scenario; None without one.
         image_reuse: the share of requests whose image was sent before; None if images were not prepared for it.
         num_prompts: requests per level.
         num_warmups: requests before the first level.
-        seed: of arrivals and content.
+        seed: seed of arrivals and content.
         metric_percentiles: percentiles to show.
         percentile_metrics: the times to show them of, of :data:`panscan.records.schema.TIMES`.
         ignore_eos: whether answers had to reach their full length.
@@ -75,10 +75,10 @@ class ClientFigures:
     """How busy the load generator was during a level.
 
     Args:
-        processes: that sent requests.
+        processes: number of processes that sent requests.
         lag_median_ms: delay of sending against the arrival process, waiting for ``--max-concurrency`` left out.
         lag_p99_ms: the same, 99th percentile.
-        cpu_share: of one core, of the busiest process, 0 to 1.
+        cpu_share: CPU time of the busiest process as a share of one core, 0 to 1.
         limited: whether the generator, not the endpoint, limited the level; ``reason`` says how.
     """
 
@@ -190,7 +190,7 @@ def in_blocks(repeat: Repeat, size: int | None = None) -> Repeat:
     """Return a repeat of a load level whose ``batch`` numbers are those of blocks of requests in order of arrival.
 
     Args:
-        repeat: with one ``batch`` per request.
+        repeat: a repeat with one ``batch`` per request.
         size: requests per block; by default :func:`block_size`.
     """
     window, records = repeat

@@ -49,13 +49,13 @@ class Batch:
 
     Args:
         key: (replica, batch) in the records; None where every request of the replica failed.
-        requests: that came to their end.
-        tokens: of these requests.
+        requests: number of completed requests.
+        tokens: output tokens of these requests.
         latency: seconds from accepted to the last token of any request; None where tokens were not stamped.
         share: seconds from the end of the batch before to its own; a replica's shares add up to its wall time.
         inside: the fraction of the share that lies in the repeat's window.
         replica: whose batch it is.
-        replicas: how many ran this repeat.
+        replicas: number of replicas that ran this repeat.
     """
 
     key: tuple[int, int] | None
@@ -82,13 +82,13 @@ class Batch:
 
 
 def window_seconds(repeat: Mapping[str, Any]) -> float:
-    """How long a repeat's window is; 0 where a replica ended before another had started."""
+    """Return the length of a repeat's window; 0 if a replica ended before another one started."""
     seconds: float = repeat["ended"] - repeat["started"]
     return max(seconds, 0.0) if repeat.get("replicas") else seconds
 
 
 def batches_of(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Batch]:
-    """The batches of a ``repeat`` record and its ``request`` records, by when they ended, replica by replica.
+    """Return the batches of a ``repeat`` record and its ``request`` records by replica and end time.
 
     Requests that failed are left out.
     """
@@ -105,14 +105,14 @@ def batches_of(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
 
 
 def _inside(at: float, until: float, opens: float, closes: float) -> float:
-    """The fraction of ``[at, until]`` that lies in the window; all or nothing for a batch that took no time."""
+    """Return the fraction of ``[at, until]`` in the window; 0 or 1 for a batch of zero duration."""
     if until <= at:
         return float(opens <= until <= closes)
     return max(0.0, min(until, closes) - max(at, opens)) / (until - at)
 
 
 def _timed(process: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, Batch]]:
-    """Each batch of one process that ``started`` and ``ended``, with when the one before it ended and when it did."""
+    """Return each batch of one process with the end of the previous batch and its own end."""
     groups: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         if record["error"] is None:
@@ -193,10 +193,10 @@ class ReplicaShare:
     """What one of several replicas contributed to a cell, over its complete repeats.
 
     Args:
-        replica: its number.
-        device: where it ran.
+        replica: number of the replica.
+        device: device that it ran on.
         request_throughput: requests per second inside of the common windows; None if these are empty.
-        share: of the sum over replicas, 0 to 1; None if that is 0 or unknown.
+        share: share of the sum over replicas, 0 to 1; None if that is 0 or unknown.
     """
 
     replica: int
@@ -230,7 +230,7 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequenc
         repeats: each a window (``started``, ``ended``, perhaps peaks of memory and ``replicas``) with its requests: the
             fields of :func:`panscan.records.requests.request_fields`, ``request`` (an id) and ``batch``. Requests that
             one call answered share a ``batch``; a source that takes them one by one numbers each its own.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
         percentiles: further ones of each time, which the values then have, too (see :func:`percentile_name`).
 
     Raises:
@@ -262,7 +262,7 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequenc
 
 
 def shares_of(repeats: Sequence[Repeat]) -> list[ReplicaShare]:
-    """Each replica's part of the ``request_throughput`` of repeats; empty for those of one process."""
+    """Return each replica's part of the ``request_throughput`` of repeats; empty for a single process."""
     repeats = [(record, requests) for record, requests in repeats if record.get("replicas")]
     seconds = sum(window_seconds(record) for record, _ in repeats)
     devices = {each["replica"]: each["device"] for record, _ in repeats for each in record["replicas"]}

@@ -40,13 +40,13 @@ class Quality:
 
 
 def metric_of(run: Run) -> str:
-    """The metric that is a run's quality: what its header names; exact match in runs from before there were others."""
+    """Return a run's quality metric: the one in its header; exact match in older runs without one."""
     name = run.header["settings"].get("quality_metric")
     return name if name in METRICS else EXACT_MATCH
 
 
 def metric_title(run: Run) -> str:
-    """What people call the metric of :func:`metric_of`: see :func:`accuracy_title`."""
+    """Return the display name of :func:`metric_of`: see :func:`accuracy_title`."""
     return accuracy_title(metric_of(run))
 
 
@@ -56,13 +56,13 @@ def accuracy_title(metric: str) -> str:
 
 
 def metrics_in(run: Run) -> list[str]:
-    """The metrics that any request of a run has a score of, in the order of :data:`panscan.records.schema.METRICS`."""
+    """Return the metrics with a score in any request, in the order of :data:`panscan.records.schema.METRICS`."""
     found = {name for records in run.requests.values() for record in records for name in _scores_of(record)}
     return [name for name in METRICS if name in found]
 
 
 def with_metric(run: Run, name: str | None) -> Run:
-    """The same run with another metric as its quality; as it is for None.
+    """Return the run with another metric as its quality; None: unchanged.
 
     Raises:
         SettingError: no such metric, or the run's answers were not scored by it.
@@ -87,16 +87,16 @@ def empty_answers(run: Run, cell: str) -> int:
 def quality_of(
     run: Run, cell: str, *, metric: str | None = None, among: Callable[[Record], bool] | None = None
 ) -> Quality | None:
-    """A metric of a cell's answers over its complete repeats; None without scores.
+    """Return a metric of a cell's answers over its complete repeats; None without scores.
 
     A request that failed after others of its cell were scored has no score. The interval is Wilson's over questions,
     as a question's repeats share its fate. For scores between 0 and 1, which vary less than right and wrong answers of
     the same mean, it is rather too wide than too narrow.
 
     Args:
-        run: with the answers' scores.
-        cell: its id.
-        metric: its name; None for the run's own (:func:`metric_of`).
+        run: run with scored answers.
+        cell: id of the cell.
+        metric: name of the metric; None: the run's own (:func:`metric_of`).
         among: which requests count; None for all.
     """
     scores = scores_of_cell(run, cell, metric or metric_of(run), among)
@@ -112,7 +112,7 @@ _Score = tuple[tuple[Any, ...], tuple[Any, ...], float]
 
 
 def scores_of_cell(run: Run, cell: str, metric: str, among: Callable[[Record], bool] | None = None) -> list[_Score]:
-    """The scores of a cell\'s answered requests by one metric; of some requests only, with ``among``."""
+    """Return the scores of a cell's answered requests by one metric; ``among`` selects requests."""
     return [
         (question_of(record), (record["repeat"], record["request"], record.get("replica", 0)), score)
         for record in _answered(run, cell)
@@ -130,5 +130,5 @@ def _scores_of(record: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def question_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The same documents and prompt are one question, whatever the request is called."""
+    """Return the key of a question: the same documents and prompt, whatever the request's id."""
     return (*record["image_sha256"], record["prompt_sha256"])

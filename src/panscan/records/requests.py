@@ -21,7 +21,7 @@ _STAMPS = frozenset(field.name for field in fields(Stamps))
 
 
 def request_fields(result: Result) -> Record:
-    """What was measured of one request, as a ``request`` record holds it."""
+    """Return the measurements of one request as fields of a ``request`` record."""
     return {
         "views": result.views,
         "crops": result.crops,

@@ -1,4 +1,4 @@
-"""What a line of a run's records looks like: the fields that a reader relies on, by type of record.
+"""Schema of a run's records: the required fields by type of record.
 
 Times are seconds since the Unix epoch. A repeat's ``started`` and ``ended`` enclose its measured requests only: the
 warm-up (``warmup_s``, seconds) comes before ``started``. Fields beyond these are kept and not looked at.
@@ -257,7 +257,7 @@ _REPLICA: dict[str, Any] = {"replica": int, "started": _NUMBER, "ended": _NUMBER
 
 
 def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None) -> str | None:
-    """What keeps a record from being read (None if nothing does). With ``cells``, it must belong to one of them."""
+    """Return why a record cannot be read; None if it can. With ``cells``, it must belong to one of them."""
     kind = record.get("type")
     if not isinstance(kind, str) or kind not in _FIELDS:
         return f"unknown type of record {shorten(kind)} (schema {SCHEMA} has {', '.join(_FIELDS)})"
@@ -283,8 +283,8 @@ def problem_of(record: Mapping[str, Any], cells: Mapping[str, Any] | None = None
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Whether a JSON value has a type, one of several, only elements that fit ``[shape]`` or ``{"*": shape}``, or
-    fields that fit ``{"name": shape, ...}``."""
+    """Return whether a JSON value has a type, one of several, only elements that fit ``[shape]`` or ``{"*": shape}``,
+    or fields that fit ``{"name": shape, ...}``."""
     if isinstance(shape, list):
         return isinstance(value, list | tuple) and all(_fits(each, shape[0]) for each in value)
     if isinstance(shape, dict) and isinstance(value, dict):

@@ -78,13 +78,13 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def finished(self) -> set[tuple[str, int | None]]:
-        """What a resumed run need not do again: (cell id, repeat), and (cell id, None) for a concluded verdict."""
+        """Return the finished work that a resumed run skips: (cell id, repeat), and (cell id, None) for a verdict."""
         concluded = (cell for cell, verdict in self.verdicts.items() if verdict.get("concluded", True))
         return {*self.repeats, *((cell, None) for cell in concluded)}
 
 
 def outcome_of(run: Run, cell_id: str) -> tuple[str, str]:
-    """(outcome, reason) of a cell; the outcome is ``unfinished`` while its run has not said what became of it."""
+    """Return (outcome, reason) of a cell; the outcome is ``unfinished`` until its run records one."""
     record = run.outcomes.get(cell_id)
     return (record["outcome"], record["reason"] or "") if record else (UNFINISHED, "")
 
@@ -152,7 +152,7 @@ class RecordWriter:
             raise
 
     def close(self) -> None:
-        """Let go of the directory. A closed writer is not used again."""
+        """Release the directory. A closed writer cannot be used again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -231,7 +231,7 @@ def read_run(path: Path) -> Run:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Make ``path`` hold ``data``, on the disk; whoever looks sees the old file or the new one, never a part.
+    """Write ``data`` to ``path`` atomically and durably: readers see the old file or the new one, never a part.
 
     Raises:
         RecordsError: the disk does not take it.

@@ -70,12 +70,12 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
 
 
 def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
-    """Each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
+    """Return each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
     return shares_of(level_repeats(run, cell_id))
 
 
 def summary_columns(run: Run) -> list[str]:
-    """The columns of the summary, in order: see :func:`write_summary`."""
+    """Return the columns of the summary, in order: see :func:`write_summary`."""
     settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell))
     if is_load_run(run):
         return ["level", *settings, "outcome", "reason", *_LOAD, *_with_bounds(_level_columns(run)), "uncertified"]

@@ -57,7 +57,7 @@ AXES = {
 
 
 def clear_margin(noise: float) -> float:
-    """The margin in nats above which rounding does not explain another token.
+    """Return the margin in nats above which rounding does not explain a different token.
 
     Args:
         noise: the largest change of a margin that eager attention at the cell's precision shows, in nats.
@@ -90,7 +90,7 @@ class Divergence:
 @dataclass(frozen=True, slots=True)
 class Top1:
     """Positions where the truth's margin is larger than the noise moves it (``clear``), and those of them where the
-    cell's likeliest token is the truth's (``agree``)."""
+    cell's most probable token is the truth's (``agree``)."""
 
     clear: int
     agree: int
@@ -105,13 +105,13 @@ class Departure:
     """The first output token of a request that is not the expected one.
 
     Args:
-        request: its id.
-        position: of the token in the answer, starting at 0.
+        request: id of the request.
+        position: position of the token in the answer, starting at 0.
         token: the token found; None if the answer ended instead.
         expected: the token expected; None if the answer should have ended.
         found: the token found, as text.
         wanted: the token expected, as text.
-        margin: by how much the reference prefers the expected token, in nats; None where no margin can explain the
+        margin: margin by which the reference prefers the expected token, in nats; None where no margin can explain the
             other one (an end that is missing or too early, a suppressed token).
         clear: whether the margin exceeds the noise; None if no reference was at hand to tell the margin.
     """
@@ -190,7 +190,7 @@ class AxisCheck:
         differ: pairs whose tokens differ, noise included.
         first: the first difference that noise does not explain, else the first one.
         own: whether the cell's own tokens are what the reference does not choose.
-        note: how it was varied, or why not.
+        note: description of the variation, or the reason for none.
     """
 
     axis: str
@@ -259,10 +259,10 @@ class Verdict:
 
 
 def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> str:
-    """exact, close or different.
+    """Return exact, close or different.
 
     exact: at most 2x the noise at both kinds of position; in float32 the greedy tokens must be equal, too. close: at
-    most 10x, and the same likeliest token at 99% or more of the clear positions. different: the rest.
+    most 10x, and the same most probable token at 99% or more of the clear positions. different: the rest.
     """
     ratio = max(each.ratio for each in (answer, image) if each is not None)
     if ratio <= EXACT_RATIO and (equal_tokens or not float32):
@@ -271,7 +271,7 @@ def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tok
 
 
 def verdict_of(run: Run, cell: str) -> Verdict:
-    """The verdict of a cell, from its run's records; unverified with the reason if there is none.
+    """Return the verdict of a cell from its run's records; unverified with the reason if there is none.
 
     The word of the ``verdict`` record is that of the distributions; measured tokens and the inputs can only make it
     worse.
@@ -304,7 +304,7 @@ def _beyond(record: Mapping[str, Any]) -> TokenCheck | None:
 
 
 def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:
-    """The checks of all repeats and replicas of a cell, added up; None if no repeat has one."""
+    """Return the summed checks of all repeats and replicas of a cell; None if no repeat has one."""
     lines = [line for (name, _), line in run.repeats.items() if name == cell]
     parts = [part for line in lines for part in line.get("replicas") or [line]]
     found = [TokenCheck.of(part["tokens"]) for part in parts if part.get("tokens")]
@@ -312,7 +312,7 @@ def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:
 
 
 def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verdict:
-    """The verdict after looking at measured tokens and inputs: a departure that noise does not explain is different."""
+    """Return the verdict including tokens and inputs: a deviation beyond the noise makes it different."""
     checks = [check for check in (verdict.measured, verdict.beyond) if check is not None]
     found = [f"measured tokens depart from the reference: {check.first.text}" for check in checks if check.first]
     found += [f"tokens depend on {axis.text}" for axis in verdict.axes if axis.broken and axis.own]
@@ -327,12 +327,12 @@ def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verd
 
 
 def axis_checks(verdicts: Iterable[Verdict]) -> list[AxisCheck]:
-    """One check per axis over several cells, in the order of :data:`AXES`."""
+    """Return one check per axis over several cells, in the order of :data:`AXES`."""
     return merged_axes(check for verdict in verdicts for check in verdict.axes)
 
 
 def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
-    """One check per axis: sums, and the first difference, one that noise does not explain before others."""
+    """Return one check per axis: sums, and the first difference, preferably one beyond the noise."""
     found: dict[str, AxisCheck] = {}
     for check in checks:
         known = found.get(check.axis, AxisCheck(check.axis, own=False))
@@ -350,7 +350,7 @@ def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
 
 
 def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
-    """What to say of the verdicts of these cells as a whole: how many of each, why none, what the truth took."""
+    """Return a summary of these cells' verdicts: counts, reasons for missing ones, cost of the truth."""
     verdicts = [verdict_of(run, cell) for cell in cells]
     words = Counter(verdict.word for verdict in verdicts)
     lines = []
@@ -362,7 +362,9 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
         seconds = sum(truth["seconds"] for truth in run.truths.values())
         brought = all(truth["source"] == "reference" for truth in run.truths.values())
         origin = (
-            "The truth was brought by --reference" if brought else f"The truth took {seconds:,.1f} s, in no figure here"
+            "The truth was brought by --reference"
+            if brought
+            else f"Computing the reference took {seconds:,.1f} s, which no figure here includes"
         )
         lines.append(
             f"Answers against float32 eager attention on the same {weights} and views: {counts}"
@@ -374,7 +376,7 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
 
 
 def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """What comparing tokens adds to the distributions: how many were compared, what departs, one line per axis."""
+    """Return the lines on compared tokens: their number, the deviations, and one line per axis."""
     checks = [check for each in verdicts for check in (each.measured, each.beyond) if check is not None]
     lines = []
     if tokens := sum(check.tokens for check in checks):

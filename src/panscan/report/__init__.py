@@ -115,7 +115,7 @@ def _pictures(run: Run) -> Iterator[tuple[str, bytes]]:
             yield curve.name, png(curve)
         return
     facts = report_data_of(run)
-    for comparison in (*facts.comparisons, facts.latency):
+    for comparison in (facts.decision, *facts.comparisons, facts.latency):
         for panel in comparison.panels:
             yield panel.name, png(panel, comparison.legend)
     if facts.front is not None:

@@ -18,7 +18,7 @@ from panscan.records.quality import (
     question_of,
 )
 from panscan.records.store import Record, Run
-from panscan.report.formatting import clean, percent
+from panscan.report.formatting import FEW, clean, percent
 
 __all__ = [
     "SHAPES",
@@ -113,12 +113,17 @@ def _breakdown(run: Run, cells: Sequence[str], name: str, groups_of: Callable[[R
 
 @dataclass(frozen=True, slots=True)
 class CellAnswers:
-    """A cell's answers: ``scores`` in the order of :attr:`Answers.metrics`, and words on it against the baseline.
+    """The answers of a cell.
 
-    ``empty`` is None in runs of versions that did not count them.
+    Args:
+        name: the cell's settings in words.
+        scores: in the order of :attr:`Answers.metrics`.
+        empty: number of empty answers; None in runs of versions that did not count them.
+        word: the comparison with the baseline, in a word.
+        against: the comparison with its figures.
     """
 
-    number: int
+    name: str
     scores: tuple[Quality | None, ...]
     empty: int | None
     word: str
@@ -127,12 +132,26 @@ class CellAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A breakdown: headings with the number of questions, and the quality of each cell by its number."""
+    """A breakdown.
+
+    Args:
+        name: how questions are grouped.
+        headings: the groups, with their numbers of questions.
+        least: number of questions in the smallest group.
+        left_out: number of smaller groups that are not shown.
+        rows: (settings in words, quality in each group).
+    """
 
     name: str
     headings: tuple[str, ...]
+    least: int
     left_out: int
-    rows: tuple[tuple[int, tuple[Quality | None, ...]], ...]
+    rows: tuple[tuple[str, tuple[Quality | None, ...]], ...]
+
+    @property
+    def small(self) -> bool:
+        """Return whether a group has too few questions to compare settings."""
+        return self.least < FEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +160,27 @@ class Answers:
 
     Args:
         metrics: titles of all metrics, that of the run's quality first.
-        baseline: number of the cell that others are compared with; None where there is only one.
+        baseline: name of the cell that others are compared with; None if there is only one.
         cells: those with scores.
         groups: breakdowns by the run's metric of quality.
     """
 
     metrics: tuple[str, ...]
-    baseline: int | None
+    baseline: str | None
     cells: tuple[CellAnswers, ...]
     groups: tuple[Groups, ...]
 
 
-def answers_of(run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int]) -> Answers | None:
-    """The answers of the measured cells, whose numbers are given by id; None for a run without scores."""
-    names = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
-    scores = {row.cell: tuple(quality_of(run, row.cell, metric=name) for name in names) for row in rows}
+def answers_of(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> Answers | None:
+    """Return the answers of the measured cells; None for a run without scores.
+
+    Args:
+        run: the run.
+        rows: measured cells.
+        names: settings in words by cell id.
+    """
+    metrics = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
+    scores = {row.cell: tuple(quality_of(run, row.cell, metric=metric) for metric in metrics) for row in rows}
     scored = [row for row in rows if any(scores[row.cell])]
     if not scored:
         return None
@@ -166,21 +191,22 @@ def answers_of(run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int
     counted = "quality_metric" in run.header["settings"]
     empty = {row.cell: empty_answers(run, row.cell) if counted else None for row in scored}
     cells = tuple(
-        CellAnswers(numbers[row.cell], scores[row.cell], empty[row.cell], *words.get(row.cell, ("", "")))
+        CellAnswers(names[row.cell], scores[row.cell], empty[row.cell], *words.get(row.cell, ("", "")))
         for row in scored
     )
     return Answers(
-        tuple(map(accuracy_title, names)),
-        None if baseline is None else numbers[baseline],
+        tuple(map(accuracy_title, metrics)),
+        None if baseline is None else names[baseline],
         cells,
-        tuple(_groups(each, numbers) for each in breakdowns(run, [row.cell for row in scored])),
+        tuple(_groups(each, names) for each in breakdowns(run, [row.cell for row in scored])),
     )
 
 
-def _groups(found: Breakdown, numbers: Mapping[str, int]) -> Groups:
+def _groups(found: Breakdown, names: Mapping[str, str]) -> Groups:
     headings = tuple(f"{clean(name)} ({count:,})" for name, count in found.groups)
-    rows = tuple((numbers[cell], qualities) for cell, qualities in found.cells.items())
-    return Groups(found.name, headings, found.left_out, rows)
+    rows = tuple((names[cell], qualities) for cell, qualities in found.cells.items())
+    least = min(count for _, count in found.groups)
+    return Groups(found.name, headings, least, found.left_out, rows)
 
 
 def quality_text(quality: Quality | None) -> str:

@@ -8,74 +8,165 @@ from dataclasses import dataclass
 from typing import Literal
 
 from panscan.analysis.candidates import pareto_front
-from panscan.analysis.cells import MeasuredCell, Sweep, count, short, speed, sweeps
+from panscan.analysis.cells import MeasuredCell, Sweep, count, speed, sweeps
+from panscan.analysis.setting_words import setting_title
 from panscan.records.quality import Quality
 from panscan.records.schema import VERDICTS
 from panscan.records.verdict import EXACT_RATIO
 from panscan.report.formatting import Measured, clean, measured
 
-__all__ = ["MOST_SERIES", "ChartGroup", "Front", "FrontPoint", "Panel", "Point", "Series", "comparisons", "front_of"]
+__all__ = [
+    "LONGEST_NAME",
+    "MOST_NAMED",
+    "MOST_SERIES",
+    "ChartGroup",
+    "Front",
+    "FrontPoint",
+    "Panel",
+    "Point",
+    "Series",
+    "comparisons",
+    "decision_charts",
+    "front_of",
+]
 
 MOST_SERIES = 6
 """More curves in one chart cannot be told apart."""
+MOST_NAMED = 9
+"""Points of the front that are named; of more, only those on the front and the recommended one."""
+LONGEST_NAME = 18
+"""Characters of a name beside a point; longer names are replaced by numbers."""
 _MOST_CELLS = 30
-_METRICS = (("request_throughput", "Throughput", "req/s"), ("p95_e2el_ms", "p95 E2E latency", "ms"))
+_MOST_DECIDED = 8
+_METRICS = (("request_throughput", "Throughput", "requests/s"), ("p95_e2el_ms", "E2E latency, p95", "ms"))
+_DOUBTED = ("different", "unverified")
+_FAR = 3
+"""A limit more than this many times above the highest point would only flatten the curves: it is not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """``at`` is the index of its tick; ``cell`` its number in the table; ``note`` says what else a reader must know."""
+    """A point of a chart.
 
-    at: int
+    Args:
+        at: horizontal position: a number, or the index of a tick.
+        value: the value with its interval.
+        name: the setting or the level that was measured.
+        note: what else to show in its tooltip and in the table of numbers.
+        hollow: whether to draw it hollow, because its value needs a caveat.
+        chosen: whether it is the recommended one.
+    """
+
+    at: float
     value: Measured
-    cell: int
-    word: str
-    note: str
+    name: str
+    note: str = ""
+    hollow: bool = False
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
+    """Points that belong together, in order."""
+
     label: str
     points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart. ``curve``: ticks from left to right, points of a series joined. ``dots``: ticks from top to bottom."""
+    """One chart.
+
+    Args:
+        name: name of its file, and prefix of its ids.
+        kind: ``steps``: ticks at equal distances from left to right, joined points; ``dots``: a row per tick;
+            ``curve``: numbers on both axes, joined points.
+        title: title of the values.
+        unit: unit of the values.
+        axis: title of the other axis.
+        series: at most :data:`MOST_SERIES`.
+        ticks: names of the ticks; empty for ``curve``.
+        limit: value of a line across the chart; None without one.
+        limit_label: text of the limit.
+        diagonal: whether to draw the line where both axes are equal.
+        logarithmic: whether the axis of values is logarithmic.
+    """
 
     name: str
-    kind: Literal["curve", "dots"]
+    kind: Literal["steps", "dots", "curve"]
     title: str
     unit: str
     axis: str
-    ticks: tuple[str, ...]
     series: tuple[Series, ...]
+    ticks: tuple[str, ...] = ()
+    limit: float | None = None
+    limit_label: str = ""
+    diagonal: bool = False
+    logarithmic: bool = False
+
+    @property
+    def values(self) -> list[float]:
+        """Return all values."""
+        return [point.value.value or 0.0 for series in self.series for point in series.points]
+
+    @property
+    def top(self) -> float:
+        """Return the highest value, intervals included."""
+        bounds = [point.value.high for series in self.series for point in series.points]
+        return max([*self.values, *(bound for bound in bounds if bound is not None)])
+
+    @property
+    def line(self) -> float | None:
+        """Return the limit if it is near enough to be drawn."""
+        return self.limit if self.limit is not None and self.limit <= _FAR * self.top else None
+
+    @property
+    def caption(self) -> str:
+        """Return the title with its unit and limit."""
+        text = f"{self.title}, {self.unit}"
+        if self.limit is None:
+            return text
+        return f"{text} (dashed: {self.limit_label})" if self.line else f"{text} ({self.limit_label}: above the chart)"
 
 
 @dataclass(frozen=True, slots=True)
 class ChartGroup:
-    """Charts with the same series, so with one legend (empty for a single series)."""
+    """Charts with the same series, and therefore one legend (empty for a single series).
+
+    ``folded`` charts have points of few samples.
+    """
 
     heading: str
     note: str
     legend: tuple[str, ...]
     panels: tuple[Panel, ...]
+    folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
+    """A cell by its number and name; ``speed`` in requests per second."""
+
     cell: int
-    speed: float
+    name: str
+    speed: Measured
     value: Measured
-    word: str
+    verdict: str
     on_front: bool
     recommended: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Speed (requests per second) against ``measure``: quality, a share that is better when larger, or the ratio to
-    the noise, which is better when smaller; ``title`` names it. ``absent``: numbers of measured cells without it."""
+    """Speed against quality, or against the distance from the reference.
+
+    Args:
+        measure: ``quality``, a share that is better when larger, or ``ratio`` to the rounding noise, better when
+            smaller.
+        title: name of the measure.
+        points: the cells that have both.
+        absent: numbers of the other measured cells.
+    """
 
     measure: Literal["quality", "ratio"]
     title: str
@@ -83,61 +174,119 @@ class Front:
     absent: tuple[int, ...]
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """The verdicts of its points, the best first."""
-        return tuple(word for word in VERDICTS if any(point.word == word for point in self.points))
+    def numbered(self) -> bool:
+        """Return whether the chart shows numbers instead of names."""
+        return len(self.points) > MOST_NAMED or any(len(point.name) > LONGEST_NAME for point in self.points)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """Return the verdicts of its points, the best first."""
+        return tuple(word for word in VERDICTS if any(point.verdict == word for point in self.points))
 
 
-def comparisons(rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names: Mapping[str, str]) -> list[ChartGroup]:
-    """Throughput and p95 latency over each swept setting; without one, of each cell.
+def decision_charts(
+    rows: Sequence[MeasuredCell],
+    qualities: Mapping[str, Quality | None],
+    names: Mapping[str, str],
+    first: Sequence[str],
+    title: str,
+) -> ChartGroup:
+    """Return the accuracy and the throughput of each setting; without accuracies, throughput and latency.
 
-    ``numbers`` and ``names`` (short ones) are of cells by id.
+    Of many settings, only some are drawn: those in ``first``, then the fastest.
+
+    Args:
+        rows: measured cells.
+        qualities: accuracies by cell id.
+        names: settings in words by cell id.
+        first: ids of the recommended cell and of those that it is compared with.
+        title: name of the run's metric of quality.
     """
-    found = [_comparison(sweep, numbers) for sweep in sweeps(rows)]
+    order = [*first, *(row.cell for row in sorted(rows, key=lambda row: -speed(row)))]
+    kept = list(dict.fromkeys(order))[:_MOST_DECIDED]
+    chosen = [row for row in rows if row.cell in kept]
+    panels = []
+    scored = [(at, row, each) for at, row in enumerate(chosen) if (each := qualities.get(row.cell)) is not None]
+    if any(each.mean for _, _, each in scored):
+        shares = tuple(
+            _point(at, row, Measured(100 * each.mean, 100 * each.low, 100 * each.high), names, first)
+            for at, row, each in scored
+        )
+        panels.append(_dots("decision-accuracy", title[:1].upper() + title[1:], "%", chosen, names, shares))
+    for metric, metric_name, unit in _METRICS[: 2 - len(panels)]:
+        points = _points(list(enumerate(chosen)), metric, names, first)
+        if points:
+            panels.append(_dots(f"decision-{_slug(metric_name)}", metric_name, unit, chosen, names, points))
+    note = f"{len(chosen)} of {len(rows)} settings are shown." if len(chosen) < len(rows) else ""
+    return ChartGroup("", note, (), tuple(panels))
+
+
+def _dots(
+    name: str,
+    title: str,
+    unit: str,
+    rows: Sequence[MeasuredCell],
+    names: Mapping[str, str],
+    points: tuple[Point, ...],
+) -> Panel:
+    return Panel(name, "dots", title, unit, "setting", (Series("", points),), tuple(names[row.cell] for row in rows))
+
+
+def comparisons(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[ChartGroup]:
+    """Return throughput and p95 latency over each swept setting; without one, of each cell.
+
+    Args:
+        rows: measured cells.
+        names: settings in words by cell id.
+    """
+    found = [_comparison(sweep, names) for sweep in sweeps(rows)]
     if not found and len(rows) > 1:
-        found = [_cells(rows, numbers, names)]
+        found = [_cells(rows, names)]
     return [comparison for comparison in found if comparison.panels]
 
 
-def _comparison(sweep: Sweep, numbers: Mapping[str, int]) -> ChartGroup:
-    chosen = dict(list(sweep.series.items())[:MOST_SERIES])
+def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
+    chosen = sweep.fastest(MOST_SERIES)
     note = f"The {len(chosen)} fastest of {len(sweep.series)} combinations of the other settings."
     ticks = tuple(map(clean, sweep.ticks))
     panels = []
     for metric, title, unit in _METRICS:
         series = tuple(
-            Series(clean(name), _points([(sweep.at(row), row) for row in rows], metric, numbers))
+            Series(clean(name), _points([(sweep.at(row), row) for row in rows], metric, names))
             for name, rows in chosen.items()
         )
         if any(each.points for each in series):
-            kind: Literal["curve", "dots"] = "curve" if sweep.numeric else "dots"
-            name = clean(short(sweep.name))
-            panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, ticks, series))
+            kind: Literal["steps", "dots"] = "steps" if sweep.numeric else "dots"
+            name = clean(setting_title(sweep.name))
+            panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, ticks))
     legend = tuple(map(clean, chosen)) if len(chosen) > 1 else ()
     left_out = len(chosen) < len(sweep.series)
-    return ChartGroup(f"Over {clean(sweep.name)}", note if left_out else "", legend, tuple(panels))
+    heading = f"By {clean(setting_title(sweep.name))}"
+    return ChartGroup(heading, note if left_out else "", legend, tuple(panels))
 
 
-def _cells(rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names: Mapping[str, str]) -> ChartGroup:
-    """Where no two cells differ in one setting alone (presets): one dot per cell, the fastest first."""
+def _cells(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
+    """Return one dot per cell, the fastest first: no two cells differ in one setting alone (presets)."""
     chosen = sorted(rows, key=lambda row: -speed(row))[:_MOST_CELLS]
-    ticks = tuple(names[row.cell] for row in chosen)
     panels = []
     for metric, title, unit in _METRICS:
-        points = _points(list(enumerate(chosen)), metric, numbers)
+        points = _points(list(enumerate(chosen)), metric, names)
         if points:
-            panels.append(Panel(_slug(f"{title} cells"), "dots", title, unit, "cell", ticks, (Series("", points),)))
-    note = f"The {len(chosen)} fastest of {count(len(rows), 'cell')}." if len(chosen) < len(rows) else ""
-    return ChartGroup("Cell by cell", note, (), tuple(panels))
+            panels.append(_dots(_slug(f"{title} cells"), title, unit, chosen, names, points))
+    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
+    return ChartGroup("All settings", note, (), tuple(panels))
 
 
-def _points(placed: Sequence[tuple[int, MeasuredCell]], metric: str, numbers: Mapping[str, int]) -> tuple[Point, ...]:
+def _points(
+    placed: Sequence[tuple[int, MeasuredCell]], metric: str, names: Mapping[str, str], first: Sequence[str] = ()
+) -> tuple[Point, ...]:
     found = ((at, row, measured(row.metrics, metric)) for at, row in placed)
-    return tuple(
-        Point(at, value, numbers[row.cell], row.verdict.word, row.verdict.word)
-        for at, row, value in found
-        if value.value is not None
-    )
+    return tuple(_point(at, row, value, names, first) for at, row, value in found if value.value is not None)
+
+
+def _point(at: int, row: MeasuredCell, value: Measured, names: Mapping[str, str], first: Sequence[str] = ()) -> Point:
+    verdict = row.verdict.word
+    return Point(at, value, names[row.cell], verdict, verdict in _DOUBTED, row.cell == next(iter(first), None))
 
 
 def _slug(text: str) -> str:
@@ -148,13 +297,22 @@ def front_of(
     rows: Sequence[MeasuredCell],
     qualities: Mapping[str, Quality | None],
     numbers: Mapping[str, int],
+    names: Mapping[str, str],
     recommended: int | None,
     title: str,
 ) -> Front | None:
-    """Speed against quality where any cell answers anything right, else against the verdict's ratio.
+    """Return speed against quality if any cell answers anything right, else against the verdict's ratio.
 
-    ``recommended`` is the number of that cell, ``title`` the name of the metric of quality. None where fewer than two
-    cells could be drawn: nothing is compared.
+    Args:
+        rows: measured cells.
+        qualities: accuracies by cell id.
+        numbers: numbers of the cells by id.
+        names: settings in words by cell id.
+        recommended: number of the recommended cell.
+        title: name of the run's metric of quality.
+
+    Returns:
+        None if fewer than two cells could be drawn.
     """
     by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
     placed: list[tuple[MeasuredCell, Measured]] = []
@@ -171,13 +329,14 @@ def front_of(
     points = tuple(
         FrontPoint(
             cell=numbers[row.cell],
-            speed=own[0],
+            name=names[row.cell],
+            speed=measured(row.metrics, "request_throughput"),
             value=value,
-            word=row.verdict.word,
+            verdict=row.verdict.word,
             on_front=on_front,
             recommended=numbers[row.cell] == recommended,
         )
-        for (row, value), own, on_front in zip(placed, merits, pareto_front(merits), strict=True)
+        for (row, value), on_front in zip(placed, pareto_front(merits), strict=True)
     )
     present = {point.cell for point in points}
     absent = tuple(numbers[row.cell] for row in rows if numbers[row.cell] not in present)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from markupsafe import Markup
+
 from panscan.analysis.cells import number_text
 from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
-from panscan.report.charts import Front, FrontPoint, Panel, Point
+from panscan.report.charts import MOST_NAMED, Front, FrontPoint, Panel, Point
 from panscan.report.formatting import cut, percent, times
-from panscan.report.load_charts import Curve, CurvePoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,9 +27,10 @@ __all__ = [
     "LIGHT",
     "SERIES",
     "Drawing",
-    "curve_figure",
+    "chart_markup",
     "front_figure",
     "key",
+    "key_markup",
     "panel_figure",
     "png",
     "svg",
@@ -144,26 +147,40 @@ def _text(tag: str, text: str) -> ElementTree.Element:
 
 _MARKERS = ("o", "s", "^", "D", "v", "*")
 _DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
-_WORDS = {"exact": ("o", "good"), "close": ("^", "fair"), "different": ("X", "bad"), "unverified": ("s", "muted")}
+_VERDICTS = {"exact": ("o", "good"), "close": ("^", "fair"), "different": ("X", "bad"), "unverified": ("s", "muted")}
 _WIDTH, _HEIGHT, _FONT = 360, 240, 12  # units of the drawing, 72 to the inch: pixels at its natural size
 _LONGEST_TICK = 20
 _MOST_TICKS = 9
-_MOST_NAMED = 9  # points of the front's chart; of more, only those on it and the recommended one are
+_LONGEST_LINE = 50  # characters across a drawing
 
 Colours = Mapping[str, str]
-Drawing = Panel | Front | Curve
+Drawing = Panel | Front
 
 
 def svg(drawing: Drawing, *, title: str, described: str) -> str:
-    """A chart as an inline ``<svg>`` with a title and a description; its points have tooltips."""
+    """Return a chart as an inline ``<svg>`` with a title and a description; its points have tooltips."""
     colours = stand_ins()
     with _style(colours, title):
         data = _svg_file(_figure(drawing, colours))
     return inline(data, title=title, described=described, tips=tips(drawing))
 
 
+def chart_markup(drawing: Drawing) -> Markup:
+    """Return a chart as markup with a title and a description; its text is escaped."""
+    if isinstance(drawing, Panel):
+        title = f"{drawing.title} by {drawing.axis}, {drawing.unit}"
+    else:
+        title = f"Throughput and {drawing.title}"
+    return Markup(svg(drawing, title=title, described="; ".join(tips(drawing).values())))
+
+
+def key_markup(mark: int | str, use: str) -> Markup:
+    """Return the sample of a series or a verdict; ``use`` names the legend, so that ids are unique."""
+    return Markup(key(mark, use))
+
+
 def key(mark: int | str, use: str) -> str:
-    """The sample of a series (by its index) or of a verdict in the legend ``use``, as an inline ``<svg>``."""
+    """Return the sample of a series (by index) or of a verdict in the legend ``use``, as an inline ``<svg>``."""
     from matplotlib.figure import Figure
 
     colours = stand_ins()
@@ -175,21 +192,24 @@ def key(mark: int | str, use: str) -> str:
         axes.set_ylim(-6, 6)
         if isinstance(mark, int):
             axes.plot([0, 32], [0, 0], **_look(mark, colours))
-        axes.plot(16, 0, **(_marker(mark, colours) if isinstance(mark, int) else _word_marker(mark, colours)))
+        axes.plot(16, 0, **(_marker(mark, colours) if isinstance(mark, int) else _verdict_marker(mark, colours)))
         return inline(_svg_file(figure))
 
 
 def png(drawing: Drawing, legend: Sequence[str] = ()) -> bytes:
-    """A chart with its title and legend on a white page, two pixels to the unit."""
+    """Return a chart with its title and legend on a white page, two pixels to the unit."""
     with _style(LIGHT, ""):
         figure = _figure(drawing, LIGHT)
-        if isinstance(drawing, Panel | Curve):
-            title = drawing.caption if isinstance(drawing, Curve) else f"{drawing.title}, {drawing.unit}"
-            figure.axes[0].set_title(title, loc="left")
-            _png_legend(figure, [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)])
+        if isinstance(drawing, Panel):
+            title = drawing.caption
+            entries = [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)]
         else:
-            figure.axes[0].set_title("Filled and bold: the Pareto front; numbers are cells", loc="left")
-            _png_legend(figure, [(_word_marker(word, LIGHT) | {"linestyle": ""}, word) for word in drawing.words])
+            title = f"Throughput and {drawing.title}"
+            entries = [(_verdict_marker(word, LIGHT) | {"linestyle": ""}, word) for word in drawing.verdicts]
+        lines = textwrap.wrap(title, _LONGEST_LINE)
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=_FONT, fontweight="bold")
+        figure.set_figheight(figure.get_figheight() + len(lines) * 1.4 * _FONT / 72)
+        _png_legend(figure, entries)
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=144, metadata={"Software": None})
     return data.getvalue()
@@ -200,15 +220,13 @@ def _png_legend(figure: Figure, entries: Sequence[tuple[dict[str, Any], str]]) -
 
     if entries:
         lines = [Line2D([], [], **look) for look, _ in entries]
-        figure.legend(
-            lines, [cut(name, 52) for _, name in entries], loc="outside lower left", handlelength=3, frameon=False
-        )
-        figure.set_figheight(figure.get_figheight() + (len(entries) + 1) * 1.5 * _FONT / 72)
+        names = [textwrap.fill(name, _LONGEST_LINE - 6) for _, name in entries]
+        figure.legend(lines, names, loc="outside lower left", handlelength=3, frameon=False)
+        rows = sum(name.count("\n") + 1 for name in names)
+        figure.set_figheight(figure.get_figheight() + (rows + 1) * 1.5 * _FONT / 72)
 
 
 def _figure(drawing: Drawing, colours: Colours) -> Figure:
-    if isinstance(drawing, Curve):
-        return curve_figure(drawing, colours)
     return panel_figure(drawing, colours) if isinstance(drawing, Panel) else front_figure(drawing, colours)
 
 
@@ -220,7 +238,7 @@ def _svg_file(figure: Figure) -> bytes:
 
 @contextmanager
 def _style(colours: Colours, salt: str) -> Iterator[None]:
-    """Nobody's matplotlibrc, no mathematics in text, and no warning that a glyph has no font: the browser has one."""
+    """Use matplotlib's defaults and this palette, without mathematics in text or warnings about missing glyphs."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -244,7 +262,7 @@ def _style(colours: Colours, salt: str) -> Iterator[None]:
                 "text.color": colours["ink"],
                 "grid.color": colours["grid"],
                 "axes.axisbelow": True,
-                "figure.facecolor": colours["page"],
+                "figure.facecolor": colours["page"] if colours is LIGHT else "none",
                 "axes.facecolor": "none",
             }
         )
@@ -252,27 +270,79 @@ def _style(colours: Colours, salt: str) -> Iterator[None]:
 
 
 def panel_figure(panel: Panel, colours: Colours) -> Figure:
-    """A chart of :class:`panscan.report.charts.Panel`. The axis of values begins at zero."""
-    if panel.kind == "curve":
-        figure, axes = _axes(_HEIGHT)
+    """Draw a :class:`panscan.report.charts.Panel`. The axis of values begins at zero, unless it is logarithmic."""
+    if panel.kind == "dots":
+        return _dots_figure(panel, colours)
+    figure, axes = _axes(_HEIGHT)
+    for index, series in enumerate(panel.series):
+        _draw_series(axes, panel, index, series.points, colours)
+    axes.grid(axis="y" if panel.kind == "steps" else "both")
+    axes.set_xlabel(panel.axis)
+    if panel.kind == "steps":
         every = -(-len(panel.ticks) // _MOST_TICKS)
         axes.set_xticks(range(0, len(panel.ticks), every), [cut(tick, _LONGEST_TICK) for tick in panel.ticks[::every]])
         axes.set_xlim(-0.4, len(panel.ticks) - 0.6)
-        axes.grid(axis="y")
-        axes.set_xlabel(panel.axis)
-        axes.yaxis.set_major_formatter("{x:,g}")
     else:
-        row = 8 * len(panel.series) + 12
-        figure, axes = _axes(max(110, 60 + row * len(panel.ticks)))
-        axes.set_yticks(range(len(panel.ticks)), [cut(tick, _LONGEST_TICK) for tick in panel.ticks])
-        axes.set_ylim(len(panel.ticks) - 0.5, -0.5)
-        axes.grid(axis="x")
+        highest = max(point.at for series in panel.series for point in series.points)
+        axes.set_xlim(0, 1.12 * highest or 1.0)
         axes.xaxis.set_major_formatter("{x:,g}")
-        axes.locator_params(axis="x", nbins=5)
-    for index, series in enumerate(panel.series):
-        _draw_series(axes, panel, index, series.points, colours)
-    (axes.set_ylim if panel.kind == "curve" else axes.set_xlim)(0)
+        if panel.diagonal:
+            axes.plot([0, 2 * highest], [0, 2 * highest], color=colours["muted"], linestyle="--", linewidth=1, zorder=1)
+    _set_heights(axes, panel, colours)
+    if panel.kind == "curve":
+        _name_levels(axes, panel)
     return figure
+
+
+def _dots_figure(panel: Panel, colours: Colours) -> Figure:
+    """Draw a row per tick: its name, and below it the points of each series with their intervals and values."""
+    lines = [textwrap.wrap(tick, _LONGEST_LINE) or [""] for tick in panel.ticks]
+    mark = 16 * len(panel.series)
+    tops, height = [], 4.0
+    for each in lines:
+        tops.append(height)
+        height += 1.3 * _FONT * len(each) + mark + 6
+    figure, axes = _axes(height + 34)
+    axes.set_ylim(height, 0)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.locator_params(axis="x", nbins=5)
+    chosen = {point.at for series in panel.series for point in series.points if point.chosen}
+    for at, (top, each) in enumerate(zip(tops, lines, strict=True)):
+        axes.annotate(
+            "\n".join(each) + (" ★" if at in chosen else ""), (0, top), xycoords=("axes fraction", "data"), va="top",
+            linespacing=1.1, fontweight="bold" if at in chosen else "normal",
+        )  # fmt: skip
+    for index, series in enumerate(panel.series):
+        below = [top + 1.3 * _FONT * len(each) + 8 + 16 * index for top, each in zip(tops, lines, strict=True)]
+        _draw_dots(axes, panel, index, series.points, below, colours)
+    share = panel.unit == "%"
+    axes.set_xlim(0, 118 if share else 1.22 * panel.top or 1.0)
+    if share:
+        axes.set_xticks(range(0, 101, 25))
+    return figure
+
+
+def _draw_dots(
+    axes: Axes, panel: Panel, index: int, points: Sequence[Point], rows: Sequence[float], colours: Colours
+) -> None:
+    for number, point in enumerate(points):
+        y, value = rows[int(point.at)], point.value.value or 0.0
+        marker = _marker(index, colours) | ({"marker": "*", "markersize": 11} if point.chosen else {})
+        end = value
+        if point.value.low is not None and point.value.high is not None:
+            axes.plot((point.value.low, point.value.high), (y, y), color=marker["color"], linewidth=2)
+            end = max(end, point.value.high)
+        axes.plot(
+            value, y, markerfacecolor=colours["page"] if point.hollow else marker["color"], clip_on=False, zorder=3,
+            gid=f"{panel.name}-{index}-{number}", **marker,
+        )  # fmt: skip
+        axes.annotate(
+            point.value.text + ("%" if panel.unit == "%" else ""), (end, y), xytext=(8, 0), textcoords="offset points",
+            va="center", fontweight="bold" if point.chosen else "normal",
+        )  # fmt: skip
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
@@ -291,72 +361,33 @@ def _marker(index: int, colours: Colours) -> dict[str, Any]:
     return {"marker": _MARKERS[index], "markersize": size, "color": colours[SERIES[index]]}
 
 
-def _word_marker(word: str, colours: Colours) -> dict[str, Any]:
-    marker, name = _WORDS[word]
+def _verdict_marker(word: str, colours: Colours) -> dict[str, Any]:
+    marker, name = _VERDICTS[word]
     return {"marker": marker, "markersize": 8, "color": colours[name]}
 
 
 def _draw_series(axes: Axes, panel: Panel, index: int, points: Sequence[Point], colours: Colours) -> None:
-    """Series stand beside each other, so that no interval covers another. Hollow: not known to be right."""
-    curve, count = panel.kind == "curve", len(panel.series)
-    aside = (index - (count - 1) / 2) * (0.04 if curve else 0.7 / count)
+    """Draw a series from left to right, beside the others where they share ticks: no interval covers another."""
+    aside = (index - (len(panel.series) - 1) / 2) * 0.04 if panel.kind == "steps" else 0.0
     look = _look(index, colours)
     places = [point.at + aside for point in points]
-    if curve:
-        axes.plot(places, [point.value.value or 0.0 for point in points], **look)
+    axes.plot(places, [point.value.value or 0.0 for point in points], **look)
     for number, (place, point) in enumerate(zip(places, points, strict=True)):
-        low, high = point.value.low, point.value.high
-        if low is not None and high is not None:
-            along, across = (low, high), (place, place)
-            axes.plot(*((across, along) if curve else (along, across)), color=look["color"], linewidth=1.2)
-        hollow = point.word in ("different", "unverified")
+        if point.value.low is not None and point.value.high is not None:
+            axes.plot((place, place), (point.value.low, point.value.high), color=look["color"], linewidth=1.2)
         axes.plot(
-            *((place, point.value.value) if curve else (point.value.value, place)),
-            markerfacecolor=colours["page"] if hollow else look["color"],
-            clip_on=False,
-            zorder=3,
-            gid=f"{panel.name}-{index}-{number}",
-            **_marker(index, colours),
-        )
+            place, point.value.value or 0.0, markerfacecolor=colours["page"] if point.hollow else look["color"],
+            clip_on=False, zorder=3, gid=f"{panel.name}-{index}-{number}", **_marker(index, colours),
+        )  # fmt: skip
 
 
-def curve_figure(curve: Curve, colours: Colours) -> Figure:
-    """A chart of :class:`panscan.report.load_charts.Curve`. Both axes begin at zero, unless one is logarithmic."""
-    figure, axes = _axes(_HEIGHT)
-    for index, series in enumerate(curve.series):
-        axes.plot(
-            [each.x for each in series.points], [each.y.value or 0.0 for each in series.points], **_look(index, colours)
-        )
-        for number, point in enumerate(series.points):
-            _draw_curve_point(axes, point, index, f"{curve.name}-{index}-{number}", colours)
-    highest = max(point.x for series in curve.series for point in series.points)
-    axes.set_xlim(0, 1.12 * highest or 1.0)
-    axes.set_xlabel(curve.axis)
-    axes.grid(visible=True)
-    _curve_heights(axes, curve, colours)
-    if curve.diagonal:
-        axes.plot([0, 2 * highest], [0, 2 * highest], color=colours["muted"], linestyle="--", linewidth=1, zorder=1)
-    _name_levels(axes, curve)
-    axes.xaxis.set_major_formatter("{x:,g}")
-    return figure
-
-
-def _draw_curve_point(axes: Axes, point: CurvePoint, index: int, gid: str, colours: Colours) -> None:
-    """Hollow: the load generator was the limit."""
-    look = _marker(index, colours)
-    if point.y.low is not None and point.y.high is not None:
-        axes.plot([point.x] * 2, [point.y.low, point.y.high], color=look["color"], linewidth=1.2)
-    filled = colours["page"] if point.hollow else look["color"]
-    axes.plot(point.x, point.y.value or 0.0, markerfacecolor=filled, gid=gid, zorder=3, clip_on=False, **look)
-
-
-def _curve_heights(axes: Axes, curve: Curve, colours: Colours) -> None:
-    """Set the vertical axis, and draw the limit."""
-    values, top = curve.values, curve.top or 1.0
-    if curve.line is not None:
-        axes.axhline(curve.line, color=colours["bad"], linestyle="--", linewidth=1)
-        values, top = [*values, curve.line], max(top, curve.line)
-    if curve.logarithmic:
+def _set_heights(axes: Axes, panel: Panel, colours: Colours) -> None:
+    """Set the axis of values, and draw the limit."""
+    values, top = panel.values, panel.top or 1.0
+    if panel.line is not None:
+        axes.axhline(panel.line, color=colours["bad"], linestyle="--", linewidth=1)
+        values, top = [*values, panel.line], max(top, panel.line)
+    if panel.logarithmic:
         axes.set_yscale("log")
         axes.set_ylim(min(values) / 1.6, top * 2)
         axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -365,12 +396,12 @@ def _curve_heights(axes: Axes, curve: Curve, colours: Colours) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
 
 
-def _name_levels(axes: Axes, curve: Curve) -> None:
+def _name_levels(axes: Axes, panel: Panel) -> None:
     """Write the name of each level above its highest point, unless another name is there."""
     tops: dict[str, tuple[float, float]] = {}
-    for point in (point for series in curve.series for point in series.points):
-        top = point.y.value or 0.0 if point.y.high is None else point.y.high
-        tops[point.level] = point.x, max(top, tops.get(point.level, (point.x, top))[1])
+    for point in (point for series in panel.series for point in series.points):
+        top = point.value.value or 0.0 if point.value.high is None else point.value.high
+        tops[point.name] = point.at, max(top, tops.get(point.name, (point.at, top))[1])
     taken: list[tuple[float, float]] = []
     for name, place in tops.items():
         x, y = axes.transData.transform(place)
@@ -389,21 +420,22 @@ def _level_mark(name: str) -> str:
 
 
 def front_figure(front: Front, colours: Colours) -> Figure:
-    """Speed against quality, or against the ratio to the noise on a logarithmic axis with the verdict's limits."""
+    """Draw speed against quality, or against the ratio to the noise on a logarithmic axis with the verdict's limits."""
     figure, axes = _axes(1.25 * _HEIGHT)
-    best = sorted((point for point in front.points if point.on_front), key=lambda point: point.speed)
+    best = sorted((point for point in front.points if point.on_front), key=_speed)
     axes.plot(
-        [point.speed for point in best], [point.value.value or 0.0 for point in best],
+        [_speed(point) for point in best], [point.value.value or 0.0 for point in best],
         color=colours["rule"], linewidth=1.2, drawstyle="steps-pre",
     )  # fmt: skip
     for number, point in enumerate(front.points):
         _draw_front_point(axes, point, f"front-{number}", colours)
-    axes.set_xlim(0, 1.12 * max(point.speed for point in front.points) or 1.0)
-    axes.set_xlabel("req/s")
+    bounds = [point.speed.high for point in front.points if point.speed.high is not None]
+    axes.set_xlim(0, 1.2 * max([*(_speed(point) for point in front.points), *bounds]) or 1.0)
+    axes.set_xlabel("requests/s")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(visible=True)
     if front.measure == "quality":
-        axes.set_ylim(-0.04, 1.04)
+        axes.set_ylim(-0.04, 1.08)
         axes.yaxis.set_major_formatter(lambda share, _: percent(share))
         axes.set_ylabel(front.title)
     else:
@@ -412,27 +444,54 @@ def front_figure(front: Front, colours: Colours) -> Figure:
     return figure
 
 
+def _speed(point: FrontPoint) -> float:
+    return point.speed.value or 0.0
+
+
 def _draw_front_point(axes: Axes, point: FrontPoint, gid: str, colours: Colours) -> None:
-    look = _word_marker(point.word, colours)
-    if point.value.low is not None and point.value.high is not None:
-        axes.plot([point.speed] * 2, [point.value.low, point.value.high], color=look["color"], linewidth=1.2)
+    look = _verdict_marker(point.verdict, colours)
+    speed, value = _speed(point), point.value.value or 0.0
+    for bounds, along in ((point.speed, True), (point.value, False)):
+        if bounds.low is not None and bounds.high is not None:
+            ends, across = (bounds.low, bounds.high), (value, value) if along else (speed, speed)
+            axes.plot(*((ends, across) if along else (across, ends)), color=look["color"], linewidth=1.2)
     filled = look["color"] if point.on_front else colours["page"]
-    axes.plot(point.speed, point.value.value or 0.0, markerfacecolor=filled, gid=gid, zorder=3, clip_on=False, **look)
+    size = {"marker": "*", "markersize": 13} if point.recommended else {}
+    axes.plot(speed, value, markerfacecolor=filled, gid=gid, zorder=3, clip_on=False, **(look | size))
 
 
 def _name_points(axes: Axes, front: Front) -> None:
-    """Cell numbers beside the points: on the right, or on the left of one that has a neighbour there."""
-    every = len(front.points) <= _MOST_NAMED
+    """Write names or numbers beside the points where no other point or name is, the recommended one first."""
+    every = len(front.points) <= MOST_NAMED
     named = [point for point in front.points if every or point.on_front or point.recommended]
-    places = axes.transData.transform([(point.speed, point.value.value or 0.0) for point in named])
-    for point, (x, y) in zip(named, places, strict=True):
-        sides = {other_x > x for other_x, other_y in places if 0 < abs(other_x - x) < 30 and abs(other_y - y) < 20}
-        right, up = (-1 if True in sides else 1), (-1 if len(sides) == 2 else 1)
-        axes.annotate(
-            str(point.cell), (point.speed, point.value.value or 0.0), xytext=(6 * right, 5 * up),
-            textcoords="offset points", ha="left" if right > 0 else "right", va="bottom" if up > 0 else "top",
-            fontweight="bold" if point.on_front else "normal",
-        )  # fmt: skip
+    places = dict(zip(named, axes.transData.transform([_place_of(point) for point in named]), strict=True))
+    taken = [
+        (x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform([_place_of(each) for each in front.points])
+    ]
+    right_edge = axes.transAxes.transform((1, 0))[0]
+    for point in sorted(named, key=lambda each: not each.recommended):
+        (x, y), text = places[point], str(point.cell) if front.numbered else point.name
+        width = 7.2 * len(text)
+        for right, up in ((True, True), (False, True), (True, False), (False, False)):
+            left, bottom = (x + 7 if right else x - 7 - width), (y + 5 if up else y - 5 - _FONT)
+            box = (left, bottom, left + width, bottom + _FONT)
+            if left < 0 or box[2] > right_edge or any(_overlap(box, other) for other in taken):
+                continue
+            taken.append(box)
+            axes.annotate(
+                text, _place_of(point), xytext=(7 if right else -7, 5 if up else -5), textcoords="offset points",
+                ha="left" if right else "right", va="bottom" if up else "top",
+                fontweight="bold" if point.recommended else "normal",
+            )  # fmt: skip
+            break
+
+
+def _place_of(point: FrontPoint) -> tuple[float, float]:
+    return _speed(point), point.value.value or 0.0
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
@@ -451,27 +510,26 @@ def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
 
 
 def tips(drawing: Drawing) -> dict[str, str]:
-    """What a reader sees on pointing at a point, by its id in the drawing."""
-    if isinstance(drawing, Curve):
-        return {
-            f"{drawing.name}-{index}-{number}": ", ".join(
-                filter(None, (point.level, f"{number_text(point.x)} {drawing.axis}", series.label))
-            )
-            + f": {point.y.whole} {drawing.unit}"
-            for index, series in enumerate(drawing.series)
-            for number, point in enumerate(series.points)
-        }
+    """Return the tooltip of each point, by its id in the drawing."""
     if isinstance(drawing, Front):
         shape = percent if drawing.measure == "quality" else times
         return {
-            f"front-{number}": f"cell {point.cell}: {number_text(point.speed)} req/s,"
-            f" {shape(point.value.value or 0.0)}, {point.word}"
+            f"front-{number}": f"{point.name}: {point.speed.whole} requests/s, {shape(point.value.value or 0.0)},"
+            f" {point.verdict}"
             for number, point in enumerate(drawing.points)
         }
     return {
-        f"{drawing.name}-{index}-{number}": ", ".join(
-            filter(None, (series.label, f"{drawing.ticks[point.at]}: {point.value.whole} {drawing.unit}", point.note))
-        )
+        f"{drawing.name}-{index}-{number}": ", ".join(filter(None, (_place(drawing, point), series.label)))
+        + f": {point.value.whole} {drawing.unit}"
+        + (f", {point.note}" if point.note else "")
         for index, series in enumerate(drawing.series)
         for number, point in enumerate(series.points)
     }
+
+
+def _place(panel: Panel, point: Point) -> str:
+    if panel.kind == "dots":
+        return panel.ticks[int(point.at)]
+    if panel.kind == "steps":
+        return f"{panel.axis} {panel.ticks[int(point.at)]}"
+    return f"{point.name}, {number_text(point.at)} {panel.axis}"

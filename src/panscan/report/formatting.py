@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
+    "FEW",
     "Measured",
     "clean",
     "cut",
@@ -30,6 +31,8 @@ __all__ = [
     "verdict_figures",
 ]
 
+FEW = 20
+"""Groups of fewer samples are too small to compare settings: they are folded."""
 _ASCII = str.maketrans({"±": "+-", "≤": "<=", "–": "-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
 
 

@@ -1,32 +1,40 @@
-"""The answers of a run beside their pictures: which cell read what, right or wrong."""
+"""The answers of a run beside their images: what the model saw with each setting, what it read, right or wrong."""
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from io import BytesIO
 
-from markupsafe import Markup
-from PIL import Image
+from markupsafe import Markup, escape
+from PIL import Image, ImageDraw
 
-from panscan.analysis.cells import distinguishing, label, told_of
-from panscan.core import InputError, RecordsError
+from panscan.analysis.candidates import cell_names
+from panscan.analysis.cells import count
+from panscan.core import InputError, RecordsError, SettingError
+from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
+from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.store import Record, Run
 from panscan.report import draw
-from panscan.report.formatting import templates
+from panscan.report.formatting import clean, templates
+from panscan.settings import recorded_settings
 
-__all__ = ["Answer", "Asked", "Pictured", "pictures_of", "render_gallery"]
+__all__ = ["Answer", "Asked", "Pictured", "Sighting", "pictures_of", "render_gallery"]
 
-_SHOWN = (460, 620)  # pixels, the largest width and height of a picture
+_SHOWN = (460, 620)  # pixels, the largest width and height of an image
+_TILE = 192  # pixels, the largest side of a view
 _MOST = 200  # documents on a page
+_MOST_VIEWS = 8  # tiles of a sighting
+_LONGEST_MARKED = 200  # characters of an answer in which differences are marked
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a cell said (None: it failed), and its score by the run's metric (None: it has none)."""
+    """The answer of a cell (None: the request failed), and its score by the run's metric (None: it has none)."""
 
     cell: str
     text: str | None
@@ -44,23 +52,51 @@ class Asked:
 
     @property
     def differs(self) -> bool:
-        """Whether some cells score better than others."""
+        """Return whether some cells score better than others."""
         return len({answer.score for answer in self.answers}) > 1
 
 
 @dataclass(frozen=True, slots=True)
+class Sighting:
+    """The views of an image that some cells' models saw.
+
+    Args:
+        cells: names of the cells.
+        tiles: data URLs of the views at the size that the model reads, the whole image first.
+        more: number of further views.
+    """
+
+    cells: tuple[str, ...]
+    tiles: tuple[str, ...]
+    more: int
+
+    @property
+    def views(self) -> int:
+        """Return the number of views."""
+        return len(self.tiles) + self.more
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image as a data URL, and what the model saw of it; empty for records that do not fit the image's views."""
+
+    url: str
+    sightings: tuple[Sighting, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pictured:
-    """One or more images that were asked about together, each as a data URL (None: see :func:`_picture`)."""
+    """One or more images that were asked about together (None: see :func:`_opened`)."""
 
     name: str
-    pictures: tuple[str | None, ...]
+    pictures: tuple[Picture | None, ...]
     asked: tuple[Asked, ...]
 
 
 def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
-    """Names of the cells by id, and every document with its questions; those on which cells differ come first.
+    """Return the names of the cells by id, and every document with its questions, those on which cells differ first.
 
-    Of several repeats and replicas the first one's answers are shown.
+    Answers are those of the first repeat and replica.
 
     Raises:
         RecordsError: the run was made without ``--include-content``, or nothing is finished.
@@ -80,31 +116,31 @@ def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
     for record in records:
         if "content" in record:
             by_document.setdefault(tuple(record["image"]), []).append(record)
-    found = [_pictured(names, group, list(cells), metric_of(run)) for names, group in by_document.items()]
+    found = [_pictured(run, names, group, cells) for names, group in by_document.items()]
     found.sort(key=lambda one: not any(asked.differs for asked in one.asked))
     return cells, found
 
 
 def _names(run: Run, used: set[str]) -> dict[str, str]:
-    settings = {cell: told_of(run, cell) for cell in run.cells if cell in used}
-    varying = distinguishing(list(settings.values()))
-    return {cell: label({name: value.get(name) for name in varying}) or cell for cell, value in settings.items()}
+    return {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
 
 
-def _pictured(names: tuple[str, ...], group: Sequence[Record], order: Sequence[str], metric: str) -> Pictured:
+def _pictured(run: Run, names: tuple[str, ...], group: Sequence[Record], cells: Mapping[str, str]) -> Pictured:
     by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
     for record in group:  # a dataset may ask the same words twice, with other answers
         question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
-        by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric))
+        by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric_of(run)))
     asked = [
-        Asked(question, expected, tuple(answers[cell] for cell in order if cell in answers))
+        Asked(question, expected, tuple(answers[cell] for cell in cells if cell in answers))
         for (question, expected), answers in by_question.items()
     ]
     asked.sort(key=lambda one: not one.differs)
     sizes = group[0].get("image_size") or [None] * len(names)
     called = [f"{name} ({size[0]} x {size[1]})" if size else name for name, size in zip(names, sizes, strict=False)]
     digests = group[0]["image_sha256"]
-    pictures = tuple(_picture(name, digest) for name, digest in zip(names, digests, strict=True))
+    images = [_opened(name, digest) for name, digest in zip(names, digests, strict=True)]
+    views = {record["cell"]: record["views"] for record in group if record["error"] is None}
+    pictures = _pictures(run, images, views, cells)
     return Pictured(", ".join(called) or "without an image", pictures, tuple(asked))
 
 
@@ -114,49 +150,132 @@ def _answer(record: Record, metric: str) -> Answer:
     return Answer(record["cell"], text, score, record["views"])
 
 
-def _picture(name: str, digest: str) -> str | None:
-    """An image, small, if the file is where the run found it and still what the run read."""
+def _opened(name: str, digest: str) -> Image.Image | None:
+    """Return an image if its file is still what the run read, and where the run found it."""
     if "://" in name:  # a page that is looked at later must not fetch anything
         return None
     try:
         page = page_named(name)
         if page_digest(page) != digest:
             return None
-        image = load_page(page)
+        return load_page(page).convert("RGB")
     except InputError:
         return None
-    image = image.convert("RGB")
-    image.thumbnail(_SHOWN, Image.Resampling.LANCZOS)
+
+
+def _pictures(
+    run: Run, images: Sequence[Image.Image | None], views: Mapping[str, int], names: Mapping[str, str]
+) -> tuple[Picture | None, ...]:
+    """Return the images with the views of each cell whose plan has as many ``views`` as its records."""
+    plans = {cell: _plans(run, cell, images) for cell in names if cell in views}
+    plans = {cell: found for cell, found in plans.items() if sum(len(each.views) for each in found) == views[cell]}
+    found: list[Picture | None] = []
+    for at, image in enumerate(images):
+        by_plan: dict[ViewPlan, list[str]] = {}
+        for cell, each in plans.items():
+            by_plan.setdefault(each[at], []).append(cell)
+        found.append(None if image is None else _picture(run, image, by_plan, names))
+    return tuple(found)
+
+
+def _plans(run: Run, cell: str, images: Sequence[Image.Image | None]) -> list[ViewPlan]:
+    """Return the views that a cell takes of each image; empty without an image, and for unknown settings."""
+    try:
+        pan_and_scan = recorded_settings(run.cells[cell]).pan_and_scan
+        return [plan_views(*image.size, pan_and_scan) for image in images if image is not None]
+    except (SettingError, TypeError):
+        return []
+
+
+def _picture(
+    run: Run, image: Image.Image, by_plan: Mapping[ViewPlan, Sequence[str]], names: Mapping[str, str]
+) -> Picture:
+    shown = image.copy()
+    shown.thumbnail(_SHOWN, Image.Resampling.LANCZOS)
+    most = max(by_plan, key=lambda plan: plan.crops, default=None)
+    if most is not None:
+        _outline(shown, most)
+    sightings = tuple(
+        Sighting(
+            tuple(names[cell] for cell in cells),
+            tuple(_tile(image, plan, index, _side(run, cells[0])) for index in range(len(plan.views))[:_MOST_VIEWS]),
+            max(0, len(plan.views) - _MOST_VIEWS),
+        )
+        for plan, cells in sorted(by_plan.items(), key=lambda each: each[0].crops)
+    )
+    return Picture(_data_url(shown), sightings)
+
+
+def _outline(shown: Image.Image, plan: ViewPlan) -> None:
+    """Draw the crops on an image that was scaled down."""
+    pen, scale = ImageDraw.Draw(shown), (shown.width / plan.width, shown.height / plan.height)
+    for index, view in enumerate(plan.views[1:]):
+        left, top, right, bottom = (edge * scale[at % 2] for at, edge in enumerate(view.box))
+        pen.rectangle((left, top, right - 1, bottom - 1), outline=COLOURS[index % len(COLOURS)], width=3)
+
+
+def _side(run: Run, cell: str) -> int:
+    """Return the side of a view as the model reads it, at most :data:`_TILE`."""
+    shape = run.loads.get(cell, {}).get("shape") or {}
+    return min(_TILE, (shape.get("vision") or {}).get("image_size") or _TILE)
+
+
+def _tile(image: Image.Image, plan: ViewPlan, index: int, side: int) -> str:
+    """Return a view squashed to a square, as the model reads it, with a frame in the crop's colour."""
+    tile = image.resize((side, side), Image.Resampling.BILINEAR, box=plan.views[index].box)
+    if index:
+        pen = ImageDraw.Draw(tile)
+        pen.rectangle((0, 0, side - 1, side - 1), outline=COLOURS[(index - 1) % len(COLOURS)], width=3)
+    return _data_url(tile)
+
+
+def _data_url(image: Image.Image) -> str:
     buffer = BytesIO()
     image.save(buffer, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{b64encode(buffer.getvalue()).decode()}"
 
 
+def marked(answer: Answer, expected: Sequence[str]) -> Markup:
+    """Return a wrong answer with its differences from the closest accepted one in ``<mark>``; others unchanged."""
+    text = answer.text or ""
+    if not expected or answer.score is None or answer.score == 1 or len(text) > _LONGEST_MARKED:
+        return escape(text)
+    compared = {each: SequenceMatcher(None, each, text, autojunk=False) for each in expected}
+    closest = max(expected, key=lambda each: compared[each].ratio())
+    parts = []
+    for kind, start, end, low, high in compared[closest].get_opcodes():
+        if kind == "equal":
+            parts.append(escape(text[low:high]))
+        else:
+            missing = Markup(' title="expected: {}"').format(closest[start:end]) if end > start else ""
+            parts.append(Markup("<mark{}>{}</mark>").format(missing, text[low:high] or "…"))
+    return Markup("").join(parts)
+
+
 def render_gallery(run: Run) -> str:
-    """One HTML page, its pictures inside; at most 200 documents.
+    """Return one HTML page with its images embedded; at most 200 documents.
 
     Raises:
         RecordsError: see :func:`pictures_of`.
     """
     cells, found = pictures_of(run)
-    return (
-        templates()
-        .get_template("gallery.html.j2")
-        .render(
-            cells=cells,
-            metric=metric_title(run),
-            documents=found[:_MOST],
-            left_out=max(0, len(found) - _MOST),
-            totals=_totals(cells, found),
-            light=draw.LIGHT,
-            dark=draw.DARK,
-            picture=Markup,  # data URLs that were made above
-        )
+    environment = templates()
+    environment.filters.update(count=count)
+    return environment.get_template("gallery.html.j2").render(
+        cells=cells,
+        metric=metric_title(run),
+        documents=found[:_MOST],
+        left_out=max(0, len(found) - _MOST),
+        totals=_totals(cells, found),
+        light=draw.LIGHT,
+        dark=draw.DARK,
+        url=Markup,  # of the data URLs that were made above
+        marked=marked,
     )
 
 
 def _totals(cells: dict[str, str], found: Sequence[Pictured]) -> list[tuple[str, float | None, int, float]]:
-    """(cell, mean score, scored questions, mean views) of each cell."""
+    """Return (cell, mean score, scored questions, mean views) of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
         answers = [a for one in found for asked in one.asked for a in asked.answers if a.cell == cell]

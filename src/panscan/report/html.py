@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from markupsafe import Markup
-
 from panscan.analysis.cells import count, number_text
 from panscan.analysis.task_cost import TITLE
 from panscan.records.requests import STAGES
 from panscan.report import draw
-from panscan.report.charts import ChartGroup, Front, Panel
+from panscan.report.charts import ChartGroup, Panel
 from panscan.report.formatting import percent, templates, times, verdict_figures
 from panscan.report.report_data import ReportCell, ReportData
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["render_html"]
 
@@ -24,7 +17,7 @@ _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
 
 
 def render_html(facts: ReportData) -> str:
-    """The page of a run. The same facts give the same text."""
+    """Return the page of a run. The same facts give the same text."""
     environment = templates()
     environment.filters.update(number=number_text, percent=percent, times=times, count=count)
     return environment.get_template("report.html.j2").render(
@@ -38,30 +31,16 @@ def render_html(facts: ReportData) -> str:
         longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
         front_cells=_front_cells(facts),
         figures_of=verdict_figures,
-        chart=_chart,
-        key=_key,
+        chart=draw.chart_markup,
+        key=draw.key_markup,
         bar=_bar,
         rows_of=_rows_of,
         floor_of=_floor_of,
     )
 
 
-def _chart(drawing: Panel | Front) -> Markup:
-    """A chart as markup; :mod:`panscan.report.draw` has escaped what is in it."""
-    if isinstance(drawing, Panel):
-        title = f"{drawing.title} over {drawing.axis}, {drawing.unit}"
-    else:
-        title = f"Throughput against {drawing.title}"
-    return Markup(draw.svg(drawing, title=title, described="; ".join(draw.tips(drawing).values())))
-
-
-def _key(mark: int | str, use: str) -> Markup:
-    """The sample of a series or a verdict in a legend; ``use`` is the legend, of which each sample has its own ids."""
-    return Markup(draw.key(mark, use))
-
-
 def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
-    """The stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
+    """Return the stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
     found, left = [], 0.0
     for index, value in enumerate(cell.stages):
         if value and longest:
@@ -72,26 +51,26 @@ def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
 
 
 def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
-    """The numbers of a chart: series (if there are several), tick, value, interval, cell, note."""
+    """Return the numbers of a chart: series (if there are several), tick, value, interval, note."""
     return [
         ((series.label,) if comparison.legend else ())
-        + (panel.ticks[point.at], point.value.text, point.value.bounds or "-", str(point.cell), point.note)
+        + (panel.ticks[int(point.at)], point.value.text, point.value.bounds or "-", point.note)
         for series in panel.series
         for point in series.points
     ]
 
 
 def _front_cells(facts: ReportData) -> list[ReportCell]:
-    """The cells on the front, the fastest first."""
+    """Return the cells on the front, the fastest first."""
     points = () if facts.front is None else facts.front.points
-    best = sorted((point for point in points if point.on_front), key=lambda point: -point.speed)
+    best = sorted((point for point in points if point.on_front), key=lambda point: -(point.speed.value or 0.0))
     return [facts.numbered(point.cell) for point in best]
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:
-    """(floor, measured, ratio) of vision, prefill, decode, E2E and req/s; no ratio that says that the floor is wrong.
+    """Return (floor, measured, ratio) of vision, prefill, decode, E2E and throughput, without ratios below 1.
 
-    Vision that was not seen is in prefill.
+    Vision that was not timed is part of prefill.
     """
     floor = cell.floor
     ratios = {name: ratio for name, ratio in cell.ratios.items() if name not in cell.too_quick}

@@ -13,7 +13,7 @@ from panscan.records.intervals import cluster_intervals
 from panscan.records.requests import RequestMetrics
 from panscan.records.store import Record, Run
 from panscan.report.charts import MOST_SERIES, ChartGroup, Panel, Point, Series
-from panscan.report.formatting import Measured
+from panscan.report.formatting import FEW, Measured
 
 __all__ = ["ASPECTS", "aspect_of", "by_request"]
 
@@ -23,16 +23,19 @@ ASPECTS = (1.0, 1.2, 1.6, 2.0, 2.5, 4.0)
 Key = Callable[[Mapping[str, Any]], float | None]
 
 
-def by_request(
-    run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int], names: Mapping[str, str]
-) -> ChartGroup:
-    """Median E2E latency of the fastest cells by view count and by aspect ratio.
+def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
+    """Return the median E2E latency of the fastest cells by view count and by aspect ratio.
 
-    A panel is left out where all requests are alike or their images' sizes were not kept. ``numbers`` and ``names`` are
-    of cells by id.
+    A panel is omitted where all requests are alike, or where the sizes of their images were not recorded.
+
+    Args:
+        run: the run.
+        rows: measured cells.
+        names: settings in words by cell id.
     """
-    chosen = sorted(rows, key=lambda row: -speed(row))[:MOST_SERIES]
-    panels = []
+    fastest = sorted(rows, key=lambda row: -speed(row))[:MOST_SERIES]
+    chosen = [row for row in rows if row in fastest]
+    panels, few = [], False
     for name, title, key, label in (
         ("views", "Median E2E latency by view count", _views, _plain),
         ("aspect", "Median E2E latency by aspect ratio", aspect_of, _aspect_label),
@@ -41,17 +44,18 @@ def by_request(
         values = sorted({value for groups in grouped.values() for value in groups})
         if len(values) < 2:
             continue
+        few |= any(len(times) < FEW for row in chosen for times in grouped[row.cell].values())
         series = tuple(
-            Series(names[row.cell], tuple(_point(numbers[row.cell], row, values, each) for each in found))
+            Series(names[row.cell], tuple(_point(names[row.cell], row, values, each) for each in found))
             for row in chosen
             if (found := sorted(grouped[row.cell].items()))
         )
-        axis = "views of the request" if name == "views" else "longer over shorter side"
+        axis = "views per request" if name == "views" else "longer side / shorter side"
         ticks = tuple(map(label, values))
-        panels.append(Panel(f"latency-{name}", "curve", title, "ms", axis, ticks, series))
-    note = f"The {len(chosen)} fastest of {count(len(rows), 'cell')}." if len(chosen) < len(rows) else ""
+        panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))
+    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
     legend = tuple(names[row.cell] for row in chosen) if panels and len(chosen) > 1 else ()
-    return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels))
+    return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 
 def _views(record: Mapping[str, Any]) -> float:
@@ -92,10 +96,11 @@ def _answered(run: Run, cell: str) -> list[Record]:
     return [record for key in keys for record in run.requests[key] if record["error"] is None]
 
 
-def _point(number: int, row: MeasuredCell, values: Sequence[float], group: tuple[float, _Times]) -> Point:
+def _point(name: str, row: MeasuredCell, values: Sequence[float], group: tuple[float, _Times]) -> Point:
     value, times = group
     milliseconds = [time for time, _ in times]
     found = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)
     low, high = found[1] if found else (None, None)
     median = Measured(float(np.percentile(milliseconds, 50)), low, high)
-    return Point(values.index(value), median, number, row.verdict.word, count(len(times), "request"))
+    samples = count(len(times), "request")
+    return Point(values.index(value), median, name, samples, row.verdict.word in ("different", "unverified"))

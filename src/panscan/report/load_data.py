@@ -23,8 +23,9 @@ from panscan.records.load_runs import LoadRunSettings, load_settings
 from panscan.records.metrics import LEAST_SAMPLES, percentile_name
 from panscan.records.store import Run
 from panscan.report import definitions
+from panscan.report.charts import Panel
 from panscan.report.formatting import Measured, clean, measured, percent
-from panscan.report.load_charts import Curve, latency_curves, throughput_curves
+from panscan.report.load_charts import latency_curves, throughput_curves
 
 __all__ = ["LevelRow", "LoadReport", "load_report_of"]
 
@@ -117,8 +118,8 @@ class LoadReport:
     times: tuple[tuple[str, str], ...]
     percentiles: tuple[str, ...]
     rows: tuple[LevelRow, ...]
-    latency: tuple[Curve, ...]
-    throughput: tuple[Curve, ...]
+    latency: tuple[Panel, ...]
+    throughput: tuple[Panel, ...]
     errors: tuple[ErrorGroup, ...]
     unfinished: tuple[str, ...]
     search: str

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from markupsafe import Markup
-
 from panscan.analysis.cells import count, number_text
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.report import draw
 from panscan.report.formatting import templates
-from panscan.report.load_charts import Curve
 from panscan.report.load_data import LoadReport
 
 __all__ = ["render_load_html"]
@@ -24,16 +21,6 @@ def render_load_html(facts: LoadReport) -> str:
         verify_hint=VERIFY_HINT,
         light=draw.LIGHT,
         dark=draw.DARK,
-        chart=_chart,
-        key=_key,
+        chart=draw.chart_markup,
+        key=draw.key_markup,
     )
-
-
-def _chart(curve: Curve) -> Markup:
-    """Return a chart as markup; :mod:`panscan.report.draw` has escaped what is in it."""
-    title = f"{curve.title}, {curve.unit}, over {curve.axis}"
-    return Markup(draw.svg(curve, title=title, described="; ".join(draw.tips(curve).values())))
-
-
-def _key(mark: int, use: str) -> Markup:
-    return Markup(draw.key(mark, use))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import decimals, number_text
 from panscan.analysis.levels import VERIFY_HINT
+from panscan.report.charts import Panel, Series
 from panscan.report.formatting import print_line, safe_text
-from panscan.report.load_charts import Curve, CurveSeries
 from panscan.report.load_data import LevelRow, LoadReport
 
 if TYPE_CHECKING:
@@ -138,11 +138,11 @@ def print_load_curves(facts: LoadReport, console: Console) -> None:
         console.print(panels)
 
 
-def _ends(curve: Curve) -> list[CurveSeries]:
+def _ends(curve: Panel) -> list[Series]:
     return [curve.series[0], curve.series[-1]] if len(curve.series) > 1 else list(curve.series)
 
 
-def _panel(curve: Curve, width: int) -> str:
+def _panel(curve: Panel, width: int) -> str:
     """Return one plot as text; a limit within it is a horizontal line."""
     from plotext import figure
 
@@ -152,15 +152,15 @@ def _panel(curve: Curve, width: int) -> str:
     figure.title(f"{curve.title}, {curve.limit_label}" if curve.limit_label else curve.title)
     shown = _ends(curve)
     points = [point for series in shown for point in series.points]
-    heights = [point.y.value or 0.0 for point in points]
+    heights = [point.value.value or 0.0 for point in points]
     if curve.limit is not None and curve.limit <= max(heights):
-        ends = [min(point.x for point in points), max(point.x for point in points)]
+        ends = [min(point.at for point in points), max(point.at for point in points)]
         figure.draw(figure.signal(ends, [curve.limit] * 2, marker="-").lines())
     for marker, series in reversed(list(zip(_MARKERS, shown, strict=False))):  # the median on top
-        xs, ys = [point.x for point in series.points], [point.y.value or 0.0 for point in series.points]
+        xs, ys = [point.at for point in series.points], [point.value.value or 0.0 for point in series.points]
         figure.draw(figure.signal(xs, ys, marker=marker).lines())
     figure.ruler("y").lim(0, max(heights) or 1.0)
-    for axis, values in (("x", [point.x for point in points]), ("y", [0.0, *heights])):
+    for axis, values in (("x", [point.at for point in points]), ("y", [0.0, *heights])):
         marks = _marks(values)
         figure.ruler(axis).ticks(marks, [number_text(mark) for mark in marks])
     text: str = figure.build().string(colorless=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from panscan.analysis.cells import Unmeasured, count, number_text
-from panscan.analysis.quantization import PriceTable
+from panscan.analysis.quantization import TradeoffTable
 from panscan.analysis.task_cost import TITLE
 from panscan.report.answers import Answers, Groups, quality_text
 from panscan.report.formatting import verdict_figures
@@ -18,14 +18,15 @@ _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own h
 
 
 def render_markdown(facts: ReportData) -> str:
-    """GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
+    """Return GitHub-flavoured markdown. Foreign text is escaped, and mentions no person and no other issue."""
     parts = [f"### {plain_text(', '.join(facts.models))} on {plain_text(facts.machine)}", _headline(facts), facts.note]
     parts += [f"> {plain_text(warning)}" for warning in facts.warnings]
-    parts += [plain_text(facts.constant), plain_text(facts.dataset)]
+    parts += [f"All settings: {plain_text(facts.constant)}" if facts.constant else "", plain_text(facts.dataset)]
     if facts.cells:
-        parts += [_table(facts), *map(plain_text, (*facts.aliases, *facts.costs, *facts.speedups)), _legend(facts)]
-    if facts.prices is not None:
-        parts += _prices(facts.prices)
+        lines = map(plain_text, (*facts.aliases, *facts.costs, *facts.speedups))
+        parts += [_table(facts), _legend(facts), *lines, _details(facts)]
+    if facts.tradeoffs is not None:
+        parts += _tradeoffs(facts.tradeoffs)
     if facts.answers is not None:
         parts += _answers(facts.answers)
     if facts.unmeasured:
@@ -38,79 +39,88 @@ def _headline(facts: ReportData) -> str:
     advice = facts.advice
     if advice is None:
         return f"**No recommendation:** {plain_text(facts.no_advice)}"
-    lines = [f"**Recommended: cell {plain_text(advice.cell.name)}.** {plain_text(advice.reason)}"]
+    lines = [f"**{plain_text(advice.decision)}**", f"Reason: {plain_text(advice.reason)}."]
     if advice.runner_up is not None:
-        lines.append(f"Runner-up: cell {plain_text(advice.runner_up.name)}.")
+        lines.append(f"Runner-up: {plain_text(advice.runner_up.name)}.")
     return "\n\n".join([*lines, "\n".join(f"- {plain_text(cost)}" for cost in advice.costs)]).rstrip()
 
 
 def _table(facts: ReportData) -> str:
-    presets, quality = any(cell.preset for cell in facts.cells), any(cell.quality for cell in facts.cells)
+    quality = any(cell.quality for cell in facts.cells)
     headings = [
-        "cell",
-        *(["preset"] if presets else []),
-        *map(plain_text, facts.swept),
-        *("req/s (95%)", "verdict"),
-        *([TITLE] if facts.costs else []),
-        *("TTFT ms", "TPOT ms", "p95 E2E ms", "views", "image tokens", f"{facts.memory} GiB"),
+        "setting",
         *([f"{facts.quality_title}, 95%"] if quality else []),
+        *([TITLE] if facts.costs else []),
+        *("requests/s (95%)", "TTFT ms", "TPOT ms", "p95 E2E ms", "verdict"),
     ]
-    rows = [_row(cell, presets=presets, quality=quality, costs=bool(facts.costs)) for cell in facts.cells]
+    best = None if facts.advice is None else facts.advice.cell
+    rows = [_row(cell, chosen=cell is best, quality=quality, costs=bool(facts.costs)) for cell in facts.cells]
     return table_lines(headings, rows)
 
 
-def _row(cell: ReportCell, *, presets: bool, quality: bool, costs: bool) -> list[str]:
-    figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
+def _row(cell: ReportCell, *, chosen: bool, quality: bool, costs: bool) -> list[str]:
     return [
-        f"{cell.number} `{_UNFIT.sub('_', cell.cell)}`",
-        *([plain_text(cell.preset) or "-"] if presets else []),
-        *map(plain_text, cell.settings),
-        plain_text(cell.throughput.whole),
-        plain_text(f"{cell.verdict.word} ({' '.join(figures.split())})" if figures else cell.verdict.word),
-        *([plain_text(cell.cost.text) if cell.cost else "-"] if costs else []),
-        *(plain_text(each.text) for each in (cell.ttft, cell.tpot, cell.p95, cell.views, cell.image_tokens)),
-        cell.memory_gib.text,
+        f"**{plain_text(cell.name)}**" if chosen else plain_text(cell.name),
         *([quality_text(cell.quality)] if quality else []),
+        *([plain_text(cell.cost.text) if cell.cost else "-"] if costs else []),
+        plain_text(cell.throughput.whole),
+        *(plain_text(each.text) for each in (cell.ttft, cell.tpot, cell.p95)),
+        cell.verdict.word,
     ]
 
 
-def _prices(found: PriceTable) -> list[str]:
-    rows = [[cell, *map(plain_text, texts)] for cell, texts in zip(found.cells, found.rows, strict=True)]
-    table = table_lines(["cell", *map(plain_text, found.headings)], rows)
+def _details(facts: ReportData) -> str:
+    """Return what only some readers need, folded: ids, distances from the reference, views and memory."""
+    headings = ["setting", "id", "distance from the reference", "views", "image tokens", f"{facts.memory} GiB"]
+    rows = []
+    for cell in facts.cells:
+        figures = "; ".join(verdict_figures(cell.verdict)) or cell.verdict.reason
+        texts = (cell.views.text, cell.image_tokens.text, cell.memory_gib.text)
+        distance = plain_text(" ".join(figures.split())) or "-"
+        rows.append([plain_text(cell.name), f"`{_UNFIT.sub('_', cell.cell)}`", distance, *map(plain_text, texts)])
+    return f"<details><summary>Details</summary>\n\n{table_lines(headings, rows)}\n\n</details>"
+
+
+def _tradeoffs(found: TradeoffTable) -> list[str]:
+    rows = [[plain_text(cell), *map(plain_text, texts)] for cell, texts in zip(found.cells, found.rows, strict=True)]
+    table = table_lines(["setting", *map(plain_text, found.headings)], rows)
     return ["#### Quantisation trade-offs", table, plain_text(found.note)]
 
 
 def _answers(found: Answers) -> list[str]:
     """Every metric, cells against the baseline, and the breakdowns."""
-    against = [] if found.baseline is None else [f"against cell {found.baseline}"]
+    against = [] if found.baseline is None else [f"against {plain_text(found.baseline)}"]
     rows = [
         [
-            str(cell.number),
+            plain_text(cell.name),
             *map(quality_text, cell.scores),
             "-" if cell.empty is None else str(cell.empty),
             *([plain_text(cell.against) or "-"] if against else []),
         ]
         for cell in found.cells
     ]
-    table = table_lines(["cell", *(f"{each}, 95%" for each in found.metrics), "empty answers", *against], rows)
+    table = table_lines(["setting", *(f"{each}, 95%" for each in found.metrics), "empty answers", *against], rows)
     return ["#### Answers", table, *(_breakdown(found.metrics[0], groups) for groups in found.groups)]
 
 
 def _breakdown(metric: str, groups: Groups) -> str:
-    rows = [[str(number), *map(quality_text, qualities)] for number, qualities in groups.rows]
-    left_out = f" ({count(groups.left_out, 'smaller group')} left out)" if groups.left_out else ""
-    title = f"{metric} by {groups.name}, number of questions in brackets{left_out}:"
-    return f"{plain_text(title)}\n\n{table_lines(['cell', *map(plain_text, groups.headings)], rows)}"
+    rows = [[plain_text(name), *map(quality_text, qualities)] for name, qualities in groups.rows]
+    left_out = f" ({count(groups.left_out, 'smaller group')} not shown)" if groups.left_out else ""
+    title = f"{metric[:1].upper()}{metric[1:]} by {groups.name}, questions in brackets{left_out}"
+    table = table_lines(["setting", *map(plain_text, groups.headings)], rows)
+    if groups.small:
+        return f"<details><summary>{plain_text(title)}</summary>\n\n{table}\n\n</details>"
+    return f"{plain_text(title)}:\n\n{table}"
 
 
 def _legend(facts: ReportData) -> str:
-    legend = "TTFT and TPOT are medians; brackets hold 95% intervals; verdicts compare with float32 eager attention."
+    legend = "TTFT and TPOT are medians; 95% intervals in brackets; the verdict compares with float32 eager attention."
     marked = any(each.uncertified for cell in facts.cells for each in (cell.ttft, cell.tpot, cell.p95))
     return legend + (r" \~ has too few samples for 99% confidence." if marked else "")
 
 
 def _group(group: Unmeasured) -> str:
-    text = f"{count(len(group.cells), 'cell')} {group.outcome}" + (f": {group.reason}" if group.reason else "")
+    text = f"{count(len(group.cells), 'setting')} {group.outcome}" + (f": {group.reason}" if group.reason else "")
     return plain_text(text + (f" ({group.shared})" if group.shared else ""))
 
 

@@ -8,24 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from panscan.analysis.candidates import cell_names
 from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
     alias_lines,
     count,
-    distinguishing,
-    label,
     measured_rows,
     memory_metric,
     short,
-    shown,
     speedup_lines,
     telling,
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
-from panscan.analysis.quantization import PriceTable, is_quantized, price_table
+from panscan.analysis.quantization import TradeoffTable, is_quantized, tradeoff_table
 from panscan.analysis.recommend import recommend
+from panscan.analysis.setting_words import label
 from panscan.analysis.task_cost import TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
@@ -37,7 +36,7 @@ from panscan.records.summary import replica_shares
 from panscan.records.verdict import Verdict, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
-from panscan.report.charts import ChartGroup, Front, comparisons, front_of
+from panscan.report.charts import ChartGroup, Front, comparisons, decision_charts, front_of
 from panscan.report.formatting import Measured, clean, measured
 from panscan.report.latency_groups import by_request
 
@@ -49,21 +48,19 @@ class ReportCell:
     """A measured cell.
 
     Args:
-        number: its place in the table, from 1.
-        brief: its preset and swept settings; empty if nothing was swept.
-        settings: values of the swept settings, in the order of :attr:`ReportData.swept`.
-        footnote: the number of the reason why it is unverified, None if it is not.
+        number: its row in the table, from 1.
+        cell: its id.
+        name: its preset and settings in words.
+        footnote: the number of the reason why it is unverified; None if it is not.
         stages: mean milliseconds, in the order of :data:`panscan.records.requests.STAGES`.
-        cost: what its verdict costs in accuracy; None of an exact cell, and without accepted answers.
+        cost: the accuracy cost of its verdict; None for an exact cell, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         replicas: empty for a run of one process.
     """
 
     number: int
     cell: str
-    brief: str
-    preset: str
-    settings: tuple[str, ...]
+    name: str
     throughput: Measured
     ttft: Measured
     tpot: Measured
@@ -82,11 +79,6 @@ class ReportCell:
     replicas: tuple[ReplicaShare, ...]
 
     @property
-    def name(self) -> str:
-        """Its number, preset and swept settings."""
-        return f"{self.number} · {self.brief}" if self.brief else str(self.number)
-
-    @property
     def too_quick(self) -> set[str]:
         """The names in ``ratios`` of times and rates below their floor: their ceilings were measured too low."""
         return {name for name, ratio in self.ratios.items() if ratio < 1 and name != "peak_allocated_bytes"}
@@ -94,13 +86,14 @@ class ReportCell:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The recommended cell, why, and what the choice costs; ``rejected``: why not the others, by number."""
+    """A recommendation, see :class:`panscan.analysis.recommend.Recommendation`; ``rejected`` holds (name, reason)."""
 
     cell: ReportCell
+    decision: str
     reason: str
     costs: tuple[str, ...]
     runner_up: ReportCell | None
-    rejected: tuple[tuple[int, str], ...]
+    rejected: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +102,19 @@ class ReportData:
 
     Args:
         advice: None if no cell qualifies; ``no_advice`` then says why.
-        note: what a reader must know of the model, or nothing.
-        warnings: what a reader must know before believing a figure.
-        swept: settings that differ between measured cells.
-        constant: the others that are worth saying, as text.
-        dataset: where the questions came from and what became of them, as text.
-        memory: whose peak memory, GPU or RSS.
+        decision: charts of the recommended cell and its alternatives.
+        note: a caveat about the model; may be empty.
+        warnings: caveats about the figures.
+        constant: settings that all cells share, as text.
+        dataset: origin and number of the questions, as text.
+        memory: whose peak memory is shown, GPU or RSS.
         footnotes: why cells are unverified.
-        aliases: cells that were measured for settings that lead to the same work, too.
-        prices: table of quantisation trade-offs, with cell numbers; None without quantised cells.
-        costs: what a reader of the accuracy vs exact must know; empty where no cell has one.
-        tokens: what comparing measured tokens found, line by line.
+        aliases: cells that stand for other settings that lead to the same work.
+        tradeoffs: table of quantisation trade-offs, with names of cells; None without quantised cells.
+        costs: explanation of the column "accuracy vs exact"; empty if no cell has one.
+        tokens: result of comparing measured tokens, line by line.
         speedups: how many times faster the engine is than other runners.
-        quality_title: what people call the metric that is the run's quality.
+        quality_title: name of the run's metric of quality.
         answers: None for a run without scores.
     """
 
@@ -131,16 +124,16 @@ class ReportData:
     created: str
     advice: Advice | None
     no_advice: str
+    decision: ChartGroup
     note: str
     warnings: tuple[str, ...]
-    swept: tuple[str, ...]
     constant: str
     dataset: str
     cells: tuple[ReportCell, ...]
     memory: str
     footnotes: tuple[str, ...]
     aliases: tuple[str, ...]
-    prices: PriceTable | None
+    tradeoffs: TradeoffTable | None
     costs: tuple[str, ...]
     tokens: tuple[str, ...]
     speedups: tuple[str, ...]
@@ -166,10 +159,12 @@ def report_data_of(run: Run) -> ReportData:
         RecordsError: a cell's stamps contradict its counts.
     """
     rows = measured_rows(run)
-    cells, footnotes, swept = _cells(run, rows)
+    names = {cell: clean(name) for cell, name in cell_names(run).items()}
+    cells, footnotes = _cells(run, rows, names)
     numbers = {cell.cell: cell.number for cell in cells}
-    advice, no_advice = _advice(run, cells)
+    advice, no_advice, compared = _advice(run, cells, names)
     best = None if advice is None else advice.cell.number
+    qualities = {cell.cell: cell.quality for cell in cells}
     settings = [row.told for row in rows] or list(run.cells.values())
     return ReportData(
         run_id=clean(run.header["run_id"]),
@@ -178,24 +173,24 @@ def report_data_of(run: Run) -> ReportData:
         created=clean(run.header["created"]),
         advice=advice,
         no_advice=no_advice,
+        decision=decision_charts(rows, qualities, names, compared, metric_title(run)),
         note=definitions.random_note(run, settings),
         warnings=tuple(_warnings(run, cells, footnotes)),
-        swept=tuple(clean(short(name)) for name in swept),
         constant=clean(_constant(settings)),
         dataset=_dataset(run),
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,
-        aliases=tuple(map(clean, alias_lines(run, {cell.cell: f"Cell {cell.name}" for cell in cells}))),
-        prices=_prices(run, rows, numbers),
+        aliases=tuple(map(clean, alias_lines(run, names))),
+        tradeoffs=_tradeoffs(run, rows, names),
         costs=tuple(cost_lines({cell.cell: cell.cost for cell in cells if cell.cost is not None})),
         tokens=tuple(clean(line) for line in token_lines([row.verdict for row in rows])),
         speedups=tuple(speedup_lines(rows)),
-        comparisons=tuple(comparisons(rows, numbers, {cell.cell: f"{cell.number} {cell.brief}" for cell in cells})),
+        comparisons=tuple(comparisons(rows, names)),
         quality_title=metric_title(run),
-        answers=answers_of(run, rows, numbers),
-        front=front_of(rows, {cell.cell: cell.quality for cell in cells}, numbers, best, metric_title(run)),
-        latency=by_request(run, rows, numbers, {cell.cell: cell.name for cell in cells}),
+        answers=answers_of(run, rows, names),
+        front=front_of(rows, qualities, numbers, names, best, metric_title(run)),
+        latency=by_request(run, rows, names),
         unmeasured=tuple(_unmeasured(run)),
         truths=tuple(definitions.truths(run)),
         environment=tuple(definitions.environment(run)),
@@ -204,12 +199,12 @@ def report_data_of(run: Run) -> ReportData:
     )
 
 
-def _prices(run: Run, rows: Sequence[MeasuredCell], numbers: Mapping[str, int]) -> PriceTable | None:
-    found = price_table(run, rows)
+def _tradeoffs(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> TradeoffTable | None:
+    found = tradeoff_table(run, rows)
     if found is None:
         return None
     texts = tuple(tuple(map(clean, row)) for row in found.rows)
-    return replace(found, cells=tuple(str(numbers[cell]) for cell in found.cells), rows=texts)
+    return replace(found, cells=tuple(names[cell] for cell in found.cells), rows=texts)
 
 
 def _dataset(run: Run) -> str:
@@ -222,27 +217,29 @@ def _constant(cells: Sequence[Mapping[str, Any]]) -> str:
     every, crops = telling(cells), {}
     if not all(cell.get("do_pan_and_scan", True) for cell in cells):
         crops = {name: every.pop(name) for name in list(every) if short(name) != name}
-    return "; ".join(filter(None, (label(every), f"{label(crops)} where pan and scan is on" if crops else "")))
+    return "; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else "")))
 
 
-def _cells(run: Run, rows: Sequence[MeasuredCell]) -> tuple[tuple[ReportCell, ...], tuple[str, ...], list[str]]:
-    """(cells, reasons of those that are unverified, swept settings)."""
-    swept = distinguishing([row.told for row in rows])
+def _cells(
+    run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]
+) -> tuple[tuple[ReportCell, ...], tuple[str, ...]]:
+    """Return (cells, reasons of those that are unverified)."""
     memory = memory_metric(rows)[0]
     reasons = [clean(row.verdict.reason) for row in rows if row.verdict.word == "unverified"]
     footnotes = tuple(dict.fromkeys(reasons))
     costs = costs_of_cells(run)
     cells = tuple(
-        _cell(run, row, number, swept, memory, footnotes, costs.get(row.cell)) for number, row in enumerate(rows, 1)
+        _cell(run, row, number, names[row.cell], memory, footnotes, costs.get(row.cell))
+        for number, row in enumerate(rows, 1)
     )
-    return cells, footnotes, swept
+    return cells, footnotes
 
 
 def _cell(
     run: Run,
     row: MeasuredCell,
     number: int,
-    swept: Sequence[str],
+    name: str,
     memory: str,
     footnotes: Sequence[str],
     cost: TaskCost | None,
@@ -250,14 +247,10 @@ def _cell(
     metrics, unverified = row.metrics, row.verdict.word == "unverified"
     peak = metrics.values[memory]
     floor = floor_of(run, row.cell)
-    preset = clean(row.preset or "")
-    swept_settings = row.label(swept)
     return ReportCell(
         number=number,
         cell=row.cell,
-        brief=", ".join(filter(None, (preset, clean(swept_settings)))),
-        preset=preset,
-        settings=tuple(clean(shown(row.told.get(name))) for name in swept),
+        name=name,
         throughput=measured(metrics, "request_throughput"),
         ttft=measured(metrics, "median_ttft_ms"),
         tpot=measured(metrics, "median_tpot_ms"),
@@ -277,15 +270,20 @@ def _cell(
     )
 
 
-def _advice(run: Run, cells: Sequence[ReportCell]) -> tuple[Advice | None, str]:
+def _advice(
+    run: Run, cells: Sequence[ReportCell], names: Mapping[str, str]
+) -> tuple[Advice | None, str, tuple[str, ...]]:
+    """Return (recommendation, why there is none, ids of the recommended cell and of those it is compared with)."""
     by_id = {cell.cell: cell for cell in cells}
     try:
         found = recommend(run)
     except RecordsError as error:
-        return None, clean(str(error).removeprefix(f"{run.path}: "))
-    rejected = tuple((by_id[cell].number, clean(why)) for cell, why in found.rejected.items() if cell in by_id)
-    runner_up = None if found.runner_up is None else by_id[found.runner_up]
-    return Advice(by_id[found.cell], clean(found.reason), tuple(map(clean, found.cost)), runner_up, rejected), ""
+        return None, clean(str(error).removeprefix(f"{run.path}: ")), ()
+    rejected = tuple((names[cell], clean(why)) for cell, why in found.rejected.items() if cell in by_id)
+    cell, runner_up = by_id[found.cell], None if found.runner_up is None else by_id[found.runner_up]
+    costs = tuple(map(clean, found.cost))
+    advice = Advice(cell, clean(found.decision), clean(found.reason), costs, runner_up, rejected)
+    return advice, "", tuple(filter(None, (found.cell, found.alternative, found.runner_up)))
 
 
 def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -> list[str]:
@@ -293,22 +291,22 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
     found = []
     if words["unverified"]:
         every = words["unverified"] == len(cells)
-        who = "No cell was" if every else _of(words["unverified"], len(cells), "was", "were") + " not"
+        who = "No setting was" if every else _of(words["unverified"], len(cells), "was", "were") + " not"
         reasons = "; ".join(filter(None, footnotes))
         compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
-        found.append(f"{compared} Nothing says that these speeds kept the model's answers.")
+        found.append(f"{compared} Faster settings may have changed the model's answers.")
     if words["different"]:
         who = _of(words["different"], len(cells), "gives", "give")
-        found.append(f"{who} other answers than the reference{_why(run, cells)}.")
+        found.append(f"{who} different answers from the reference{_why(run, cells)}.")
     failed = sum(
         record["error"] is not None for key, records in run.requests.items() for record in records if key in run.repeats
     )
     if failed:
-        found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} left out.")
+        found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
     if any(cell.too_quick for cell in cells):
         found.append(
-            "Some figures are below their floor: the machine was busy when its ceilings were measured, so floors are"
-            " too high here."
+            "Some times are below their floor: the machine was busy when its ceilings were measured, so these floors"
+            " are too high."
         )
     return found + [clean(f"{note[:1].upper()}{note[1:]}.") for note in run.notes]
 
@@ -320,7 +318,7 @@ def _why(run: Run, cells: Sequence[ReportCell]) -> str:
 
 
 def _of(some: int, every: int, one: str, several: str) -> str:
-    return f"{some} of {count(every, 'cell')} {one if some == 1 else several}"
+    return f"{some} of {count(every, 'setting')} {one if some == 1 else several}"
 
 
 def _unmeasured(run: Run) -> list[Unmeasured]:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from panscan.analysis.candidates import cell_names
 from panscan.analysis.cells import (
     MeasuredCell,
     Sweep,
     alias_lines,
     count,
     decimals,
-    distinguishing,
-    label,
     measured_rows,
     memory_metric,
     number_text,
-    short,
-    shown,
     speed,
     speedup_lines,
     sweeps,
     telling,
     unmeasured,
 )
-from panscan.analysis.quantization import price_table
+from panscan.analysis.quantization import tradeoff_table
+from panscan.analysis.recommend import recommend
+from panscan.analysis.setting_words import label, setting_title, shown
 from panscan.analysis.significance import losses
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
+from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
 from panscan.records.load_runs import is_load_run
 from panscan.records.metrics import Metrics
@@ -42,98 +42,102 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-__all__ = ["print_curves", "print_summary"]
+__all__ = ["print_curves", "print_decision", "print_summary"]
 
-_WIDEST_SETTING = 9  # characters; longer ones are folded
-_SPARE = ("image\ntokens", "views")
-_PRICES = ("weights", "weights GiB", "req/s", "KL answers", "KL images", "top-1", "vs unquantised")
-_MARKABLE = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
+_NARROWEST_NAME, _WIDE_NAME = 16, 36  # characters; narrower columns of names are hard to read, wider ones fold
+_SPARE = ("image\ntokens", "views", "RSS\nGiB", "GPU\nGiB")
+_TRADEOFFS = ("weights", "weights GiB", "req/s", "KL answers", "KL images", "top-1", "vs unquantised")
+_LATENCIES = {"TTFT\nms": "median_ttft_ms", "TPOT\nms": "median_tpot_ms", "E2E p95\nms": "p95_e2el_ms"}
 
 
 def print_summary(run: Run, console: Console) -> None:
-    """Print the measured cells as a table, then the others with their reasons; of a load run, its levels and result.
+    """Print the measured cells as a table, then the others with their reasons; for a load run, its levels and result.
 
-    Settings that differ between the shown cells are columns, the others one line above. Raises RecordsError as
-    :func:`panscan.records.summary.cell_metrics` does.
+    Settings that all cells share are on one line above.
+
+    Raises:
+        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
     """
     if is_load_run(run):
         print_load_summary(load_report_of(run), console)
         return
-    rows = measured_rows(run)
-    shown = [row.told for row in rows] or list(run.cells.values())
-    varying = distinguishing(shown)
-    constant = telling(shown)
+    rows, names = measured_rows(run), cell_names(run)
+    constant = telling([row.told for row in rows] or list(run.cells.values()))
     if constant:
         print_line(console, label(constant))
     if rows:
-        _table(run, rows, varying, console)
+        _table(run, rows, names, console)
         _legend(rows, console)
-        for line in alias_lines(run, {row.cell: row.label(varying) or row.cell for row in rows}):
+        for line in alias_lines(run, names):
             print_line(console, line)
-        for line in _answers(run, rows, varying):
+        for line in _answers(run, rows, names):
             print_line(console, line)
         for line in verdict_lines(run, [row.cell for row in rows]):
             print_line(console, line)
-        _prices(run, rows, console)
-        for line in [*_replicas(run, rows, varying), *speedup_lines(rows)]:
+        _tradeoffs(run, rows, console)
+        for line in [*_replicas(run, rows, names), *speedup_lines(rows)]:
             print_line(console, line)
     else:
-        print_line(console, "No cell was measured.")
+        print_line(console, "Nothing was measured.")
     for line in _not_measured(run):
         print_line(console, line)
-    failed = [int(row.metrics.values["failed"] or 0) for row in rows]
-    if any(failed):
-        print_line(
-            console, f"{count(sum(failed), 'request')} failed and {'is' if sum(failed) == 1 else 'are'} left out."
-        )
+    failed = sum(int(row.metrics.values["failed"] or 0) for row in rows)
+    if failed:
+        print_line(console, f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
     for note in run.notes:
         print_line(console, f"Note: {note}")
 
 
-def _table(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console) -> None:
-    """Where the settings leave no room for whole numbers, rows are numbered and their settings listed below."""
+def print_decision(run: Run, console: Console) -> None:
+    """Print the recommendation of a sweep in one sentence; why there is none, if several settings were measured."""
+    if is_load_run(run):
+        return
+    try:
+        text = recommend(run).decision
+    except RecordsError as error:
+        text = f"No recommendation: {str(error).removeprefix(f'{run.path}: ')}."
+    print_line(console, "")
+    console.print(safe_text(console, " ".join(text.split())), style="bold")
+
+
+def _table(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str], console: Console) -> None:
+    """Print a row per setting. Names are folded; where that leaves them too narrow, they are listed below."""
     from rich import box
     from rich.table import Table
 
     headings, numbers = _measured(run, rows)
-    settings = [[shown(row.told.get(name)) for name in varying] for row in rows]
-    labels = [short(name).replace("_", "\n") for name in varying]
-    if any(row.preset for row in rows):
-        settings = [[row.preset or "-", *values] for row, values in zip(rows, settings, strict=True)]
-        labels.insert(0, "preset")
-    narrow = [min(width, _WIDEST_SETTING) for width in _widths(labels, settings)]
-    widths = [*narrow, *_widths(headings, numbers)]
-    fits = sum(widths) + len(widths) <= console.width  # gaps, and one to spare: ASCII writes ± as two characters
-    if not fits:
-        headings, numbers = _within(console.width - len(f"{len(rows)}") - 1, headings, numbers)
+    settings = [names[row.cell] for row in rows]
+    widest = max(map(len, (*settings, "setting")))
+    least = min(widest, _NARROWEST_NAME)
+    headings, numbers = _within(console.width - min(widest, _WIDE_NAME) - 1, headings, numbers)
+    room = console.width - sum(_widths(headings, numbers)) - len(headings) - 1  # ASCII writes ± as two characters
+    fits = room >= least
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    for heading, width in zip(labels, narrow, strict=True) if fits else ():
-        table.add_column(safe_text(console, heading), overflow="fold", width=width)
-    if not fits:
+    if fits:
+        table.add_column("setting", overflow="fold", width=min(widest, room))
+    else:
         table.add_column("#")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for index, (values, cells) in enumerate(zip(settings, numbers, strict=True), 1):
-        table.add_row(*(safe_text(console, cell) for cell in (*(values if fits else [str(index)]), *cells)))
+    for index, (name, cells) in enumerate(zip(settings, numbers, strict=True), 1):
+        table.add_row(*(safe_text(console, cell) for cell in (name if fits else str(index), *cells)))
     console.print(table)
-    for index, row in enumerate(rows if not fits else (), 1):
-        named = [row.preset] if row.preset else []
-        described = row.label(varying)
-        print_line(console, f"{index}: " + ", ".join(filter(None, [*named, described])) + f" ({row.cell})")
+    for index, name in enumerate(settings if not fits else (), 1):
+        print_line(console, f"{index}: {name}")
 
 
-def _prices(run: Run, rows: Sequence[MeasuredCell], console: Console) -> None:
-    """Print the quantisation trade-offs, without columns that the table of cells already shows."""
+def _tradeoffs(run: Run, rows: Sequence[MeasuredCell], console: Console) -> None:
+    """Print the quantisation trade-offs, without columns that the table of settings already shows."""
     from rich import box
     from rich.table import Table
 
-    found = price_table(run, rows)
+    found = tradeoff_table(run, rows)
     if found is None:
         return
     print_line(console, "")
     print_line(console, "Quantisation trade-offs")
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    chosen = [at for at, heading in enumerate(found.headings) if heading in _PRICES]
+    chosen = [at for at, heading in enumerate(found.headings) if heading in _TRADEOFFS]
     for at in chosen:
         table.add_column(found.headings[at].replace(" ", "\n", 1), justify="right" if at else "left", overflow="fold")
     for texts in found.rows:
@@ -143,12 +147,13 @@ def _prices(run: Run, rows: Sequence[MeasuredCell], console: Console) -> None:
 
 
 def _within(width: int, headings: list[str], numbers: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """The columns without those that a narrow terminal has no room for."""
+    """Return the columns without those that a narrow terminal has no room for."""
     for spare in _SPARE:
-        if sum(_widths(headings, numbers)) + len(headings) <= width:
+        if sum(_widths(headings, numbers)) + len(headings) + 1 <= width:
             break
-        at = headings.index(spare)
-        headings, numbers = headings[:at] + headings[at + 1 :], [row[:at] + row[at + 1 :] for row in numbers]
+        if spare in headings:
+            at = headings.index(spare)
+            headings, numbers = headings[:at] + headings[at + 1 :], [row[:at] + row[at + 1 :] for row in numbers]
     return headings, numbers
 
 
@@ -157,42 +162,35 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]
 
 
 def _measured(run: Run, rows: Sequence[MeasuredCell]) -> tuple[list[str], list[list[str]]]:
-    """(headings, cells of each row) of the measured columns."""
+    """Return (headings, cells of each row): accuracy, throughput, latency, verdict, then what a wide terminal shows."""
     memory, place = memory_metric(rows)
-    headings = ["req/s", "TTFT\nms", "TPOT\nms", "E2E p95\nms", "views", "image\ntokens", f"{place}\nGiB", "verdict"]
-    numbers = []
-    for row in rows:
-        values = row.metrics.values
-        peak = values[memory]
-        numbers.append(
-            [
-                _throughput(row.metrics),
-                *(_marked(row.metrics, each) for each in ("median_ttft_ms", "median_tpot_ms", "p95_e2el_ms")),
-                *(shown(values[each]) for each in ("mean_views", "mean_image_tokens")),
-                number_text(None if peak is None else peak / 2**30),
-                row.verdict.word,
-            ]
-        )
-    costs = costs_of_cells(run)
-    if any(row.cell in costs for row in rows):
-        headings.append(TITLE.replace(" ", "\n", 1))
-        numbers = [
-            [*cells, costs[row.cell].text if row.cell in costs else "-"]
-            for cells, row in zip(numbers, rows, strict=True)
-        ]
+    columns: dict[str, list[str]] = {}
     qualities = [quality_of(run, row.cell) for row in rows]
     if any(qualities):
-        headings.append(metric_title(run).replace(" ", "\n"))
-        shares = [
+        columns[metric_title(run).replace(" ", "\n")] = [
             "-" if each is None else f"{each.mean:.1%} ({100 * each.low:.0f}-{100 * each.high:.0f})"
             for each in qualities
         ]
-        numbers = [[*cells, share] for cells, share in zip(numbers, shares, strict=True)]
-    return headings, numbers
+    costs = costs_of_cells(run)
+    if any(row.cell in costs for row in rows):
+        columns[TITLE.replace(" ", "\n", 1)] = [costs[row.cell].text if row.cell in costs else "-" for row in rows]
+    columns["req/s"] = [_throughput(row.metrics) for row in rows]
+    for heading, name in (
+        ("TTFT\nms", "median_ttft_ms"),
+        ("TPOT\nms", "median_tpot_ms"),
+        ("E2E p95\nms", "p95_e2el_ms"),
+    ):
+        columns[heading] = [_marked(row.metrics, name) for row in rows]
+    columns["verdict"] = [row.verdict.word for row in rows]
+    columns["views"] = [shown(row.metrics.values["mean_views"]) for row in rows]
+    columns["image\ntokens"] = [shown(row.metrics.values["mean_image_tokens"]) for row in rows]
+    peaks = [row.metrics.values[memory] for row in rows]
+    columns[f"{place}\nGiB"] = [number_text(None if peak is None else peak / 2**30) for peak in peaks]
+    return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
 
-def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> list[str]:
-    """What became of a dataset's questions, and each cell's answers against those of the one with the most views."""
+def _answers(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[str]:
+    """Return lines on a dataset's questions, and on each cell's answers against those of the cell with most views."""
     facts = facts_of_header(run.header)
     lines = [] if facts is None else [f"Dataset {facts.text}."]
     views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows}
@@ -203,7 +201,6 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> 
     if compared is None:
         return lines
     baseline, others = compared
-    names = {row.cell: row.label(varying) or row.cell for row in rows}
     lines.append(f"{metric_title(run)} against {names[baseline]} (the most views):")
     return [*lines, *(f"{names[each.cell]}: {each.text}" for each in others)]
 
@@ -225,13 +222,13 @@ def _legend(rows: Sequence[MeasuredCell], console: Console) -> None:
     legend = "TTFT and TPOT are medians."
     if any("request_throughput" in row.metrics.intervals for row in rows):
         legend += " ± is half of the 95% interval."
-    if any(set(row.metrics.uncertified) & _MARKABLE for row in rows):
+    if any(set(row.metrics.uncertified) & {*_LATENCIES.values()} for row in rows):
         legend += " ~ has too few samples for 99% confidence."
     print_line(console, legend)
 
 
-def _replicas(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) -> list[str]:
-    """What each of several replicas contributed, a line for each cell; nothing for a run of one process."""
+def _replicas(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[str]:
+    """Return each replica's throughput, a line per cell; nothing for a run of one process."""
     lines = []
     for row in rows:
         shares = replica_shares(run, row.cell)
@@ -240,16 +237,16 @@ def _replicas(run: Run, rows: Sequence[MeasuredCell], varying: Sequence[str]) ->
             + ("" if each.share is None else f" ({each.share:.0%})")
             for each in shares
         ]
-        settings = row.label(varying)
         if len(shares) > 1:
-            lines.append("req/s of each replica" + (f", {settings}: " if settings else ": ") + ", ".join(parts))
-    return ["Throughput is that of the time in which all replicas worked.", *lines] if lines else []
+            setting = "" if names[row.cell] == row.cell else f", {names[row.cell]}"
+            lines.append(f"req/s of each replica{setting}: " + ", ".join(parts))
+    return ["Throughput is measured over the time in which all replicas worked.", *lines] if lines else []
 
 
 def _not_measured(run: Run) -> list[str]:
     """One line for each outcome and reason of cells that are not done, with the swept settings that they share."""
     return [
-        f"{count(len(group.cells), 'cell')} {group.outcome}"
+        f"{count(len(group.cells), 'setting')} {group.outcome}"
         + (f": {group.reason}" if group.reason else "")
         + (f" ({group.shared})" if group.shared else "")
         for group in unmeasured(run)
@@ -278,16 +275,16 @@ def print_curves(run: Run, console: Console) -> None:
     for sweep in numeric:
         _curve(sweep, console)
     if not numeric:
-        _bars(rows, distinguishing([row.told for row in rows]), console)
+        _bars(rows, cell_names(run), console)
 
 
 def _curve(sweep: Sweep, console: Console) -> None:
     from rich.table import Table
 
-    chosen = dict(list(sweep.series.items())[:_MOST_SERIES])
+    chosen = sweep.fastest(_MOST_SERIES)
     console.print()
     left_out = f", {len(chosen)} fastest of {len(sweep.series)}" if len(chosen) < len(sweep.series) else ""
-    print_line(console, f"Over {sweep.name}" + left_out)
+    print_line(console, f"By {setting_title(sweep.name)}" + left_out)
     if len(sweep.series) > 1:
         for marker, name in zip(_MARKERS, chosen, strict=False):
             print_line(console, f"{marker} {name}")
@@ -326,7 +323,7 @@ def _panel(sweep: Sweep, series: Iterable[Sequence[MeasuredCell]], metric: str, 
     return text.rstrip()
 
 
-def _bars(rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console) -> None:
+def _bars(rows: Sequence[MeasuredCell], names: Mapping[str, str], console: Console) -> None:
     from rich.table import Table
 
     speeds = [speed(row) for row in rows]
@@ -339,9 +336,10 @@ def _bars(rows: Sequence[MeasuredCell], varying: Sequence[str], console: Console
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     for row, each in zip(rows, speeds, strict=True):
-        described = row.label(varying)
-        name = ", ".join(filter(None, (row.preset, described))) or row.cell
         table.add_row(
-            *(safe_text(console, text) for text in (name, "█" * round(room * each / longest), number_text(each)))
+            *(
+                safe_text(console, text)
+                for text in (names[row.cell], "█" * round(room * each / longest), number_text(each))
+            )
         )
     console.print(table)

@@ -81,7 +81,7 @@ def _read_rrc(
 
 
 def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
-    """The objects under "data" of a JSON file, of DocVQA, InfographicVQA or TextVQA.
+    """Return the objects under "data" in a JSON file of DocVQA, InfographicVQA or TextVQA.
 
     Raises:
         DatasetError: the file cannot be read or has none.
@@ -158,11 +158,11 @@ def read_json_lines(files: Sequence[Path], called: str, loaded: LoadedDataset) -
 
 
 def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file of ``{image, question}`` and perhaps ``answers``, ``kind``, ``type`` and ``id``.
+    """Read a JSON Lines file of ``{image, question}`` and optionally ``answers``, ``kind``, ``type`` and ``id``.
 
     Args:
         path: the file; empty lines in it are skipped.
-        called: what messages call it.
+        called: name in messages.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
@@ -213,7 +213,7 @@ class DatasetFormat:
 
     Args:
         metric: the dataset's own.
-        pattern: of the names of its files; the group ``split`` says which split.
+        pattern: pattern of its file names; the group ``split`` is the split.
         read: takes the rows of files.
         splits: which one is taken where the user names none, the first that is there.
         folder: whether a folder of it may be named.
@@ -249,11 +249,11 @@ FORMATS: Mapping[str, DatasetFormat] = {
 def load_dataset(
     path: Path, *, layout: str | None = None, split: str | None = None, external: bool = False
 ) -> LoadedDataset:
-    """The rows of a dataset on the disk; nothing is fetched.
+    """Read the rows of a local dataset; nothing is downloaded.
 
     Args:
         path: a file of one of :data:`FORMATS`, or a folder that has such files.
-        layout: its name; None to find out.
+        layout: name of the layout; None: detect it.
         split: which of several; None for the one that the layout prefers.
         external: whether rows may name URLs, and files outside the dataset's folder.
 
@@ -306,7 +306,7 @@ def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict
 
 
 def _files(folder: Path, name: str) -> dict[str, list[Path]]:
-    """A layout's files in a folder and those below, by split. Of one split with and without question types: with."""
+    """Return a layout's files below a folder, by split. Files with question types replace those without."""
     pattern = re.compile(FORMATS[name].pattern, re.IGNORECASE)
     levels = ("/".join(["*"] * depth) for depth in range(1, _DEPTH + 2))
     every = folder.rglob("*") if name == "table" else (path for level in levels for path in folder.glob(level))
@@ -350,7 +350,7 @@ def _refuse_several(name: str, files: Sequence[Path], called: str) -> None:
 
 
 def _snapshot(folder: Path) -> Path:
-    """The current snapshot of a repository in the hub's cache; any other folder as it is."""
+    """Return the current snapshot of a repository in the hub's cache; any other folder unchanged."""
     current = folder / "refs" / "main"
     if (folder / "snapshots").is_dir() and current.is_file():
         found = folder / "snapshots" / current.read_text("utf-8").strip()
@@ -359,7 +359,7 @@ def _snapshot(folder: Path) -> Path:
 
 
 def _of_file(path: Path, called: str) -> str:
-    """The layout of a file, by its name, else by what is in it."""
+    """Detect the layout of a file by its name, else by its content."""
     for name, layout in FORMATS.items():
         if re.fullmatch(layout.pattern, path.name, re.IGNORECASE):
             return name

@@ -1,4 +1,4 @@
-"""Rows of a dataset: questions with accepted answers and images, and what they are read from. Nothing is fetched."""
+"""Rows of a dataset: questions with accepted answers and images, and their files. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ ANSWER_KEYS = ("answers", "answer", "text")
 
 
 class Number(str):
-    """A number of a JSON file as it is written there: "12.50" would lose its 0 as a float."""
+    """A number of a JSON file, as written: "12.50" would lose its 0 as a float."""
 
     __slots__ = ()
 
 
 def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], bool]:
-    """(the answers, whether they were a plain list of texts).
+    """Return the answers, and whether they were a plain list of texts.
 
-    Numbers are taken as they are written, a whole float without its ".0"; true and false as these words; dates and
+    Numbers are kept as written, a whole float without its ".0"; true and false as these words; dates and
     times as in ISO 8601, a space between them. Lists may be
     nested, and objects may hold their answers under "answers", "answer" or "text", as SQuAD and VQA have them. Nothing,
     not-a-number, blank texts and other objects are no answers. Repeats stay: they are other people's answers.
 
     Args:
-        value: as it is stored.
-        people: there is one answer of each person who was asked, so that blank ones among others count as well.
+        value: stored value.
+        people: the answers are one per annotator, so blank ones among others count as well.
     """
     flat = value is None or (isinstance(value, list | tuple) and all(type(each) is str for each in value))
     found = tuple(_texts(value))
@@ -64,7 +64,7 @@ def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], 
 
 
 def is_unicode(text: str) -> bool:
-    """JSON's escapes can write code points that UTF-8, and so a tokenizer, cannot."""
+    """Return whether UTF-8 can encode a text; JSON's escapes can write lone surrogates, which it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -102,13 +102,13 @@ _MARKS = (  # the longer first: UTF-32's begins with UTF-16's
 
 
 def read_text(path: Path, called: str) -> str:
-    """A file's text, its line ends made "\\n". (str.splitlines would also cut at signs that a JSON text may hold.)
+    """Read a file's text with "\\n" line ends. (str.splitlines also splits at characters that JSON texts may hold.)
 
-    A byte order mark says which Unicode encoding it is; without one it is UTF-8. Other encodings are not guessed: what
-    is guessed wrong would be asked and scored as if it were right.
+    A byte order mark determines the Unicode encoding; the default is UTF-8. Other encodings are not guessed: text that
+    is decoded wrongly would be asked and scored as if it were right.
 
     Raises:
-        DatasetError: the file, ``called`` so, cannot be read or is in another encoding.
+        DatasetError: the file (``called`` in the message) cannot be read or has another encoding.
     """
     try:
         data = path.read_bytes()
@@ -130,7 +130,7 @@ def read_text(path: Path, called: str) -> str:
 
 
 def read_json(path: Path, called: str) -> Any:
-    """A file's JSON value; see :func:`parse_json`.
+    """Return a file's JSON value; see :func:`parse_json`.
 
     Raises:
         DatasetError: the file cannot be read or is not JSON.
@@ -145,16 +145,16 @@ def read_json(path: Path, called: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """JSON, its numbers as :class:`panscan.quality.datasets.rows.Number`.
+    """Parse JSON, with numbers as :class:`panscan.quality.datasets.rows.Number`.
 
     Raises:
-        json.JSONDecodeError: it is none.
+        json.JSONDecodeError: the text is not JSON.
     """
     return json.loads(text, parse_int=Number, parse_float=Number)
 
 
 class Pictures:
-    """Finds pictures by the names that rows have for them.
+    """Finder of pictures by the names in rows.
 
     Args:
         roots: folders that names are relative to, and that have the other folders; the first that has a picture counts.
@@ -167,7 +167,7 @@ class Pictures:
         self._roots = list(roots)
 
     def find(self, name: Any) -> list[str]:
-        """The path of a picture in a list of its own, an empty list if there is none (or no name)."""
+        """Return a list with the path of a picture; empty if there is none (or no name)."""
         if not isinstance(name, str) or isinstance(name, Number) or not name.strip() or "\0" in name:
             return []
         last = PurePosixPath(name).name
@@ -185,7 +185,7 @@ class Boundary:
     """The folders that a dataset's images may be in. Rows may come from strangers, and images show in answers.
 
     Args:
-        folders: of the dataset.
+        folders: folders of the dataset.
         external: whether rows may name URLs and other files as well.
     """
 
@@ -197,7 +197,7 @@ class Boundary:
         """Refuse an image of a row, links resolved, that lies elsewhere.
 
         Raises:
-            DatasetError: it does, or is a URL.
+            DatasetError: the image lies elsewhere or is a URL.
         """
         if self.external:
             return
@@ -214,7 +214,7 @@ class Boundary:
 
 
 def _real_roots(folder: Path) -> list[Path]:
-    """A folder, and the ``blobs`` that files in a snapshot of the Hugging Face hub's cache are links to."""
+    """Return a folder, and for a snapshot in the Hugging Face hub's cache the ``blobs`` that its files link to."""
     real = folder.resolve()
     snapshots = next((each for each in (real, *real.parents) if each.parent.name == "snapshots"), None)
     blobs = None if snapshots is None else snapshots.parent.parent / "blobs"
@@ -222,7 +222,7 @@ def _real_roots(folder: Path) -> list[Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; a path that cannot be asked about names none."""
+    """Return whether a file exists; False for a path that cannot be checked."""
     try:
         return path.is_file()
     except OSError:  # a name that is too long for any file, a folder that may not be entered
@@ -245,10 +245,10 @@ class DatasetRow:
     """One question.
 
     Args:
-        id: its own within the dataset.
+        id: unique id within the dataset.
         images: paths and URLs of its pictures, or where they are embedded.
-        question: as it is.
-        answers: accepted ones; none where they are not known. Of people who were all asked, one each, so with repeats.
+        question: unchanged text.
+        answers: accepted answers; empty if unknown. With annotators, one answer each, including repeats.
         tags: (name, value): ``type`` of the question, ``kind`` of the document; a name may have several values.
     """
 
@@ -264,18 +264,18 @@ class DatasetFacts:
     """Where a run's questions came from and what became of them; kept in the run's header. Counts are of questions.
 
     Args:
-        layout: its name in :data:`panscan.quality.datasets.FORMATS`.
-        split: such as "validation"; empty where a dataset has none.
-        questions: in its files.
-        used: different ones that the run asks.
-        without_image: left out, because a picture is missing or could not be read.
-        without_question: left out, because nothing is asked.
-        repeated_ids: kept under an id of their own, because another question had theirs before.
-        converted_answers: whose answers were numbers or nested lists, and were read as texts.
-        unscored: of the used ones, without accepted answers.
-        broken_text: left out, because the question has half a surrogate pair, which no tokenizer takes.
-        other_splits: that were there and not chosen, separated by ", ".
-        files_without_split: that were not read, because their names say no split and those of others do.
+        layout: name of the layout in :data:`panscan.quality.datasets.FORMATS`.
+        split: name such as "validation"; empty if the dataset has no splits.
+        questions: number of questions in its files.
+        used: different questions that the run asks.
+        without_image: skipped, because a picture is missing or could not be read.
+        without_question: skipped, because there is no question.
+        repeated_ids: kept under a new id, because an earlier question has the same.
+        converted_answers: questions whose answers were numbers or nested lists, read as texts.
+        unscored: used questions without accepted answers.
+        broken_text: skipped, because the question has a lone surrogate, which tokenizers cannot encode.
+        other_splits: available splits that were not chosen, separated by ", ".
+        files_without_split: files that were not read, because their names have no split although others do.
     """
 
     layout: str
@@ -293,7 +293,7 @@ class DatasetFacts:
 
     @property
     def text(self) -> str:
-        """One line with every count that is not 0."""
+        """Return one line with every count that is not 0."""
         left_out = self.without_image + self.without_question + self.broken_text
         parts = [
             f"{self.used:,} used",
@@ -319,13 +319,13 @@ class DatasetFacts:
 
 @dataclass(slots=True)
 class LoadedDataset:
-    """What a dataset's files hold: usable rows in their order, and the count of all others.
+    """Content of a dataset's files: usable rows in their order, and the counts of all others.
 
     Args:
-        facts: of which dataset, and what became of its rows so far.
+        facts: dataset name, and counts of the rows so far.
         metric: the dataset's own metric of quality.
-        called: what messages call it.
-        boundary: of its images.
+        called: name in messages.
+        boundary: folders that its images may be in.
     """
 
     facts: DatasetFacts
@@ -346,20 +346,20 @@ class LoadedDataset:
         plain: bool = False,
         people: bool = False,
     ) -> None:
-        """Take a row, or count why not.
+        """Add a row, or count the reason for skipping it.
 
         Raises:
             DatasetError: an image is outside the dataset.
 
         Args:
-            given: its id; None for the number of the row.
-            images: none where a picture is missing.
+            given: id of the row; None: its number.
+            images: empty if a picture is missing.
             question: a text that is not blank, else it is missing. Half a surrogate pair, which JSON's escapes
                 can write, is none; ids, tags and answers with one are left out.
             answers: see :func:`panscan.quality.datasets.rows.answer_texts`.
             tags: values that are None or empty are left out; a list is several values.
             plain: numbers and single texts are how this layout stores answers, so they are not counted.
-            people: one answer of each person who was asked, blank ones too.
+            people: the answers are one per annotator, including blank ones.
         """
         facts = self.facts
         number = facts.questions
@@ -388,7 +388,7 @@ class LoadedDataset:
 
 
 def unique_id(wanted: str, taken: Collection[str]) -> str:
-    """``wanted#2``, or the next number that is free."""
+    """Return ``wanted#2``, or the same with the next free number."""
     number = 2
     while f"{wanted}#{number}" in taken:
         number += 1
@@ -396,7 +396,7 @@ def unique_id(wanted: str, taken: Collection[str]) -> str:
 
 
 def counted(loaded: LoadedDataset, used: Sequence[DatasetRow], unreadable: int) -> DatasetFacts:
-    """The facts of a workload that uses some of a dataset's rows; the pictures of ``unreadable`` others failed."""
+    """Return the facts of a workload that uses some rows; the pictures of ``unreadable`` others failed."""
     return replace(
         loaded.facts,
         used=len(used),
@@ -406,7 +406,7 @@ def counted(loaded: LoadedDataset, used: Sequence[DatasetRow], unreadable: int) 
 
 
 def facts_of_header(header: Mapping[str, Any]) -> DatasetFacts | None:
-    """What a run's header says of its dataset; None where it had none, or another version kept something else."""
+    """Return the dataset facts in a run's header; None without them, or in another version's format."""
     kept = header["settings"].get("dataset")
     if not isinstance(kept, dict):
         return None

@@ -95,14 +95,14 @@ def read(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
 
 
 def metric_of_columns(names: Collection[str]) -> str | None:
-    """The metric of the dataset that has such columns; None for an unknown one."""
+    """Return the metric of the dataset with these columns; None for an unknown one."""
     return next((metric for known, metric in _METRICS if known <= set(names)), None)
 
 
 def write_pictures(
     wanted: Collection[Embedded], folder: Path, called: str, boundary: Boundary
 ) -> dict[Embedded, list[str]]:
-    """The pictures of rows as files in ``folder``, by row; an empty list where a row has none.
+    """Return the pictures of rows as files in ``folder``, by row; an empty list for a row without any.
 
     Raises:
         DatasetError: a table cannot be read, the folder not written, or a row names a file outside the ``boundary``.
@@ -159,7 +159,7 @@ def _kept(data: bytes, folder: Path, called: str) -> str:
 
 
 def _paths(path: Path, image: str, called: str) -> list[list[str]] | None:
-    """The pictures of each row of a table that has their paths in a column of texts; None where it has bytes."""
+    """Return each row's pictures for a table whose column holds their paths; None if it holds bytes."""
     import pyarrow as pa
 
     kind = _schema(path, called).field(image).type
@@ -170,7 +170,7 @@ def _paths(path: Path, image: str, called: str) -> list[list[str]] | None:
 
 
 def _check_types(path: Path, question: str, answers: str | None, called: str) -> None:
-    """What no row can give is said by name, not counted row by row as missing."""
+    """Refuse columns of unreadable types by name, instead of counting every row as incomplete."""
     schema = _schema(path, called)
     found = schema.field(question).type
     if not _is_leaf(found, ("string", "large_string", "string_view", "null")):
@@ -181,7 +181,7 @@ def _check_types(path: Path, question: str, answers: str | None, called: str) ->
 
 
 def _no_answer(kind: Any) -> Any:
-    """What within an Arrow type cannot be read as text; None if nothing, as in objects without answers."""
+    """Return the part of an Arrow type that cannot be read as text; None if there is none."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -193,7 +193,7 @@ def _no_answer(kind: Any) -> Any:
 
 
 def _is_leaf(kind: Any, names: Sequence[str]) -> bool:
-    """Whether values of an Arrow type, or of what a dictionary of it holds, are of a type with such a name."""
+    """Return whether an Arrow type, or the value type of a dictionary, has one of these names."""
     import pyarrow as pa
 
     return str(kind.value_type if pa.types.is_dictionary(kind) else kind).startswith(tuple(names))

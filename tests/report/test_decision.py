@@ -1,0 +1,54 @@
+"""One decision: the terminal, the page, markdown and the preset name the same cell in the same sentence."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tests.analysis.test_recommend import Cell, run_with
+from tests.report.report_page import page_of, section
+
+from panscan.analysis.recommend import preset_text, recommend
+from panscan.core import RecordsError
+from panscan.records.store import Run
+from panscan.report import to_markdown
+from panscan.report.markdown_text import plain_text
+from panscan.report.terminal import print_decision
+
+cells = st.builds(
+    Cell,
+    seconds=st.sampled_from([0.25, 0.5, 0.505, 1.0]),
+    word=st.sampled_from(["exact", "exact", "close", "different", "unverified"]),
+    views=st.sampled_from([1, 3]),
+    crops=st.sampled_from([1, 4]),
+    scores=st.sampled_from([(), (1.0,) * 12, (1.0,) * 10 + (0.0,) * 2, (0.0,) * 12]),
+)
+
+
+def on_the_terminal(run: Run) -> str:
+    console = Console(file=io.StringIO(), width=400, color_system=None, record=True)
+    print_decision(run, console)
+    return console.export_text().strip()
+
+
+@given(st.lists(cells, min_size=1, max_size=4))
+@settings(deadline=None, max_examples=6)
+def test_every_form_names_the_same_cell(drawn: list[Cell]) -> None:
+    run = run_with(**{f"owner/c{number}": cell for number, cell in enumerate(drawn)})
+    page, markdown, terminal = page_of(run), to_markdown(run), on_the_terminal(run)
+    headline = next(section(page, "recommendation").all("h1")).text
+    rows = [row.text for row in section(page, "cells").of_class("chosen")]
+    try:
+        found = recommend(run)
+    except RecordsError:
+        assert terminal.startswith("No recommendation: ") and headline.startswith("No recommendation: ")
+        assert "**No recommendation:**" in markdown and rows == []
+        return
+    assert terminal == headline == found.decision
+    assert f"**{plain_text(found.decision)}**" in markdown
+    assert len(rows) == 1 and found.name in rows[0]
+    preset = preset_text(run, found)
+    assert f"# decision: {found.decision}\n# cell: {found.cell}\n" in preset
+    assert f"attention: {found.cell}\n" in preset, "the settings of that cell"
