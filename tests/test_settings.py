@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.settings import Settings, axes, parse_value, recorded_settings, settings_from
+from panscan.settings import Settings, axes, choose_runner, parse_value, recorded_settings, settings_from
+from panscan.spellings import FOREIGN_OPTIONS, FOREIGN_VALUES, SWITCHES
 
 
 def test_the_table_covers_every_field_once() -> None:
     assert list(axes()) == [item.name for item in fields(Settings)]
-    spellings = [spelling for axis in axes().values() for spelling in (axis.name, *axis.aliases)]
+    spellings = [spelling for axis in axes().values() for spelling in axis.spellings]
     assert len(spellings) == len(set(spellings))
     assert all(axis.help for axis in axes().values())
 
@@ -46,24 +47,73 @@ def test_a_value_written_as_text_is_read_back(data: st.DataObject, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("launcher", "name", "value"),
+    ("other", "name", "value"),
     [
         ("model_id", "model", "m"),
         ("precision", "dtype", "bf16"),
         ("attn_impl", "attention", "eager"),
+        ("attn_implementation", "attention", "eager"),
+        ("torch_dtype", "dtype", "bf16"),
+        ("max_tokens", "max_new_tokens", 5),
+        ("enable_prefix_caching", "prefix_caching", False),
+        ("tp", "tensor_parallel_size", 2),
+        ("max-num-crops", "pan_and_scan_max_num_crops", 6),
+        ("pan_and_scan", "do_pan_and_scan", False),
         ("--grid-min-ratio", "pan_and_scan_min_ratio_to_activate", 2.0),
         ("grid_max_crops", "pan_and_scan_max_num_crops", 6),
         ("grid_min_crop_size", "pan_and_scan_min_crop_size", 448),
     ],
 )
-def test_the_launchers_names_work(launcher: str, name: str, value: Any) -> None:
-    assert getattr(settings_from({launcher: str(value)}), name) == value
+def test_other_names_of_a_setting_work(other: str, name: str, value: Any) -> None:
+    assert getattr(settings_from({other: str(value)}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [("dtype", "bfloat16", "bf16"), ("dtype", "half", "fp16"), ("dtype", "torch.float32", "fp32"),
+     ("dtype", "float", "fp32"), ("kv_cache_dtype", "fp8_e4m3", "fp8")],
+)  # fmt: skip
+def test_other_values_of_a_setting_work(name: str, theirs: str, ours: str) -> None:
+    assert getattr(settings_from({name: theirs}), name) == ours
+
+
+def test_other_tools_names_are_no_settings_of_ours_and_name_settings_that_exist() -> None:
+    known = {spelling for axis in axes().values() for spelling in axis.spellings}
+    assert not known & {*FOREIGN_OPTIONS, *SWITCHES}
+    for name, (setting, value) in SWITCHES.items():
+        assert parse_value(setting, value) is not None, name
+    for name, values in FOREIGN_VALUES.items():
+        assert all(parse_value(name, theirs) in axes()[name].choices for theirs in values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "preset", "runner", "reason"),
+    [
+        ({}, {}, "engine", "the default; it supports all your options"),
+        ({"attention": "eager"}, {}, "generate", "the engine does not support --attention eager"),
+        ({"batch_size": [1, 4]}, {}, "generate", "the engine does not support --batch-size 4"),
+        ({"batch_size": [1]}, {}, "engine", "the default; it supports all your options"),
+        ({"device_map": "auto"}, {}, "generate", "the engine does not support --device-map auto"),
+        ({"device": "mps"}, {}, "generate", "the engine does not support --device mps"),
+        ({}, {"cache": "static"}, "generate", "the engine does not support --cache static"),
+        ({}, {"runner": "engine", "cache": "static"}, "engine", ""),
+        ({"compile": "default"}, {"runner": "engine"}, "generate", "the engine does not support --compile default"),
+        ({}, {"runner": "vllm"}, "vllm", ""),
+        ({"runner": "engine", "attention": "eager"}, {}, "engine", ""),
+    ],
+)
+def test_the_engine_runs_what_it_supports(
+    settings: dict[str, Any], preset: dict[str, Any], runner: str, reason: str
+) -> None:
+    assert choose_runner(settings, preset)[:2] == (runner, reason)
 
 
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
         ({"bach_size": 2}, "did you mean 'batch_size'"),
+        ({"max_model_len": 4096}, "^max_model_len: .*; use --kv-cache-gb"),
+        ({"load_in_4bit": True}, "^load_in_4bit: unknown setting; use quantization: bnb-4bit"),
         ({"attn_impl": "sdpa", "attention": "eager"}, "set twice"),
         ({"dtype": "bf17"}, "did you mean 'bf16'"),
         ({"batch_size": "two"}, "--batch-size takes a whole number"),
@@ -87,24 +137,24 @@ def test_the_launchers_names_work(launcher: str, name: str, value: Any) -> None:
         ({"top_p": 0.5}, "temperature above 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens is out of range"),
         ({"pan_and_scan_max_num_crops": 0}, "max-num-crops"),
-        ({"random_weights": True}, "go together"),
-        ({"model_shape": "4b"}, "go together"),
-        ({"random_weights": True, "model_shape": "4b", "model": "x/y"}, "instead of --model"),
+        ({"random_weights": True}, "^--random-weights: .*; add --model-shape"),
+        ({"model_shape": "4b"}, "^--model-shape 4b: requires --random-weights"),
+        ({"random_weights": True, "model_shape": "4b", "model": "x/y"}, "^--model: not supported with --random-"),
         ({"random_weights": True, "model_shape": "4b", "quantization": "bnb-8bit"}, "use fp8, int8 or int4"),
-        ({"random_weights": True, "model_shape": "4b", "device_map": "auto"}, "does not go with it"),
+        ({"random_weights": True, "model_shape": "4b", "device_map": "auto"}, "^--device-map: not supported with"),
         ({"attention": "flsh"}, "kernels-hub name"),
         ({"device": "tpu"}, "--device takes"),
-        ({"device_map": "auto", "tp_plan": "auto"}, "exclude each other"),
-        ({"device_map": "auto", "device": "cpu"}, "exclude each other"),
-        ({"max_memory": "0=1GiB"}, "needs --device-map"),
+        ({"device_map": "auto", "tp_plan": "auto"}, "^--tp-plan: not supported with --device-map; leave out one"),
+        ({"device_map": "auto", "device": "cpu"}, "^--device cpu: --device-map places the layers; leave out one"),
+        ({"max_memory": "0=1GiB"}, "^--max-memory: requires --device-map; add --device-map auto"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is out of range: .* from 1 to 64, got 0"),
-        ({"tensor_parallel_size": 2, "device_map": "auto"}, "--tensor-parallel-size and --device-map exclude each"),
-        ({"tensor_parallel_size": 2, "tp_plan": "auto"}, "--tensor-parallel-size and --tp-plan exclude each other"),
+        ({"tensor_parallel_size": 2, "device_map": "auto"}, "^--device-map: not supported with --tensor-parallel-s"),
+        ({"tensor_parallel_size": 2, "tp_plan": "auto"}, "^--tp-plan: not supported with --tensor-parallel-size"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "^--device cuda:1: .*; use --device cuda,"),
         ({"tensor_parallel_size": 2, "quantization": "bnb-8bit"}, "bnb-8bit cannot be split; use fp8, int8 or int4"),
         ({"quantization": "torchao-int8"}, "--quantization takes fp8, int8, int4, bnb-8bit, bnb-4bit; got"),
-        ({"quantization": "int8", "device_map": "auto"}, "--quantization int8 and --device-map exclude each other"),
-        ({"quantization": "int8", "quantization_group_size": 64}, "-size 64: only --quantization int4 has groups"),
+        ({"quantization": "int8", "device_map": "auto"}, "^--device-map: not supported with --quantization int8"),
+        ({"quantization": "int8", "quantization_group_size": 64}, "-size 64: .*; add --quantization int4"),
         ({"quantization": "int4", "quantization_group_size": 48}, "-size takes 128, 64 or 32; got 48"),
         ({"quantization": "int4", "quantization_group_size": 8}, "-size is out of range: .* from 32 to"),
         ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype takes auto, fp8; got"),

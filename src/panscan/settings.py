@@ -1,4 +1,4 @@
-"""Every knob of a run in one place: name, default, choices, help. Flags, YAML keys and records use these names."""
+"""The table of settings: names, defaults, ranges, help. Options, YAML keys and records use these names."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
 from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from panscan.core import PanAndScan, Sampling, SettingError
 from panscan.core.ranges import Range, shorten
 from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_RANGES
+from panscan.spellings import FOREIGN_OPTIONS, FOREIGN_VALUES, SWITCHES
 
 __all__ = [
     "ALL_AT_ONCE",
     "ATTENTION",
     "ATTENTION_BACKENDS",
+    "BOOLEANS",
     "ENGINE_AXES",
     "ENGINE_LIMITS",
+    "GROUPS",
     "GROUP_SIZES",
     "KV_CACHE_DTYPES",
     "QUANTIZATION",
@@ -30,11 +33,14 @@ __all__ = [
     "VLLM_LIMITS",
     "WEIGHT_KINDS",
     "Axis",
+    "Group",
+    "RunnerChoice",
     "Settings",
     "axes",
     "axis_name",
     "check_weight_kind",
     "choose_runner",
+    "foreign_option",
     "foreign_settings",
     "nearest",
     "parse_value",
@@ -50,21 +56,33 @@ GROUP_SIZES = (128, 64, 32)
 WEIGHT_KINDS = ("fp8", "int8", "int4")
 """panscan's own quantisations, supported by every runner except vLLM; only int4 has groups."""
 QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
+_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
 KV_CACHE_DTYPES = ("auto", "fp8")
 Level = Literal["load", "call"]
+Group = Literal[
+    "Input", "Model", "Pan and scan", "Runner", "Engine", "Generation", "Server", "Traffic", "Measurement", "Output"
+]
+GROUPS: tuple[Group, ...] = get_args(Group)
+"""Headings of ``--help``, in their order."""
 
 
 def _axis(
     default: Any,
+    group: Group,
     help: str,
     *,
+    flag: str = "",
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
     level: Level = "call",
     only: str = "",
+    rare: bool = False,
 ) -> Any:
-    """A field of :class:`Settings`. ``only``: the one runner that has this setting; empty for a shared one."""
-    metadata = {"help": help, "aliases": aliases, "choices": choices, "level": level, "only": only}
+    """Return a field of :class:`Settings`; see :class:`Axis`."""
+    metadata = {
+        "group": group, "help": help, "flag": flag, "aliases": aliases, "choices": choices, "level": level,
+        "only": only, "rare": rare,
+    }  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -80,6 +98,7 @@ RANGES = {
     "gpu_memory_gb": Range(above=0, most=_GIGABYTES, note="leave it out to set no limit in GB"),
     "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
     "image_memory_gb": Range(above=0, most=_GIGABYTES, note="an image that is larger is read alone"),
+    "tpot_target_ms": Range(above=0, most=600_000, note="leave it out to set no target"),
     "vision_cache_gb": Range(above=0, most=_GIGABYTES, note="it holds the encoded views of a pass"),
     **{"sampling_seed" if name == "seed" else name: allowed for name, allowed in SAMPLING_RANGES.items()},
     **{f"pan_and_scan_{name}": allowed for name, allowed in PAN_AND_SCAN_RANGES.items()},
@@ -94,91 +113,115 @@ class Settings:
     """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
 
     runner: str = _axis(
-        "generate", "how requests are run", choices=("generate", "pipeline", "generate_batch", "engine", "vllm"),
-        level="load",
+        "generate", "Runner", "Runner: engine, generate, pipeline, generate_batch or vllm.",
+        choices=("generate", "pipeline", "generate_batch", "engine", "vllm"), level="load",
     )  # fmt: skip
     model: str = _axis(
-        "mini", "checkpoint: a hub id, a directory, 'mini' or 'tiny'", aliases=("model_id",), level="load"
-    )
-    revision: str | None = _axis(None, "branch, tag or commit of a hub checkpoint", level="load")
-    random_weights: bool = _axis(False, "true shapes, random weights: speed without a download", level="load")
+        "mini", "Model", "Hub id, directory, 'mini' or 'tiny'.", aliases=("model_id",), level="load"
+    )  # fmt: skip
+    revision: str | None = _axis(None, "Model", "Branch, tag or commit of a hub checkpoint.", level="load", rare=True)
+    random_weights: bool = _axis(False, "Model", "Use random weights of --model-shape: no download.", level="load")
     model_shape: str | None = _axis(
-        None, "with --random-weights", choices=("mini", "tiny", "270m", "1b", "4b", "12b", "27b"), level="load"
-    )
+        None, "Model", "Random shape: mini, tiny, 270m, 1b, 4b, 12b or 27b.", choices=_SHAPES, level="load"
+    )  # fmt: skip
     dtype: str = _axis(
-        "auto", "auto: bf16 on a GPU, fp32 on a CPU", aliases=("precision",),
+        "auto", "Model", "Precision; auto: bf16 on a GPU, fp32 on a CPU.", aliases=("precision", "torch_dtype"),
         choices=("auto", "bf16", "fp32", "fp16"), level="load",
     )  # fmt: skip
     quantization: str | None = _axis(
-        None, "quantise the weights on load; bnb-8bit and bnb-4bit are slow", choices=QUANTIZATION, level="load"
+        None, "Model", "Quantise weights: fp8, int8, int4, bnb-8bit or bnb-4bit.", choices=QUANTIZATION, level="load"
     )
     quantization_group_size: int | None = _axis(
-        None, "int4: input channels per scale; none: 128 if possible", level="load"
+        None, "Model", "Input channels per int4 scale; none: 128 if it fits.", level="load", rare=True
     )
-    device: str = _axis("auto", "auto, cpu, cuda, cuda:N or mps", level="load")
+    device: str = _axis("auto", "Model", "Device: auto, cpu, cuda, cuda:N or mps.", level="load")
     device_map: str | None = _axis(
-        None, "spread layers over devices (one works at a time)",
-        choices=("auto", "balanced", "balanced_low_0", "sequential"), level="load",
+        None, "Model", "Spread layers: auto, balanced, balanced_low_0, sequential.",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"), level="load", rare=True,
     )  # fmt: skip
-    max_memory: str | None = _axis(None, "with --device-map, e.g. '0=30GiB;cpu=60GiB'", level="load")
-    tp_plan: str | None = _axis(None, "tensor parallel, under torchrun", choices=("auto",), level="load")
-    tensor_parallel_size: int = _axis(1, "GPUs that share one model (tensor parallelism)", level="load", only="engine")
+    max_memory: str | None = _axis(
+        None, "Model", "Memory per device for --device-map: '0=30GiB;cpu=60GiB'.", level="load", rare=True
+    )
+    tp_plan: str | None = _axis(
+        None, "Runner", "Tensor parallelism of generate(), under torchrun.", choices=("auto",), level="load", rare=True
+    )
+    tensor_parallel_size: int = _axis(
+        1, "Engine", "GPUs that share one model.", aliases=("tp",), level="load", only="engine"
+    )
     attention: str = _axis(
-        "sdpa", "eager, sdpa, flex_attention, flash_attention_2/3/4 or a kernels-hub name", aliases=("attn_impl",)
-    )
-    vllm_attention: str | None = _axis(
-        None, "attention backend; with TRITON_ATTN image tokens see both ways, as in Gemma 3", level="load", only="vllm"
-    )
-    cache: str = _axis("dynamic", "KV cache; static is compiled for decode on a GPU", choices=("dynamic", "static"))
-    compile: str | None = _axis(
-        None, "torch.compile mode of the vision tower and the language model",
-        choices=("default", "reduce-overhead", "max-autotune"),
+        "sdpa", "Runner", "Attention of generate(): sdpa, eager, flex_attention, ...",
+        aliases=("attn_impl", "attn_implementation"),
     )  # fmt: skip
-    tf32: bool = _axis(False, "let float32 products use TF32")
-    batch_size: int = _axis(1, "requests per generate() call")
-    max_concurrency: int | None = _axis(None, "requests in flight at once; none: all of them", only="engine")
-    max_num_seqs: int = _axis(128, "requests that compute at once", only="engine")
-    gpu_memory_utilization: float = _axis(0.92, "maximum share of each GPU's memory", only="engine")
-    gpu_memory_gb: float | None = _axis(None, "maximum memory per GPU in GB (10^9 bytes)", only="engine")
-    kv_cache_gb: float | None = _axis(None, "KV cache per GPU in GB (10^9 bytes); none: free memory", only="engine")
+    vllm_attention: str | None = _axis(
+        None, "Runner", "Attention backend of vLLM; TRITON_ATTN matches Gemma 3.", level="load", only="vllm", rare=True
+    )
+    cache: str = _axis(
+        "dynamic", "Runner", "KV cache of generate(); static compiles GPU decoding.", choices=("dynamic", "static")
+    )
+    compile: str | None = _axis(
+        None, "Runner", "Compile mode: default, reduce-overhead or max-autotune.",
+        choices=("default", "reduce-overhead", "max-autotune"), rare=True,
+    )  # fmt: skip
+    tf32: bool = _axis(False, "Runner", "Use TF32 for float32 matrix products.", rare=True)
+    batch_size: int = _axis(1, "Runner", "Requests per generate() call.")
+    max_concurrency: int | None = _axis(None, "Engine", "Maximum requests in flight; none: no limit.", only="engine")
+    max_num_seqs: int = _axis(128, "Engine", "Maximum requests that compute at once.", only="engine")
+    gpu_memory_utilization: float = _axis(0.92, "Engine", "Maximum share of each GPU's memory.", only="engine")
+    gpu_memory_gb: float | None = _axis(
+        None, "Engine", "Maximum memory per GPU, GB (10^9 bytes).", only="engine", rare=True
+    )
+    kv_cache_gb: float | None = _axis(None, "Engine", "KV cache per GPU, GB; none: from free memory.", only="engine")
     kv_cache_dtype: str = _axis(
-        "auto", "data type of the KV cache; auto: the model's", choices=KV_CACHE_DTYPES, only="engine"
+        "auto", "Engine", "Data type of the KV cache; auto: the model's.", choices=KV_CACHE_DTYPES, only="engine"
     )
-    prefix_caching: bool = _axis(True, "requests that begin alike share what was computed", only="engine")
-    vision_cache_gb: float = _axis(1.0, "encoded views that are kept, in GB (10^9 bytes)", only="engine")
-    image_memory_gb: float = _axis(2.0, "decoded images in memory, in GB (10^9 bytes)", only="engine")
-    vision_batch_size: int = _axis(16, "views encoded at once", only="engine")
-    attention_backend: str = _axis(
-        "auto",
-        "kernels of paged attention; triton: ours, for NVIDIA GPUs; sdpa: PyTorch's, one sequence at a time",
-        choices=ATTENTION_BACKENDS,
+    prefix_caching: bool = _axis(
+        True, "Engine", "Reuse the KV cache of equal prompt prefixes.", aliases=("enable_prefix_caching",),
         only="engine",
+    )  # fmt: skip
+    vision_cache_gb: float = _axis(1.0, "Engine", "Cache of encoded views, GB.", only="engine", rare=True)
+    image_memory_gb: float = _axis(2.0, "Engine", "Memory for decoded images, GB.", only="engine", rare=True)
+    tpot_target_ms: float | None = _axis(
+        None, "Engine", "TPOT to keep by limiting prefill, ms; none: no limit.", only="engine"
     )
-    equal_views: bool = _axis(False, "batch requests with equal view counts together")
+    vision_batch_size: int = _axis(16, "Engine", "Maximum views encoded at once.", only="engine", rare=True)
+    attention_backend: str = _axis(
+        "auto", "Engine", "Paged attention; triton: NVIDIA GPUs only.", choices=ATTENTION_BACKENDS, only="engine",
+        rare=True,
+    )  # fmt: skip
+    equal_views: bool = _axis(False, "Runner", "Batch requests with equal view counts together.", rare=True)
     prefill_chunk_size: int | None = _axis(
-        None,
-        "prompt tokens per pass; generate() cuts image blocks (Transformers 5.17 drops images), the engine never",
-    )
-    pad_to_multiple_of: int | None = _axis(None, "pad prompts to a multiple of this many tokens")
+        None, "Engine", "Prompt tokens per pass; changes the answers of generate()."
+    )  # fmt: skip
+    pad_to_multiple_of: int | None = _axis(
+        None, "Runner", "Pad prompts to a multiple of this many tokens.", rare=True
+    )  # fmt: skip
     preprocess: str = _axis(
-        "cpu",
-        "where views are resized: cpu with Pillow, device with PyTorch as torchvision does",
-        choices=("cpu", "device"),
+        "cpu", "Runner", "Resize views with Pillow, or with PyTorch on the device.", choices=("cpu", "device"),
+        rare=True,
+    )  # fmt: skip
+    do_pan_and_scan: bool = _axis(True, "Pan and scan", "Add crops to the whole image.", flag="pan-and-scan")
+    pan_and_scan_min_crop_size: int = _axis(
+        256, "Pan and scan", "Minimum side of a crop, pixels.", flag="min-crop-size", aliases=("grid_min_crop_size",)
     )
-    do_pan_and_scan: bool = _axis(True, "crops besides the whole image")
-    pan_and_scan_min_crop_size: int = _axis(256, "pixels", aliases=("min_crop_size", "grid_min_crop_size"))
-    pan_and_scan_max_num_crops: int = _axis(4, "crops at most", aliases=("max_num_crops", "grid_max_crops"))
+    pan_and_scan_max_num_crops: int = _axis(
+        4, "Pan and scan", "Maximum crops per image.", flag="max-num-crops", aliases=("grid_max_crops",)
+    )
     pan_and_scan_min_ratio_to_activate: float = _axis(
-        1.2, "longer over shorter side, from which crops are taken", aliases=("min_ratio_to_activate", "grid_min_ratio")
+        1.2, "Pan and scan", "Minimum longer/shorter side for crops.", flag="min-ratio-to-activate",
+        aliases=("grid_min_ratio",),
+    )  # fmt: skip
+    max_new_tokens: int = _axis(128, "Generation", "Maximum output tokens.", aliases=("max_tokens",))
+    temperature: float = _axis(0.0, "Generation", "Sampling temperature; 0 is greedy.")
+    top_k: int | None = _axis(None, "Generation", "Sample from the k most probable tokens.")
+    top_p: float | None = _axis(None, "Generation", "Sample from the most probable tokens of this mass.")
+    min_p: float | None = _axis(
+        None, "Generation", "Drop tokens below this share of the most probable.", rare=True
+    )  # fmt: skip
+    repetition_penalty: float | None = _axis(
+        None, "Generation", "Penalty on repeated tokens; above 1 repeats less.", rare=True
     )
-    max_new_tokens: int = _axis(128, "output tokens at most")
-    temperature: float = _axis(0.0, "0 is greedy")
-    top_k: int | None = _axis(None, "sample from the k likeliest tokens")
-    top_p: float | None = _axis(None, "sample from the likeliest tokens of this mass")
-    min_p: float | None = _axis(None, "drop tokens less likely than this share of the likeliest")
-    repetition_penalty: float | None = _axis(None, "over 1: repeat less")
-    sampling_seed: int | None = _axis(None, "seed of the sampler")
-    ignore_eos: bool = _axis(False, "always max_new_tokens tokens, for speed measurements")
+    sampling_seed: int | None = _axis(None, "Generation", "Seed of the sampler.")
+    ignore_eos: bool = _axis(False, "Generation", "Ignore end tokens: always generate the full length.")
 
     def __post_init__(self) -> None:
         for axis in axes().values():
@@ -205,23 +248,23 @@ class Settings:
         self.pan_and_scan, self.sampling  # noqa: B018 - both check their values
 
     def _check_contradictions(self) -> None:
-        if self.random_weights != (self.model_shape is not None):
-            raise SettingError("--random-weights and --model-shape go together")
+        if self.random_weights and self.model_shape is None:
+            raise SettingError(f"--random-weights: no shape is given; add --model-shape {'|'.join(_SHAPES)}")
+        if self.model_shape is not None and not self.random_weights:
+            raise SettingError(f"--model-shape {self.model_shape}: requires --random-weights; add it, or use --model")
         if self.random_weights and self.model != "mini":
-            raise SettingError("--random-weights takes --model-shape instead of --model")
+            raise SettingError("--model: not supported with --random-weights; leave out one of them")
         for name in ("device_map", "tp_plan", "revision"):
             if self.random_weights and getattr(self, name) is not None:
-                raise SettingError(
-                    f"--random-weights are drawn in place: --{name.replace('_', '-')} does not go with it"
-                )
+                raise SettingError(f"--{axes()[name].flag}: not supported with --random-weights; leave it out")
         if self.device_map is not None and self.tp_plan is not None:
-            raise SettingError("--device-map and --tp-plan exclude each other")
+            raise SettingError("--tp-plan: not supported with --device-map; leave out one of them")
         if self.device_map is not None and self.device != "auto":
-            raise SettingError("--device-map and --device exclude each other: the map places the layers")
+            raise SettingError(f"--device {self.device}: --device-map places the layers; leave out one of them")
         self._check_quantization()
         self._check_tensor_parallel()
         if self.max_memory is not None and self.device_map is None:
-            raise SettingError("--max-memory needs --device-map")
+            raise SettingError("--max-memory: requires --device-map; add --device-map auto")
         for part in self.max_memory.split(";") if self.max_memory is not None else ():
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
                 raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
@@ -229,7 +272,7 @@ class Settings:
     def _check_quantization(self) -> None:
         kind, size = self.quantization, self.quantization_group_size
         if size is not None and kind != "int4":
-            raise SettingError(f"--quantization-group-size {size}: only --quantization int4 has groups")
+            raise SettingError(f"--quantization-group-size {size}: only int4 has groups; add --quantization int4")
         if size is not None and size not in GROUP_SIZES:
             sizes = _or([str(each) for each in GROUP_SIZES])
             raise SettingError(f"--quantization-group-size takes {sizes}; got {size}")
@@ -244,8 +287,8 @@ class Settings:
         for name in ("device_map", "tp_plan"):
             if getattr(self, name) is not None:
                 raise SettingError(
-                    f"--quantization {kind} and --{axes()[name].flag} exclude each other; use --runner engine with"
-                    " --tensor-parallel-size, or --quantization bnb-8bit or bnb-4bit"
+                    f"--{axes()[name].flag}: not supported with --quantization {kind}; use --tensor-parallel-size, or"
+                    " --quantization bnb-8bit or bnb-4bit"
                 )
 
     def _check_tensor_parallel(self) -> None:
@@ -253,7 +296,9 @@ class Settings:
             return
         for name in ("device_map", "tp_plan"):
             if getattr(self, name) is not None:
-                raise SettingError(f"--tensor-parallel-size and --{axes()[name].flag} exclude each other")
+                raise SettingError(
+                    f"--{axes()[name].flag}: not supported with --tensor-parallel-size; leave out one of them"
+                )
         if self.device.startswith("cuda:"):
             raise SettingError(
                 f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
@@ -297,21 +342,40 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is known of one setting. ``optional``: the word ``none`` stands for leaving it off."""
+    """One setting.
+
+    Args:
+        name: field of :class:`Settings`, YAML key and key in records.
+        kind: type of its values.
+        optional: whether the word ``none`` stands for leaving it off.
+        default: value without an option.
+        group: heading in ``--help``; one of :data:`GROUPS`.
+        help: line in ``--help``.
+        flag: option in ``--help`` and in errors, without dashes in front.
+        aliases: other accepted names.
+        choices: accepted values; empty if there are others.
+        level: whether it counts when a model is loaded, or for each call.
+        only: the one runner that has this setting; empty if several do.
+        rare: whether only ``--help-all`` lists it.
+    """
 
     name: str
     kind: type
     optional: bool
     default: Any
+    group: Group
     help: str
+    flag: str
     aliases: tuple[str, ...]
     choices: tuple[str, ...]
     level: Level
     only: str
+    rare: bool
 
     @property
-    def flag(self) -> str:
-        return self.name.replace("_", "-")
+    def spellings(self) -> tuple[str, ...]:
+        """Every accepted name, as an identifier."""
+        return tuple(dict.fromkeys((self.name, self.flag.replace("-", "_"), *self.aliases)))
 
 
 @cache
@@ -324,8 +388,7 @@ def axes() -> dict[str, Axis]:
         optional = isinstance(hint, UnionType)
         kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
         facts = dict(item.metadata)
-        if facts["only"]:
-            facts["help"] = f"{facts['only']}: {facts['help']}"
+        facts["flag"] = facts["flag"] or item.name.replace("_", "-")
         found[item.name] = Axis(item.name, kind, optional, item.default, **facts)
     return found
 
@@ -366,7 +429,7 @@ _REMOVED = frozenset({"fast_start"})
 
 @cache
 def _canonical() -> dict[str, str]:
-    return {spelling: axis.name for axis in axes().values() for spelling in (axis.name, *axis.aliases)}
+    return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
 
 
 def foreign_settings(runner: str) -> Collection[str]:
@@ -375,22 +438,50 @@ def foreign_settings(runner: str) -> Collection[str]:
     return lacking.get(runner, (*ENGINE_AXES, *VLLM_AXES))
 
 
-def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
-    """The runner for one request: the one that a flag names, or the preset, or the engine.
-
-    ``generate`` takes the engine's place where the engine lacks what a flag sets, or what the preset sets without
-    naming a runner.
+class RunnerChoice(NamedTuple):
+    """A runner, and why it was chosen.
 
     Args:
-        given: typed settings that the user gave.
+        runner: name of the runner.
+        reason: empty where the user or a preset names the runner.
+        option: option, with its value, that the engine does not support; empty without one.
+    """
+
+    runner: str
+    reason: str = ""
+    option: str = ""
+
+
+def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> RunnerChoice:
+    """Choose the runner for some settings: the one that they name, or the engine, or ``generate()``.
+
+    ``generate()`` replaces the engine where the engine does not support a given setting. It also does so for a preset
+    that names the engine, where an option overrides a setting of the preset.
+
+    Args:
+        given: typed settings that the user gave; a list or tuple holds the values of a sweep.
         preset: typed settings of a preset.
     """
     if "runner" in given:
-        return str(given["runner"])
-    named = str(preset.get("runner", "engine"))
-    asked = given if "runner" in preset else {**preset, **given}
-    lacks = any(asked.get(name, only) != only for name, only in ENGINE_LIMITS.items())
-    return "generate" if named == "engine" and lacks else named
+        return RunnerChoice(str(given["runner"]))
+    named = preset.get("runner")
+    if named not in (None, "engine"):
+        return RunnerChoice(str(named))
+    for name, value in (given if named else {**preset, **given}).items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if not _engine_takes(name, each):
+                option = f"--{axes()[name].flag} {each}"
+                return RunnerChoice("generate", f"the engine does not support {option}", option)
+    return RunnerChoice("engine", "" if named else "the default; it supports all your options")
+
+
+def _engine_takes(name: str, value: object) -> bool:
+    """Return whether the engine supports a value; it runs on CPUs and NVIDIA GPUs."""
+    if name == "device":
+        return value != "mps"
+    if name == "device_map":
+        return value is None
+    return name not in ENGINE_LIMITS or bool(value == ENGINE_LIMITS[name])
 
 
 def _or(words: Sequence[str]) -> str:
@@ -435,14 +526,29 @@ def recorded_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def axis_name(spelling: str) -> str:
-    """The canonical name of a setting, from any of its spellings."""
+    """Return the canonical name of a setting, from any of its spellings.
+
+    Raises:
+        SettingError: an unknown name, or another tool's without an equivalent; the message has the fix.
+    """
     key = spelling.lstrip("-").replace("-", "_")
-    if key not in _canonical():
-        raise SettingError(f"unknown setting {spelling!r}{nearest(key, _canonical())}")
-    return _canonical()[key]
+    if key in _canonical():
+        return _canonical()[key]
+    if key in SWITCHES:
+        name, value = SWITCHES[key]
+        raise SettingError(f"{spelling}: unknown setting; use {name}: {value}")
+    if (reason := foreign_option(key)) is not None:
+        raise SettingError(f"{spelling}: {reason}")
+    raise SettingError(f"unknown setting {spelling!r}{nearest(key, _canonical())}")
 
 
-_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+def foreign_option(spelling: str) -> str | None:
+    """Return what to use instead of an option of another tool; None for an unknown one."""
+    return FOREIGN_OPTIONS.get(spelling.lstrip("-").replace("-", "_"))
+
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""Words for the values of a setting that is on or off."""
 
 
 def parse_value(name: str, value: Any) -> Any:
@@ -465,6 +571,8 @@ def parse_value(name: str, value: Any) -> Any:
     text = str(value).strip()
     if allowed is not None:
         return allowed.parse(flag, text)
-    if axis.kind is bool and text.lower() not in _WORDS:
+    if axis.kind is bool and text.lower() not in BOOLEANS:
         raise SettingError(f"{flag} takes true or false; got {shorten(text)}")
-    return _WORDS[text.lower()] if axis.kind is bool else text
+    if axis.kind is bool:
+        return BOOLEANS[text.lower()]
+    return FOREIGN_VALUES.get(name, {}).get(text.removeprefix("torch."), text)

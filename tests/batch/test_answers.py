@@ -118,7 +118,7 @@ def test_names_that_are_not_unicode_survive_as_valid_json(tmp_path: Path) -> Non
 def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.jsonl"
     write(path, [answer(0)])
-    with pytest.raises(RecordsError, match="has answers already: go on with --resume, or start anew with --force"):
+    with pytest.raises(RecordsError, match="already has answers: continue with --resume, or replace them with --force"):
         opened(path)
     assert len(path.read_bytes().splitlines()) == 1
     for mode in ("force", "resume"):
@@ -129,7 +129,7 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
         file.hold(answer(1))
         assert list(file.records()) == []
     assert json.loads(file.header_path.read_bytes()) == {"schema": 2}
-    with pytest.raises(RecordsError, match="has answers already"):  # a held one is an answer
+    with pytest.raises(RecordsError, match="already has answers"):  # a held one is an answer
         opened(path)
     with opened(path, "force") as file:
         file.write(answer(2))

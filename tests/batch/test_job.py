@@ -32,7 +32,7 @@ OTHER = {
     "min_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.7, "kv_cache_gb": 1.0, "prefill_chunk_size": 64,
     "max_concurrency": 2, "pan_and_scan_min_ratio_to_activate": 2.0, "vision_cache_gb": 2.0,
     "attention_backend": "sdpa", "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "gpu_memory_gb": 8.0,
-    "kv_cache_dtype": "fp8", "quantization_group_size": 32,
+    "kv_cache_dtype": "fp8", "quantization_group_size": 32, "tpot_target_ms": 40.0,
 }  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
     assert [line["error"] is None for line in first] == [True, False]
     (tmp_path / "cache").rename(tmp_path / "lost")
     assert run(job) == 3
-    assert "s3://out/a.parquet.jsonl has answers already: continue with --resume" in capsys.readouterr().err
+    assert "s3://out/a.parquet.jsonl already has answers: continue with --resume" in capsys.readouterr().err
     store.refused = set()
     assert run([*job, "--resume", "--retry-failed"]) == 0
     rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
@@ -240,7 +240,7 @@ def test_a_store_that_refuses_answers_ends_the_job_early_and_none_is_lost(
     assert run(job) == 3
     said = capsys.readouterr().err
     assert "s3://out/a.jsonl.run.json: access denied (AccessDenied)" in said
-    assert "go on with: " in said
+    assert "resume with: " in said
     store.refuse_puts = False
     assert run([*job, "--resume"]) == 0
     assert [line["id"] for line in lines(store.buckets["out"]["a.jsonl"])] == ["s3://in/0.png", "s3://in/1.png"]

@@ -13,7 +13,7 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
 from panscan.bench.workload import DocumentFile, Item, Source, build_workload
-from panscan.cli.options import errors
+from panscan.cli.console import errors
 from panscan.cli.progress import SweepProgress
 from panscan.core import InputError
 from panscan.model.shapes import BUNDLED, SHAPES

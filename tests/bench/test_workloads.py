@@ -83,7 +83,9 @@ def test_what_the_user_says_wins_over_what_the_workload_sets() -> None:
     assert settings.tf32 and settings.ignore_eos
 
 
-@pytest.mark.parametrize("words", [["--max-nw-seqs", "4"], ["4"], ["--runner", "vllm"], ["--num-requests", "1"]])
+@pytest.mark.parametrize(
+    "words", [["--max-nw-seqs", "4"], ["4"], ["--runner", "vlm"], ["--runner", "engine,vllm"], ["--num-requests", "1"]]
+)
 def test_a_wrong_command_line_is_refused(words: list[str]) -> None:
     with pytest.raises(SettingError):
         parse("w1", "", ["--output", "x", *words], requests=4)

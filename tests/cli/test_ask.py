@@ -55,7 +55,8 @@ def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixtu
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
-    assert set(found) == {*names, "runner", "ttft_ms", "e2el_ms", "stages_ms"}
+    assert set(found) == {*names, "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
+    assert list(found["startup_ms"]) == ["import", "model"]
     assert found["runner"] == "engine"
     assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
     assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
@@ -104,8 +105,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stdin", "message"),
     [
-        (Terminal("typed"), "-p is missing"),
-        (None, "-p is missing"),
+        (Terminal("typed"), "-p: no prompt is given"),
+        (None, "-p: no prompt is given"),
         (io.StringIO(" \n"), "the prompt is empty"),
         (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"), "standard input is not UTF-8"),
         (io.StringIO("caf\udce9"), "not UTF-8"),
@@ -172,7 +173,7 @@ def test_what_a_preset_says_about_batches_is_left_out_with_a_note(
     assert run(["ask", "tall.png", "-p", QUESTION, "--preset", "p.yaml", "--json", *QUICK]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["crops"] == 2
-    assert "--preset p.yaml: left out, as panscan ask takes no batch_size, equal_views\n" in captured.err
+    assert "--preset p.yaml: ignoring batch_size, equal_views: not supported by panscan ask\n" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -201,8 +202,8 @@ def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(
     assert run(["ask", "square.jpg", "-p", QUESTION, "--preset", "p.yaml", *flags, "--json", *QUICK]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["runner"] == runner
-    assert (f"left out, as runner {runner} takes no {left_out}\n" in captured.err) == bool(left_out)
-    assert ("left out" in captured.err) == bool(left_out)
+    assert (f"ignoring {left_out}: not supported by runner {runner}\n" in captured.err) == bool(left_out)
+    assert ("ignoring" in captured.err) == bool(left_out)
 
 
 SCHEMA = {"enum": ["cash", "card"]}
@@ -241,7 +242,7 @@ def test_a_bad_schema_is_refused_before_a_model_loads(
 
 def test_the_help_says_which_runner_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ask", "--help"]) == 0
-    assert "[default: engine; generate where the engine lacks a setting]" in " ".join(capsys.readouterr().out.split())
+    assert "[default: engine, or generate where needed]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
@@ -259,12 +260,12 @@ def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
 def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ask", "square.jpg", "-p", QUESTION, "--device", "cpu", "--max-new-tokens", "6"]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("no --model given: running the bundled mini Gemma 3, trained to read made-up documents\n")
+    assert said.startswith("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents\n")
     assert "runner engine: 1 view, 144 image tokens, " in said
 
 
 def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
     text = "[bold]a[/x]\tb:c:d " + "long " * 40 + ":100:\r\n"
     result = Result("", text, [1, 2], "stop", 1, 0, 64, 80, Stamps(0.0, tokens=[0.1, 0.2]))
-    ask._show(result, "engine", as_json=False)
+    ask._show(result, {"import": 1.0, "model": 2.0}, "engine", as_json=False)
     assert capsys.readouterr().out == f"{text}\n"

@@ -21,9 +21,8 @@ import pytest
 from tests.conftest import noise
 
 from panscan.cli import batch
-from panscan.cli import progress as batch_progress
 from panscan.cli.main import run
-from panscan.cli.options import errors, typed_again
+from panscan.cli.options import typed_again
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.tiny import tiny_directory
@@ -110,11 +109,10 @@ def test_answers_that_wait_for_a_slower_one_survive_kill_9(
     site.open.set()
     capsys.readouterr()
     assert run(started(*words)) == 3
-    assert "a.jsonl has answers already: go on with --resume" in capsys.readouterr().err
+    assert "a.jsonl already has answers: continue with --resume" in capsys.readouterr().err
     assert run(started(*words, "--resume")) == 0
     captured = capsys.readouterr()
     assert captured.out == "4 answered: a.jsonl\n"
-    assert "answering: 1 of 1, " in captured.err
     lines = lines_of("a.jsonl")
     assert [line["id"] for line in lines] == ["00000", "00001", "00002", "00003"]
     assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: nobody asked again
@@ -144,7 +142,7 @@ def test_a_refused_start_changes_nothing(
     assert run(started(*arguments, *prompt, *output)) == 3
     said = capsys.readouterr().err
     assert reason in said
-    assert "go on with" not in said
+    assert "resume with" not in said
     assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
 
 
@@ -154,7 +152,7 @@ def test_a_setting_that_suits_no_document_is_said_once(folder: Path, capsys: pyt
     said = capsys.readouterr().err
     assert said.count("--vision-cache-gb 1e-09") == 1
     assert "failed" not in said
-    assert "go on with" not in said
+    assert "resume with" not in said
     assert [path.name for path in folder.iterdir()] == ["docs"]
 
 
@@ -193,7 +191,7 @@ def test_documents_under_other_names_are_not_asked_again(folder: Path, capsys: p
     assert run(started("../" + folder.name + "/docs", "-p", QUESTION, "-o", "a.jsonl", "--resume")) == 3
     said = capsys.readouterr().err
     assert "a.jsonl answers none of these documents (it has 'docs/0.png'," in said
-    assert "go on with" not in said
+    assert "resume with" not in said
     assert Path("a.jsonl").read_bytes() == before
 
 
@@ -219,7 +217,7 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     assert [(line["id"], line["error"]) for line in lines] == [("docs/0.png", None)]
     said = capsys.readouterr().err
     assert "panscan: the engine stopped: RuntimeError: a bug" in said
-    _, _, line = said.partition("go on with: ")
+    _, _, line = said.partition("resume with: ")
     words = shlex.split(line.partition("\npanscan: ")[0])
     assert words[-3:] == ["-p", "What's\tthe total?\n", "--resume"]
     assert run(words[1:]) == 0
@@ -234,7 +232,7 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
         ("docs -p - -o a", ["prompt"], ["-p", "Why?", "--resume"], "docs -o a"),
         ("--prompt - docs --force -oa", ["prompt"], ["-p", "Why?"], "docs --force -o a"),
         ("docs -p- --prompt=- --whole_files -o a", ["prompt"], [], "docs --whole-files -o a"),
-        ("--do-pan-and-scan --force -o a -- --force -x", ["force"], [], "--do-pan-and-scan=true -o a -- --force -x"),
+        ("--do-pan-and-scan --force -o a -- --force -x", ["force"], [], "--pan-and-scan=true -o a -- --force -x"),
         (
             "--max_new_tokens 4 --system --force docs --output a",
             [],
@@ -266,23 +264,3 @@ def test_the_line_to_go_on_with_keeps_debug() -> None:
     words = ["docs", "-p", "What?", "-o", "a", "--debug"]
     context = batch.command.make_context("batch", list(words), obj={"debug": False})
     assert typed_again(context) == words
-
-
-def test_a_log_has_a_line_soon_and_then_now_and_then(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(batch_progress, "_EVERY", 5)
-    monkeypatch.setattr(batch_progress, "now", lambda: clock[0])
-    assert batch_progress._so_far(1, 41, 2.0) == "1 of 41, 0.5/s, 0:01:20 left"
-    assert batch_progress._so_far(5000, 5000, 2.0) == "5000 of 5000, 2500/s, 0:00:00 left"
-    assert batch_progress._so_far(7, 5, 0.0).startswith("7 of 5, ")
-    with batch_progress.batch_progress(errors(), lambda: 30) as on_answer:
-        for number in range(1, 15):
-            clock[0] = {1: 4.0, 9: 33.9, 10: 34.0}.get(number, clock[0])
-            on_answer({"error": "gone" if number == 2 else None})
-    assert capsys.readouterr().err.splitlines() == [
-        "answering: 1 of 30, 0.25/s, 0:01:56 left",
-        "answering (1 failed): 6 of 30, 1.5/s, 0:00:16 left",
-        "answering (1 failed): 10 of 30, 0.29/s, 0:01:08 left",
-    ]

@@ -110,7 +110,7 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
     assert measured.header["command"] == ["panscan", *LAUNCHER]
     said = capsys.readouterr()
     assert said.err.count(reason) == 1, "each reason is said once"
-    assert f"4 cells skipped: {reason}" in said.out
+    assert f"4 settings skipped: {reason}" in said.out
     rows = rows_of(measured)
     assert [row["outcome"] for row in rows] == ["skipped"] * 4
     assert {row[column] for row in rows for column in LAUNCHER_COLUMNS} == {""}
@@ -246,8 +246,9 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
 def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--max-new-tokens", "2", "--num-samples", "3"]) == 0
     said = capsys.readouterr()
-    [model, documents, *_] = said.err.splitlines()
-    assert model.startswith("no --model given: running the bundled mini Gemma 3")
+    [model, runner, documents, *_] = said.err.splitlines()
+    assert model.startswith("no --model given: using the bundled mini Gemma 3")
+    assert runner == "runner: engine (the default; it supports all your options)"
     assert documents.startswith("no --images given: using the bundled sample documents")
     measured = only_run(folder)
     [requests] = measured.requests.values()
@@ -284,13 +285,30 @@ def test_resume_names_the_option_that_does_not_go_with_it(
 
 
 def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "docs/a.png", "-p", "x", "--prefill-chunk-size", "none,100", "--dtype", "fp32", *QUICK]) == 0
+    assert (
+        run(
+            [
+                "bench",
+                "docs/a.png",
+                "-p",
+                "x",
+                "--prefill-chunk-size",
+                "none,100",
+                "--runner",
+                "generate",
+                "--dtype",
+                "fp32",
+                *QUICK,
+            ]
+        )
+        == 0
+    )
     directory = only_run(folder).path.parent
     verdicts = [record["verdict"] for record in read_run(directory).verdicts.values()]
     assert sorted(verdicts) == ["different", "exact"]
     said = capsys.readouterr().out
     assert "1 exact, 1 different" in " ".join(said.split())
-    assert "The truth took" in said
+    assert "Computing the reference took" in said
     for name in ("summary.csv", "report.html"):
         text = (directory / name).read_text()
         assert "different" in text, name

@@ -23,7 +23,7 @@ import sys
 from panscan.cli.ask import _show
 from panscan.core import Result, Stamps
 result = Result("0", sys.argv[1], [1], "stop", 1, 0, 64, 70, Stamps(0.0))
-_show(result, "engine", as_json=sys.argv[2] == "json")
+_show(result, {}, "engine", as_json=sys.argv[2] == "json")
 """
 
 

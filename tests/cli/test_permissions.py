@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -21,34 +22,36 @@ TINY = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "-p", "Wh
 BATCH = ["batch", "a.png", "-o", "out/a.jsonl", *TINY]
 BENCH = ["bench", "a.png", "--warmup", "0", *TINY]
 
+# Each command as a user starts it, under umasks of its own, in one process: importing PyTorch takes seconds.
+COMMANDS = """
+import json, os, sys
+from panscan.cli.main import main
 
-@pytest.mark.parametrize(
-    ("words", "umask", "forbidden", "made"),
-    [
-        (BENCH, 0, stat.S_IWOTH, {"records.jsonl", "report.html", "summary.csv", "truth"}),
-        (BATCH, 0o077, stat.S_IRWXG | stat.S_IRWXO, {"out", "a.jsonl", "a.jsonl.run.json"}),
-    ],
-    ids=["bench", "batch"],
-)
-def test_the_umask_is_honoured_and_nothing_is_world_writable(
-    tmp_path: Path, words: list[str], umask: int, forbidden: int, made: set[str]
-) -> None:
+for umask, words in json.loads(sys.argv[1]):
+    os.umask(umask)
+    try:
+        main(words)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+
+
+def test_the_umask_is_honoured_and_nothing_is_world_writable(tmp_path: Path) -> None:
     noise(90, 60).save(tmp_path / "a.png")
     before = {tmp_path, *tmp_path.iterdir()}
-    environment = {**os.environ, "PANSCAN_CACHE": str(tmp_path / "cache")}
+    commands = json.dumps([(0, BENCH), (0o077, BATCH)])
     done = subprocess.run(
-        [sys.executable, "-m", "panscan", *words],
-        cwd=tmp_path,
-        env=environment,
-        umask=umask,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        [sys.executable, "-c", COMMANDS, commands], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "PANSCAN_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     created = set(tmp_path.rglob("*")) - before
-    assert made <= {path.name for path in created}
-    assert [path for path in created if path.stat().st_mode & forbidden] == []
+    private = {path for path in created if path.is_relative_to(tmp_path / "out")}
+    assert {"out", "a.jsonl", "a.jsonl.run.json"} <= {path.name for path in private}
+    assert {"records.jsonl", "report.html", "summary.csv", "truth"} <= {path.name for path in created - private}
+    assert [path for path in created if path.stat().st_mode & stat.S_IWOTH] == []
+    assert [path for path in private if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)] == []
 
 
 def test_the_fallback_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

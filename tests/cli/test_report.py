@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Path:
 def test_a_page_in_the_run_s_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(home)]) == 0
     assert capsys.readouterr() == (f"{home / 'report.html'}\n", "")
-    assert "Recommended: cell" in (home / "report.html").read_text("utf-8")
+    assert "<h1>Use " in (home / "report.html").read_text("utf-8")
     before = (home / "report.html").read_bytes()
     assert run(["report", str(home / "records.jsonl"), "-o", str(home / "other.html")]) == 0
     assert (home / "other.html").read_bytes() == before
@@ -45,8 +45,10 @@ def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(["report", str(home), "--format", "png", "-o", str(home / "new" / "figures")]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert [path.name for path in written] == [
+        "report-decision-throughput.png",
+        "report-decision-e2e-latency-p95.png",
         "report-throughput-batch-size.png",
-        "report-p95-e2e-latency-batch-size.png",
+        "report-e2e-latency-p95-batch-size.png",
     ]
     assert all(path.parent == home / "new" / "figures" and path.stat().st_size > 1000 for path in written)
 
@@ -56,7 +58,7 @@ def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, capsys: 
     assert run(["report", str(tmp_path)]) == 0
     assert capsys.readouterr() == (f"{tmp_path / 'report.html'}\n", "no cell is finished yet\n")
     text = (tmp_path / "report.html").read_text("utf-8")
-    assert "No cell was measured." in text
+    assert "Nothing was measured." in text
     assert "1 requests of repeats that were in flight when the run was stopped are left out" in text
 
 

@@ -379,11 +379,18 @@ class Llm:
 
     def __init__(self, **told: Any) -> None:
         self.told, self.calls = told, []
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
+        self.busy = 0  # resets of the prefix cache that find blocks in use
+        self.llm_engine = SimpleNamespace(
+            engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
+            reset_encoder_cache=lambda: self.calls.append("reset encoder"),
+        )
         Llm.started.append(self)
 
-    def reset_prefix_cache(self) -> None:
-        self.calls.append("reset")
+    def reset_prefix_cache(self) -> bool:
+        self.busy -= 1
+        if self.busy < 0:
+            self.calls.append("reset")
+        return self.busy < 0
 
     def reset_mm_cache(self) -> None:
         self.calls.append("reset mm")
@@ -422,7 +429,25 @@ def test_all_requests_are_one_call_from_empty_caches(vllm_runner: VllmRunner, ti
     ]
     found = vllm_runner.run(requests)
     assert [(each.id, each.views, each.token_ids) for each in found] == [("one", 4, [5, 6]), ("two", 0, [5, 6, 7])]
-    assert Llm.started[0].calls == ["reset", "reset mm", "generate"]
+    assert Llm.started[0].calls == ["reset mm", "reset encoder", "reset", "generate"]
+    assert vllm_runner.answer(requests)[1].token_ids == [5, 6, 7]
+    assert Llm.started[0].calls[4:] == ["generate"], "caches stay"
+
+
+def test_a_prefix_cache_in_use_is_reset_once_its_blocks_are_free(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:
+    Llm.started[0].busy = 2
+    vllm_runner.run([tiny.request("What?")])
+    assert Llm.started[0].calls.count("reset") == 1
+    Llm.started[0].busy = 1000
+    with pytest.raises(PanscanError, match="did not empty its prefix cache"):
+        vllm_runner.run([tiny.request("What?")])
+
+
+def test_given_options_win_over_those_of_the_settings(vllm_runner: VllmRunner) -> None:
+    own = VllmRunner(vllm_runner.settings, {"max_model_len": 77, "enable_prefix_caching": False})
+    own.configure(own.settings)
+    plain, told = (each.told for each in Llm.started)
+    assert told == plain | {"max_model_len": 77, "enable_prefix_caching": False} == own.arguments
 
 
 def test_other_views_start_another_llm(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:

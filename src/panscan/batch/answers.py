@@ -177,7 +177,7 @@ class AnswerFile:
 
     def _go_on(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         if mode == "new":
-            raise RecordsError(f"{self.path} has answers already: go on with --resume, or start anew with --force")
+            raise RecordsError(f"{self.path} already has answers: continue with --resume, or replace them with --force")
         self.begun_with = self._header()
         if (reason := check(self.begun_with, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")

@@ -139,7 +139,7 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
             _refuse_older_spool(target.url, target.path)
         return
     if mode == "new":
-        raise RecordsError(f"{target.url} has answers already: continue with --resume, or replace them with --force")
+        raise RecordsError(f"{target.url} already has answers: continue with --resume, or replace them with --force")
     try:
         target.path.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (".run.json", ".ledger.json", ""):  # the answers last: with them, the spool is complete

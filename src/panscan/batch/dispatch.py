@@ -197,7 +197,7 @@ class _StreamedTasks:
         self._unsure.clear()
 
     def _done(self, number: int, task: Task, result: Result) -> None:
-        record = _record(task.item, result)
+        record = _record(task.item, self._job.settings.model_name, result)
         self._on_answer(record)
         self._lines.add(number, task, record)
 
@@ -248,8 +248,8 @@ class _OrderedWriter:
             self._turn += 1
 
 
-def _record(item: BatchItem, result: Result) -> Record:
-    """An answer's line. What depends on the run, and not only on what was asked, comes last."""
+def _record(item: BatchItem, model: str, result: Result) -> Record:
+    """Return the line of an answer. Fields that vary between runs of the same job come last."""
     failed = result.error is not None
     stamps = result.stamps
     seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
@@ -257,6 +257,7 @@ def _record(item: BatchItem, result: Result) -> Record:
         "id": item.id,
         "image": list(item.named),
         **({} if item.question is None else {"question": item.question}),
+        "model": model,
         "answer": None if failed else result.text,
         "finish_reason": result.finish_reason,
         "views": result.views,

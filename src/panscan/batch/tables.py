@@ -23,7 +23,8 @@ _TEXT_ROWS = 1000
 _BUFFER_BYTES = 8 * 2**20
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
 _ANSWERS = {
-    "id": "string", "image": "list", "question": "string", "answer": "string", "finish_reason": "string",
+    "id": "string", "image": "list", "question": "string", "model": "string", "answer": "string",
+    "finish_reason": "string",
     "views": "int32", "crops": "int32", "image_tokens": "int32", "prompt_tokens": "int32", "output_tokens": "int32",
     "error": "string", "cached_tokens": "int32", "ttft_ms": "float64", "e2el_ms": "float64",
     "retries": "int32",

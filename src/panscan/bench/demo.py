@@ -1,4 +1,4 @@
-"""The demo: the bundled model reads the same documents without pan and scan, and with more and more crops."""
+"""The demo: the bundled model reads the same documents without and with pan and scan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from panscan import report
-from panscan.analysis.cells import shown, told_of
 from panscan.analysis.recommend import Recommendation, preset_text, recommend, write_preset
 from panscan.bench.grid import build_cells, merge_equal_work
 from panscan.bench.plan import Observer, SweepPlan
@@ -17,37 +16,19 @@ from panscan.bench.run import new_directory, start
 from panscan.bench.workload import Source, load_workload, views_of
 from panscan.core import InputError, SettingError
 from panscan.images.samples import write_samples
-from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run
-from panscan.records.summary import cell_metrics
 
-__all__ = ["Demo", "DemoCell", "DemoObserver", "run_demo"]
+__all__ = ["Demo", "DemoObserver", "run_demo"]
 
 _FLAGS = {
     "--runner": ["engine"],
     "--max-new-tokens": ["32"],
-    "--do-pan-and-scan": ["false", "true"],
+    "--pan-and-scan": ["false", "true"],
     "--min-crop-size": ["256"],
-    "--grid-max-crops": ["2", "3", "4", "6"],
+    "--max-num-crops": ["2", "4"],
 }
-_GOOD = 0.9  # share of right answers
-
-
-@dataclass(frozen=True, slots=True)
-class DemoCell:
-    """What one cell of a demo achieved.
-
-    Args:
-        cell: its id.
-        max_crops: as text, with those of its aliases; None without pan and scan.
-        accuracy: share of right answers, and the number of questions.
-        throughput: requests per second; None if it was not measured.
-    """
-
-    cell: str
-    max_crops: str | None
-    accuracy: Quality
-    throughput: float | None
+_REPEATS = 3
+_VERIFY_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +41,6 @@ class Demo:
         documents: the folder of the documents.
         preset: the file of the recommended settings.
         recommendation: the cell that the preset was made from.
-        cells: the cells with scored answers, in the order of the sweep.
     """
 
     run: Run
@@ -68,11 +48,10 @@ class Demo:
     documents: Path
     preset: Path
     recommendation: Recommendation
-    cells: tuple[DemoCell, ...]
 
 
 class DemoObserver(Protocol):
-    """Follows a demo, for people to watch."""
+    """Receives the progress of a demo."""
 
     def step(self, command: Sequence[str]) -> None:
         """A step starts; ``command`` is the command line that does the same."""
@@ -117,21 +96,17 @@ def run_demo(directory: Path, *, count: int, seed: int, again: bool, observer: D
     gallery = run_directory / report.GALLERY_NAME
     report.write_gallery(run, gallery)
     observer.gallery_written(gallery)
-    cells = _cells(run)
-    # The fastest cell that is nearly always right, if there is one; else the rules for any run.
-    limit = _GOOD if any(each.accuracy.mean >= _GOOD for each in cells) else None
-    limited = () if limit is None else ("--min-quality", limit)
-    observer.step(_line("recommend", run_directory, *limited, "-o", preset))
-    recommendation = recommend(run, min_quality=limit)
+    observer.step(_line("recommend", run_directory, "-o", preset))
+    recommendation = recommend(run)
     write_preset(preset_text(run, recommendation), preset)
-    return Demo(run, run_directory, documents, preset, recommendation=recommendation, cells=cells)
+    return Demo(run, run_directory, documents, preset, recommendation=recommendation)
 
 
 def _check(directory: Path, runs: Path, *, again: bool) -> None:
     if runs.exists() and not runs.is_dir():
         raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
     if runs.exists() and not again:
-        raise SettingError(f"{directory} holds a demo already: name another folder, or --again")
+        raise SettingError(f"{directory} already holds a demo: choose another folder, or replace it with --again")
 
 
 def _line(*words: object) -> list[str]:
@@ -155,7 +130,8 @@ def _measure(questions: Path, runs: Path, observer: DemoObserver) -> tuple[Run, 
 def _bench_command(questions: Path, runs: Path) -> list[str]:
     """Return the command line that makes the plan of :func:`_plan`."""
     flags = [word for flag, values in _FLAGS.items() for word in (flag, ",".join(values))]
-    return _line("bench", "--dataset", questions, *flags, "--include-content", "--output-dir", runs)
+    options = ("--repeats", _REPEATS, "--verify-requests", _VERIFY_REQUESTS, "--include-content", "--output-dir", runs)
+    return _line("bench", "--dataset", questions, *flags, *options)
 
 
 def _plan(questions: Path) -> SweepPlan:
@@ -169,19 +145,9 @@ def _plan(questions: Path) -> SweepPlan:
         cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
         source=source,
+        repeats=_REPEATS,
+        verify_requests=_VERIFY_REQUESTS,
         include_content=True,
         dataset=workload.dataset,
         quality_metric=workload.quality_metric(None),
     )
-
-
-def _cells(run: Run) -> tuple[DemoCell, ...]:
-    found = []
-    for cell, settings in run.cells.items():
-        accuracy, metrics = quality_of(run, cell), cell_metrics(run, cell)
-        if accuracy is not None:
-            most = shown(told_of(run, cell)["pan_and_scan_max_num_crops"])
-            crops = most if settings["do_pan_and_scan"] else None
-            throughput = None if metrics is None else metrics.values["request_throughput"]
-            found.append(DemoCell(cell, crops, accuracy, throughput))
-    return tuple(found)

@@ -12,9 +12,9 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.presets.parse import MAX_VALUES, Axes, load_preset, parse_axes
-from panscan.settings import ALL_AT_ONCE, Settings, axes, foreign_settings
+from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
 
-__all__ = ["MAX_CELLS", "Cell", "build_cells", "merge_equal_work", "without_pan_and_scan"]
+__all__ = ["MAX_CELLS", "Cell", "build_cells", "merge_equal_work", "sweep_runners"]
 
 MAX_CELLS = 10_000
 """Cells of a sweep; each is measured for seconds at least."""
@@ -46,14 +46,15 @@ class Cell:
 
 
 def build_cells(
-    flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = ()
+    flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = (), choose: bool = False
 ) -> list[Cell]:
-    """Every combination of values, in the order given; equal cells once.
+    """Return every combination of values, in the order given; equal cells once.
 
     Args:
         flags: setting (any spelling) -> values, from the command line; they win over the file, the file over presets.
         file: axes from a YAML file.
         presets: each is combined with all other axes.
+        choose: whether cells without a runner get the one of :func:`panscan.settings.choose_runner`, not ``generate``.
 
     Raises:
         SettingError: an unknown setting or value, settings that contradict each other, or more than
@@ -70,13 +71,42 @@ def build_cells(
         raise SettingError(f"the sweep has {count:,} cells, the limit is {MAX_CELLS:,}: give fewer values ({many})")
     for preset, base in bases:
         chosen = {**base, **over}
+        if choose and (runner := _runner_choice(over, base)) is not None:
+            chosen["runner"] = [runner.runner]
         for values in product(*chosen.values()):
             cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)), preset)
             cells.setdefault(cell.id, cell)
     crops = [name for name in over if name in _CROP_AXES]
     if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):
-        raise SettingError(f"--no-pan-and-scan contradicts --{crops[0].replace('_', '-')}")
+        raise SettingError(
+            f"--{axes()[crops[0]].flag}: there are no crops with --no-pan-and-scan; leave out one of them"
+        )
     return list(cells.values())
+
+
+def sweep_runners(
+    flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = ()
+) -> list[RunnerChoice]:
+    """Return the runner of each preset's cells where ``build_cells(choose=True)`` chooses it, and why.
+
+    All cells of a preset have one runner, so that they differ in the swept settings only. The arguments are those of
+    :func:`build_cells`.
+
+    Raises:
+        SettingError: an unknown setting, value or preset.
+    """
+    over = {**(file or {}), **parse_axes(flags)}
+    bases = [load_preset(name) for name in presets] or [{}]
+    choices = [_runner_choice(over, base) for base in bases]
+    return [each for each in choices if each is not None]
+
+
+def _runner_choice(over: Axes, base: Axes) -> RunnerChoice | None:
+    """Choose the runner of a preset's cells; None if the user names it, or the preset names several."""
+    named = base.get("runner", [])
+    if "runner" in over or len(named) > 1:
+        return None
+    return choose_runner(over, {**base, "runner": named[0]} if named else base)
 
 
 def merge_equal_work(cells: Sequence[Cell], views: Callable[[Settings], Hashable]) -> list[Cell]:
@@ -105,17 +135,6 @@ def _work(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
         return cell.id
     idle = {name: axes()[name].default for name in (*_CROP_AXES, "do_pan_and_scan")}
     return replace(cell.settings, **idle), seen
-
-
-def without_pan_and_scan(flags: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return the flags with pan and scan off, as ``--no-pan-and-scan`` asks.
-
-    Raises:
-        SettingError: ``do_pan_and_scan`` has another value.
-    """
-    if flags.get("do_pan_and_scan", ["false"]) != ["false"]:
-        raise SettingError("--no-pan-and-scan contradicts --do-pan-and-scan")
-    return {**flags, "do_pan_and_scan": ["false"]}
 
 
 _GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "device_map": ("max_memory",)}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
     from panscan.runners.base import Runner
 
-__all__ = ["measure", "run_sweep"]
+__all__ = ["compiles", "measure", "run_sweep"]
 
 _WARM = 4  # requests of an engine's warm-up
 
@@ -227,7 +227,7 @@ def measure(
 
 def _warmup(plan: SweepPlan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:
     """Batches that are run and thrown away. The engine's only batch holds all requests: some of them warm it too."""
-    if plan.warmup and _compiles(settings):
+    if plan.warmup and compiles(settings):
         return todo
     if settings.runner in ALL_AT_ONCE:
         return [todo[0][:_WARM]] * plan.warmup
@@ -293,6 +293,6 @@ def _classify(error: Exception) -> tuple[str, str]:
     return "failed", text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
 
 
-def _compiles(settings: Settings) -> bool:
-    """Whether each new prompt length may cost a compilation, which warm-up must pay instead of the measurement."""
+def compiles(settings: Settings) -> bool:
+    """Return whether a new prompt length may be compiled, which belongs in the warm-up."""
     return settings.compile is not None or settings.cache == "static" or settings.attention == "flex_attention"

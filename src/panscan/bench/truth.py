@@ -126,7 +126,7 @@ def compute_truth(
             loaded,
             requests,
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
-            lambda done: on_step(f"truth: {done} of {len(requests)} requests"),
+            lambda done: on_step(f"computing the reference: {done} of {len(requests)} requests"),
         )
         found = [_truth_request(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
     return Truth(*names, found)

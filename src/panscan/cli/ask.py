@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
-from rich.text import Text
 
+from panscan.cli.console import echo, errors, import_libraries, say_mini, show_warnings
+from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
+    RUNNER_DEFAULT,
     axis_options,
     chosen_settings,
     common_options,
-    echo,
-    errors,
-    import_libraries,
     json_schema_option,
     max_pages_option,
+    preset_option,
     read_json_schema,
     read_prompt,
-    say_mini,
-    show_warnings,
+    say_runner,
     url_options,
     utf8,
 )
-from panscan.core import Request, Result, Sampling, SettingError, escape_controls
-from panscan.settings import ENGINE_LIMITS, Settings, axes
+from panscan.cli.verb import option, verb
+from panscan.core import Request, Result, Sampling, SettingError, now
+from panscan.core.activity import activity
+from panscan.settings import ENGINE_LIMITS, RunnerChoice, Settings, axes
 
 __all__ = ["command"]
 
 _NOT_HERE = ("batch_size", "equal_views", "max_concurrency", "max_num_seqs")
-_DEFAULTS = {"runner": "engine; generate where the engine lacks a setting"}
 
 EPILOG = """\b
 Examples
@@ -43,25 +46,25 @@ Examples
 """
 
 
-@click.command("ask", epilog=EPILOG, short_help="Ask about images or PDF pages, and see where the time went.")
+@verb("ask", EPILOG)
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
-@click.option("--system", help="A system message.")
-@click.option("--raw-prompt", is_flag=True, help="The prompt as it is, with <start_of_image>: for base checkpoints.")
-@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
+@option("Input", "--system", help="System message.")
+@option("Input", "--raw-prompt", is_flag=True, rare=True, help="Skip the turn template; mark images in the prompt.")
+@preset_option
+@option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
 @json_schema_option
 @url_options
 @max_pages_option
-@axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
+@axis_options(leave_out=_NOT_HERE, defaults=RUNNER_DEFAULT)
 @common_options
 def command(**options: Any) -> None:
-    """Ask one question about images, all of them in one prompt; every page of a PDF or TIFF is an image."""
+    """Answer one question about images. Each page of a PDF or TIFF is an image; all go into one prompt."""
     show_warnings(errors())
     prompt = read_prompt(options["prompt"])
-    settings = _settings(options)
+    settings, choice = _settings(options)
     sampling = _sampling(options["json_schema"], settings)
-    from panscan.images.files import expand_images
+    from panscan.images.files import Page, expand_images
 
     request = Request(
         prompt=prompt,
@@ -76,42 +79,55 @@ def command(**options: Any) -> None:
     request = replace(request, images=expand_images(request.images, max_pages=request.max_pages))
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
-    _show(_answer(request, settings), settings.runner, as_json=options["as_json"])
+    say_runner(choice)
+    DemonstrationWarning(settings).check(image.name if isinstance(image, Page) else "" for image in request.images)
+    result, startup = _answer(request, settings)
+    _show(result, startup, settings.runner, as_json=options["as_json"])
 
 
-def _answer(request: Request, settings: Settings) -> Result:
-    """The result of one request.
+def _answer(request: Request, settings: Settings) -> tuple[Result, dict[str, float]]:
+    """Return the result of one request, and the seconds of each startup step.
 
     Raises:
         PanscanError: the model cannot be loaded, or the request failed.
     """
-    import_libraries()
-    loading = Text(escape_controls(f"loading {settings.model_name}"))
-    if settings.runner == "engine":
-        from panscan.engine.engine import Engine
-
-        with errors().status(loading):
-            engine = Engine.from_settings(settings)
-        with engine, errors().status("reading"):
-            [result] = engine.generate([request], progress=False)
-    else:
-        from panscan.runners.factory import ready_runner
-
-        with errors().status(loading):
-            runner = ready_runner(settings)
-        with errors().status("reading"):
-            [result] = runner.run([request])
+    check_checkpoint(settings)
+    startup: dict[str, float] = {}
+    with ExitStack() as stack:
+        with _timed(startup, "import"), activity("importing PyTorch and Transformers"):
+            import_libraries()
+            from panscan.bench.sweep import compiles
+            from panscan.engine.engine import Engine
+            from panscan.runners.factory import ready_runner
+        with _timed(startup, "model"), activity(f"loading {settings.model_name}"):
+            answer: Callable[[list[Request]], list[Result]]
+            if settings.runner == "engine":
+                answer = partial(stack.enter_context(Engine.from_settings(settings)).generate, progress=False)
+            else:
+                answer = stack.enter_context(closing(ready_runner(settings))).run
+        if compiles(settings):
+            with _timed(startup, "compile"), activity("compiling"):
+                answer([replace(request, sampling=replace(request.sampling, max_new_tokens=2))])
+        with activity("answering"):
+            [result] = answer([request])
     if result.error is not None:
         raise result.error
-    return result
+    return result, startup
 
 
-def _settings(options: dict[str, Any]) -> Settings:
-    """Return the settings; the engine gets room for the one request."""
-    chosen = chosen_settings(options, "ask", _NOT_HERE)
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = now()
+    yield
+    seconds[name] = now() - started
+
+
+def _settings(options: dict[str, Any]) -> tuple[Settings, RunnerChoice]:
+    """Return the settings, and why they have their runner; the engine gets room for the one request."""
+    chosen, choice = chosen_settings(options, "ask", _NOT_HERE)
     if chosen["runner"] == "engine":
         chosen["max_num_seqs"] = 1
-    return Settings(**chosen)
+    return Settings(**chosen), choice
 
 
 def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
@@ -130,7 +146,7 @@ def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
     return replace(settings.sampling, json_schema=read_json_schema(json_schema, ignore_eos=settings.ignore_eos))
 
 
-def _show(result: Result, runner: str, *, as_json: bool) -> None:
+def _show(result: Result, startup: dict[str, float], runner: str, *, as_json: bool) -> None:
     if as_json:
         fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
         shown = {name: getattr(result, name) for name in fields} | {"runner": runner}
@@ -138,9 +154,10 @@ def _show(result: Result, runner: str, *, as_json: bool) -> None:
         seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
         shown["stages_ms"] = {name: round(value, 3) for name, value in result.stages_ms.items()}
+        shown["startup_ms"] = {name: round(1e3 * value, 3) for name, value in startup.items()}
         echo(json.dumps(shown, ensure_ascii=False))
         return
     from panscan.cli.tables import print_result
 
     echo(result.text)
-    print_result(result, runner, errors())
+    print_result(result, startup, runner, errors())

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from panscan.cli.console import echo, errors, import_libraries, out, say_mini, show_warnings
 from panscan.cli.options import (
     axis_options,
     common_options,
-    echo,
-    errors,
     given_values,
     max_pages_option,
     one_preset,
-    out,
+    preset_option,
     read_prompt,
-    say_mini,
-    show_warnings,
     url_options,
     utf8,
 )
+from panscan.cli.verb import option, verb
 from panscan.core import Request, SettingError
+from panscan.core.activity import activity
 from panscan.settings import Settings
 
 if TYPE_CHECKING:
@@ -58,18 +57,19 @@ Examples
 """
 
 
-@click.command("attention", epilog=EPILOG, short_help="Draw which positions of a prompt attend to which.")
+@verb("attention", EPILOG)
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
-@click.option("--system", help="A system message.")
-@click.option("--raw-prompt", is_flag=True, help="Skip the turn template; <start_of_image> marks each image.")
-@click.option(
-    "--attention", "--attn-impl", "--attn-implementation", "implementations", default="sdpa,engine", show_default=True,
-    help="Implementations to compare with eager, comma-separated; 'engine' is panscan's.",
+@option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
+@option("Input", "--system", help="System message.")
+@option("Input", "--raw-prompt", is_flag=True, help="Skip the turn template; mark images in the prompt.")
+@option(
+    "Runner", "--attention", "--attn-impl", "--attn-implementation", "implementations", default="sdpa,engine",
+    show_default=True, shown="--attention NAMES",
+    help="Implementations to compare with eager.",
 )  # fmt: skip
-@click.option("-o", "--output", help=f"The PNG file.  [default: {_PICTURE}]")
-@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; draws only with --output.")
+@option("Output", "-o", "--output", metavar="FILE", help=f"Picture to write.  [default: {_PICTURE}]")
+@preset_option
+@option("Output", "--json", "as_json", is_flag=True, help="Print JSON; draws only with --output.")
 @url_options
 @max_pages_option
 @axis_options(_SETTINGS)
@@ -84,9 +84,9 @@ def command(**options: Any) -> None:
     prompt = read_prompt(options["prompt"])
     names = [name.strip() for name in options["implementations"].split(",")]
     settings = Settings(**{**one_preset(options["preset"], "attention", _SETTINGS), **given_values(options)})
+    import_libraries()
     from panscan.attention_map.measure import check_names, measure
     from panscan.images.files import expand_images
-    from panscan.model.runtime import quiet_libraries
 
     check_names(names)
     images = expand_images(options["images"], max_pages=options["max_pages"])
@@ -101,8 +101,7 @@ def command(**options: Any) -> None:
     )
     if settings == Settings() and options["model"] is None:
         say_mini()
-    quiet_libraries()
-    with errors().status("measuring attention"):
+    with activity("measuring attention"):
         shown = measure(request, settings, names)
     if place is not None:
         _save(shown, place)

@@ -11,31 +11,30 @@ from itertools import chain
 from typing import Any
 
 import click
-from rich.text import Text
 
+from panscan.cli.console import errors, first_process, import_libraries, out, say_mini, show_warnings
+from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
+    RUNNER_DEFAULT,
     InRange,
     axis_options,
+    chosen_settings,
     common_options,
-    errors,
     external_images_option,
-    first_process,
     given_values,
-    import_libraries,
     json_schema_option,
     max_pages_option,
-    one_preset,
-    out,
+    preset_option,
     read_json_schema,
     read_prompt,
-    say_mini,
-    show_warnings,
+    say_runner,
     storage_option,
     typed_again,
     url_options,
     utf8,
 )
 from panscan.cli.progress import batch_progress
+from panscan.cli.verb import option, verb
 from panscan.core import (
     ImageError,
     ModelError,
@@ -46,79 +45,72 @@ from panscan.core import (
     escape_controls,
     now,
 )
+from panscan.core.activity import activity
 from panscan.core.ranges import Range
-from panscan.settings import Settings, axes, foreign_settings
+from panscan.settings import VLLM_AXES, Settings
 
 __all__ = ["command"]
 
-_NOT_HERE = ("runner", *foreign_settings("engine"))
+_NOT_HERE = (*VLLM_AXES, "tp_plan", "equal_views")
 _LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
 _PRICE = InRange(Range(above=0, most=1_000_000))
 _REPLICAS = InRange(Range(whole=True, least=1, most=1024))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
-EPILOG = """\b
+EPILOG = """\
+Documents without an answer are asked again with --resume, after any interruption.
+Beside answers.jsonl, answers.jsonl.run.json has the prompt, settings and versions, which
+--resume must repeat, and answers.jsonl.ledger.json counts pages, tokens and time.
+See docs/batch.md for Parquet, object stores and the other files.
+
+\b
 Examples
   panscan batch scans/ -p "What is the total?" -o answers.jsonl
   panscan batch "contracts/**/*.pdf" -p "Who signs?" --whole-files -o signers.jsonl
   panscan batch questions.jsonl -o answers.jsonl --model google/gemma-3-4b-it
   panscan batch scans/ -p "What is the total?" -o answers.jsonl --resume
-  panscan batch s3://bucket/scans -p "What is the total?" -o s3://bucket/totals.parquet --cost-per-hour 2.5
   panscan batch pages.parquet --prompt-column question -o answers.parquet
-
-One JSON object a line, in the order of the documents; what a later --resume adds comes behind, and what it asks again
-takes the place of what had failed. Beside it, answers.jsonl.run.json says how it was made (prompt, settings, versions):
---resume goes on with the same only. What may change on the way are the engine's sizes (--max-num-seqs, --kv-cache-gb,
-...), --device, --order, --limit and the documents, which are known by their names as you type them. While a job is not
-done, answers.jsonl.held keeps answers that wait for a slower one before them. Half a line that a crash left at the end
-moves to answers.jsonl.torn. The ledger, answers.jsonl.ledger.json, counts pages, tokens, retries and time.
-
-Answers for a Parquet file or an object store are written to JSON Lines on this machine first; see docs/batch.md.
+  panscan batch s3://bucket/scans -p "What is the total?" -o s3://bucket/totals.parquet
 """
 
 
-@click.command("batch", epilog=EPILOG, short_help="Ask about many documents; goes on where it was stopped.")
-@click.argument("sources", nargs=-1, required=True, metavar="DIR|GLOB|FILE|URL|QUESTIONS.jsonl|PAGES.parquet...")
-@click.option(
-    "-o", "--output", default="answers.jsonl", show_default=True, metavar="FILE|URL",
-    help="File or object for the answers (.parquet, else JSONL).",
+@verb("batch", EPILOG)
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
+@option("Input", "--system", help="System message for every request.")
+@option("Input", "--raw-prompt", is_flag=True, rare=True, help="Skip the turn template; mark images in the prompt.")
+@option("Input", "--whole-files", is_flag=True, help="Send all pages of a file in one request.")
+@option("Input", "--limit", type=_LIMIT, metavar="INT", help="Maximum documents (pages, questions) to process.")
+@option("Input", "--image-column", metavar="NAME", rare=True, help="Image column of Parquet.  [default: image]")
+@option("Input", "--id-column", metavar="NAME", rare=True, help="Id column of Parquet.  [default: id]")
+@option("Input", "--prompt-column", metavar="NAME", rare=True, help="Prompt column of Parquet.  [default: question]")
+@option(
+    "Output", "-o", "--output", default="answers.jsonl", show_default=True, metavar="PATH",
+    help="Answers: JSON Lines, or .parquet.",
 )  # fmt: skip
-@click.option("-p", "--prompt", help="The question; '-' or none reads it from standard input.")
-@click.option("--system", help="A system message for every request.")
-@click.option("--raw-prompt", is_flag=True, help="Prompts as they are, with <start_of_image>: for base checkpoints.")
-@click.option("--whole-files", is_flag=True, help="All pages of a PDF or TIFF in one request, not each in its own.")
-@click.option(
-    "--limit",
-    type=_LIMIT,
-    help="Process only the first N documents (pages, questions).",
-)
-@click.option(
-    "--order", type=click.Choice(["input", "finished"]), default="input", show_default=True,
-    help="Write answers in the order of the documents, or as they finish.",
+@option(
+    "Output", "--order", type=click.Choice(["input", "finished"]), default="input", show_default=True,
+    help="Order of the answers.",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Go on with this output: what it answers is not asked again.")
-@click.option("--retry-failed", is_flag=True, help="With --resume: ask again what failed.")
-@click.option("--force", is_flag=True, help="Throw an existing output away.")
-@click.option("--image-column", metavar="NAME", help="Image column of Parquet input.  [default: image]")
-@click.option("--id-column", metavar="NAME", help="Id column of Parquet input.  [default: id]")
-@click.option("--prompt-column", metavar="NAME", help="Prompt column of Parquet input.  [default: question]")
-@click.option("--cost-per-hour", type=_PRICE, metavar="PRICE", help="Machine cost per hour, to report page prices.")
+@option("Output", "--resume", is_flag=True, help="Continue the output: skip answered documents.")
+@option("Output", "--retry-failed", is_flag=True, help="Retry failed documents, with --resume.")
+@option("Output", "--force", is_flag=True, help="Replace an existing output.")
+@option("Output", "--cost-per-hour", type=_PRICE, metavar="PRICE", help="Machine cost per hour, for page prices.")
 @storage_option
-@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
-@click.option("--replicas", type=_REPLICAS, help="Run this many replicas of the engine on Ray.")
-@click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
+@preset_option
+@option("Engine", "--replicas", type=_REPLICAS, metavar="INT", help="Replicas of the engine, on Ray.")
+@option("Engine", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
 @json_schema_option
 @external_images_option
 @url_options
 @max_pages_option
-@axis_options(leave_out=_NOT_HERE)
+@axis_options(leave_out=_NOT_HERE, defaults=RUNNER_DEFAULT)
 @common_options
 def command(**options: Any) -> int:
-    """Ask one prompt about many documents, or the questions of a dataset, through panscan's engine.
+    """Answer one prompt over many documents, or the questions of a dataset.
 
-    Every page of a PDF or TIFF is a document of its own (see --whole-files). A dataset is JSON Lines of
-    {image, question} and perhaps id; its images are relative to its file. A document that fails has its reason in its
-    line, and the others go on. Whatever ends the job, even kill -9, --resume asks only what was not answered.
+    SOURCE is a directory, glob, file, URL, JSON Lines file of {image, question} or Parquet file. Each page of a PDF or
+    TIFF is a document, unless --whole-files is given. If a document fails, its line says why.
     """
     from panscan.batch.answers import AnswerFile
     from panscan.batch.destination import destination, fetch_previous
@@ -131,20 +123,20 @@ def command(**options: Any) -> int:
     given_values(options)  # a mistyped value is refused before documents are searched for
     mode = _mode(options)
     console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
-    with console.status("finding documents"):
+    with activity("finding documents"):
         work = _work(options)
         target = destination(options["output"])
         target.refuse_sources(work.files)
     job = _job(options, dataset=work.has_questions)
     header = job.header()
-    with console.status("looking for earlier answers"):
+    with activity("looking for earlier answers"):
         fetch_previous(target, mode)
     if target.url is not None:
         console.print(f"answers are kept in {target.path} and uploaded to {target.name}", soft_wrap=True)
     with AnswerFile(target.path, header, mode, difference) as file:
         for change in changed_versions(file.begun_with, header):
             console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
-        with console.status("looking for what is left"):
+        with activity("looking for pending documents"):
             answered = Answered(file, retry_failed=options["retry_failed"])
             tasks = answered.left(work)
             ahead = up_to_first_question(tasks)
@@ -198,7 +190,7 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
         ledger.end(file.records(), "finished")
     target.finish()
     if uploader is not None:
-        with errors().status("uploading"):
+        with activity("uploading"):
             uploader.finish()
 
 
@@ -206,7 +198,7 @@ def _work(options: dict[str, Any]) -> Any:
     from panscan.batch.items import find_work
 
     def on_problem(problem: ImageError) -> None:
-        errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+        errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
 
     return find_work(
         options["sources"],
@@ -245,12 +237,13 @@ def _answer(
     with ExitStack() as stack:
         engine = None
         if ahead and ahead[-1].needs_engine:
-            with errors().status(Text(escape_controls(f"loading {job.settings.model_name}"))):
-                began = now()
+            with activity(f"loading {job.settings.model_name}"):
+                started = now()
                 stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
                 engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
-                keep.ledger.loaded(now() - began)
-        show = stack.enter_context(batch_progress(errors(), lambda: work.expected - answered.skipped))
+                keep.ledger.loaded(now() - started)
+        warning = DemonstrationWarning(job.settings)
+        show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
         def on_answer(record: dict[str, Any]) -> None:
             show(record)
@@ -260,7 +253,7 @@ def _answer(
         answer(
             engine,
             job,
-            keep.counted(chain(ahead, tasks)),
+            keep.counted(_checked(chain(ahead, tasks), warning)),
             file,
             window=answers_ahead(job.settings, options["replicas"] or 1) if in_order else None,
             proven=answered.any_succeeded,
@@ -268,12 +261,25 @@ def _answer(
         )
 
 
+def _checked(tasks: Iterable[Any], warning: DemonstrationWarning) -> Iterator[Any]:
+    """Yield the tasks, and warn if a demonstration model is asked about real documents."""
+    for task in tasks:
+        if task.needs_engine:
+            warning.check(task.item.images if isinstance(task.item.images, tuple) else [""])
+        yield task
+
+
 def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -> Any:
-    """Load the model, in this process or in replicas.
+    """Load the model in its runner: the engine, in this process or in replicas, or generate().
 
     Raises:
         PanscanError: the model cannot be loaded.
     """
+    if settings.runner != "engine":
+        from panscan.runners.factory import ready_runner
+        from panscan.runners.stream import RunnerStream
+
+        return RunnerStream(ready_runner(settings))
     if replicas is None and ray_address is None:
         from panscan.engine.engine import Engine
 
@@ -289,10 +295,11 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     if dataset and options["prompt"] is not None:
         raise SettingError("a dataset brings its own questions: leave -p out")
     prompt = None if dataset else read_prompt(options["prompt"])
-    preset = one_preset(options["preset"], "batch", [name for name in axes() if name not in _NOT_HERE])
-    settings = Settings(**{**preset, **given_values(options), "runner": "engine"})
+    settings = _settings(options)
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         say_mini()
+    if options["ray_address"] is None and not options["resume"]:  # a finished job needs no checkpoint
+        check_checkpoint(settings)
     import_libraries()
     return Job(
         settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
@@ -304,6 +311,24 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
         image_column=options["image_column"],
     )
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    """Return the settings.
+
+    Raises:
+        SettingError: a runner that cannot run jobs, or options that only the engine supports.
+    """
+    chosen, choice = chosen_settings(options, "batch", _NOT_HERE)
+    settings = Settings(**chosen)
+    if settings.runner not in ("engine", "generate"):
+        raise SettingError(f"--runner {settings.runner}: not supported by panscan batch; use engine or generate")
+    for name in ("replicas", "ray_address", "json_schema"):
+        if settings.runner != "engine" and options[name] is not None:
+            reason = f" without {choice.option}" if choice.option else ""
+            raise SettingError(f"--{name.replace('_', '-')}: requires the engine; use --runner engine{reason}")
+    say_runner(choice)
+    return settings
 
 
 def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
@@ -321,7 +346,7 @@ def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
 
 def _mode(options: dict[str, Any]) -> Any:
     if options["resume"] and options["force"]:
-        raise SettingError("--resume goes on with the output and --force throws it away: give one of them")
+        raise SettingError("--resume continues the output and --force replaces it: use only one")
     if options["retry_failed"] and not options["resume"]:
         raise SettingError("--retry-failed needs --resume")
     return "resume" if options["resume"] else "force" if options["force"] else "new"
@@ -346,7 +371,7 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
             words = ["panscan", "batch", *typed_again(context, without=without, extra=again)]
             sources = context.params["sources"]
             words = [conceal(word) if word in sources else word for word in words]
-            line = f"go on with: {shlex.join(words)}"
+            line = f"resume with: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
             click.echo(os.fsencode(line), err=True)

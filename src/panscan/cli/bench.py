@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from panscan.cli.console import errors, first_process, import_libraries, out, say_mini, show_warnings
+from panscan.cli.models import DemonstrationWarning
 from panscan.cli.options import (
+    RUNNER_DEFAULT,
     SEED,
     InRange,
     axis_options,
     common_options,
-    errors,
     external_images_option,
-    first_process,
     given_axes,
-    import_libraries,
     max_pages_option,
-    out,
-    say_mini,
-    show_warnings,
+    say_runner,
     url_options,
     utf8,
 )
+from panscan.cli.verb import option, verb
 from panscan.core import InputError, PanscanError, SettingError
+from panscan.core.activity import activity
 from panscan.core.ranges import Range
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from panscan.cli.progress import SweepProgress
     from panscan.records.store import Run
 
-__all__ = ["command", "exit_code", "print_files", "print_run", "say_dataset", "say_start", "sweep_progress"]
+__all__ = ["command", "exit_code", "print_dataset", "print_files", "print_run", "print_start", "sweep_progress"]
 
 _SAMPLES = InRange(Range(whole=True, least=1, most=1_000_000))
 _TRUTH = InRange(Range(whole=True, least=1, most=4096))
@@ -45,71 +45,82 @@ _REPEATS = InRange(Range(whole=True, least=1, most=10_000))
 _WARMUP = InRange(Range(whole=True, least=0, most=10_000))
 _PROCESSES = InRange(Range(whole=True, least=1, most=1024))
 
-EPILOG = """\b
+EPILOG = """\
+Options take comma lists of values; every combination is a cell. Presets: baseline,
+balanced, document, throughput, or a YAML file. Underscores work too (--attn_impl).
+
+\b
 Examples
   panscan bench
-  panscan bench --model google/gemma-3-27b-it --images "docs/*.png" --prompts prompts.txt --batch-size 1,2,4
   panscan bench --dataset samples/questions.jsonl --preset baseline,balanced,document
-  panscan bench --dataset DocVQA/ --num-samples 500 --grid-max-crops 4,10
-  panscan bench --images scans/ -p "What is the total?" --grid-max-crops 2,4,8 --dry-run
-  panscan bench --model google/gemma-3-27b-it --device-map auto --replicas 4 --gpus-per-replica 2
-  panscan bench --model google/gemma-3-27b-it --runner engine --tensor-parallel-size 1,2,4
+  panscan bench --model google/gemma-3-27b-it --images scans/ -p "What is the total?" --dry-run
+  panscan bench --model google/gemma-3-27b-it --tensor-parallel-size 1,2,4
+  panscan bench --runner generate --batch-size 1,2,4 --device-map auto --gpus-per-replica 2
   panscan bench --resume runs/20260101-120000-mini
-
-Values of one option may be a comma list: every combination becomes a cell. Presets: baseline, balanced, document,
-throughput, or a YAML file; --grid FILE reads 'setting: [values]'. Underscores work too (--attn_impl).
 """
 
 
-@click.command("bench", epilog=EPILOG, short_help="Sweep settings over your documents and measure them.")
+@verb("bench", EPILOG)
 @click.argument("more_images", nargs=-1, metavar="[IMAGE]...")
-@click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
-@click.option("--prompts", help="A file with one prompt a line; every document gets every prompt.")
-@click.option("-p", "--prompt", help="One prompt for every document.")
-@click.option("--dataset", help="JSON Lines of {image, question, answers}; DocVQA, ChartQA, ...: docs/quality.md.")
-@click.option("--dataset-format", help="Its layout, where it is not found out: jsonl, docvqa, chartqa, table, ...")
-@click.option("--dataset-split", help="Which split of a dataset that has several.")
-@click.option("--quality-metric", help="The metric that counts as quality.  [default: the dataset's own]")
-@click.option("--no-images", is_flag=True, help="Prompts alone, for text-only checkpoints.")
-@click.option("--num-samples", type=_SAMPLES, help="Requests per cell, sampled with --seed or repeated.")
-@click.option("--system", help="A system message for every request.")
-@click.option("--raw-prompt", is_flag=True, help="Prompts as they are, with <start_of_image>: for base checkpoints.")
-@click.option("--preset", help="Presets, each combined with all other settings (comma list).")
-@click.option("--grid", "grid_file", help="A YAML file of 'setting: value' or 'setting: [values]'.")
-@click.option("--no-pan-and-scan", is_flag=True, help="The same as --do-pan-and-scan false.")
-@click.option("--repeats", type=_REPEATS, default=1, show_default=True, help="Times each cell is measured.")
-@click.option("--warmup", type=_WARMUP, default=1, show_default=True, help="Warm-up batches to discard.")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed for the cell order and the sample.")
-@click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
-@click.option("--no-verify", is_flag=True, help="Do not compare answers with the reference; outputs then say so.")
-@click.option("--verify-requests", type=_TRUTH, default=16, show_default=True, help="Requests to verify per cell.")
-@click.option(
-    "--verify-tokens", type=_TRUTH, default=32, show_default=True, help="Reference output tokens per request."
-)
-@click.option("--check-invariance", is_flag=True, help="Repeat requests alone, reordered, chunked and cached.")
-@click.option("--reference", help="A truth's file, or a run that stored one, instead of computing it here.")
-@click.option("--replicas", type=_PROCESSES, default=1, show_default=True, help="Model replicas that run in parallel.")
-@click.option(
-    "--gpus-per-replica",
-    type=_PROCESSES,
-    default=1,
-    show_default=True,
-    help="GPUs per replica, at least --tensor-parallel-size.",
-)
-@click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
-@click.option("--resume", help="Go on with this run directory; takes no other options.")
-@click.option("--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time; run nothing.")
+@option("Input", "--images", multiple=True, metavar="PATH", help="Glob, directory, file (PDF too) or URL; repeatable.")
+@option("Input", "--prompts", metavar="FILE", help="Prompts for every document, one per line.")
+@option("Input", "-p", "--prompt", help="Prompt for every document.")
+@option("Input", "--dataset", metavar="PATH", help="Labelled questions: JSON Lines, DocVQA, ChartQA, ...")
+@option("Input", "--dataset-format", metavar="NAME", help="Layout of --dataset: jsonl, docvqa, ...; found by default.")
+@option("Input", "--dataset-split", metavar="NAME", rare=True, help="Split of a dataset that has several.")
+@option("Input", "--no-images", is_flag=True, rare=True, help="Send prompts alone, for text-only checkpoints.")
+@option("Input", "--num-samples", type=_SAMPLES, metavar="INT", help="Requests per cell, sampled or repeated.")
+@option("Input", "--system", help="System message for every request.")
+@option("Input", "--raw-prompt", is_flag=True, rare=True, help="Skip the turn template; mark images in the prompt.")
+@option("Measurement", "--preset", metavar="NAMES", help="Presets to combine with all other settings, comma list.")
+@option("Measurement", "--grid", "grid_file", metavar="FILE", help="YAML file of 'setting: [values]'.")
+@option(
+    "Measurement", "--repeats", type=_REPEATS, metavar="INT", default=1, show_default=True,
+    help="Measurements per cell.",
+)  # fmt: skip
+@option(
+    "Measurement", "--warmup", type=_WARMUP, metavar="INT", default=1, show_default=True,
+    help="Warm-up batches to discard.",
+)  # fmt: skip
+@option(
+    "Measurement", "--seed", type=SEED, metavar="INT", default=0, show_default=True,
+    help="Seed of the cell order and the sample.",
+)  # fmt: skip
+@option("Measurement", "--no-verify", is_flag=True, help="Skip the comparison with the reference.")
+@option(
+    "Measurement", "--verify-requests", type=_TRUTH, metavar="INT", default=16, show_default=True, rare=True,
+    help="Requests to verify per cell.",
+)  # fmt: skip
+@option(
+    "Measurement", "--verify-tokens", type=_TRUTH, metavar="INT", default=32, show_default=True, rare=True,
+    help="Reference output tokens per request.",
+)  # fmt: skip
+@option("Measurement", "--check-invariance", is_flag=True, rare=True, help="Repeat requests alone, reordered, chunked.")
+@option("Measurement", "--reference", metavar="PATH", rare=True, help="Run or file with a reference to reuse.")
+@option("Measurement", "--quality-metric", metavar="NAME", rare=True, help="Quality metric; the dataset's by default.")
+@option(
+    "Measurement", "--replicas", type=_PROCESSES, metavar="INT", default=1, show_default=True,
+    help="Model replicas that run in parallel.",
+)  # fmt: skip
+@option(
+    "Measurement", "--gpus-per-replica", type=_PROCESSES, metavar="INT", default=1, show_default=True, rare=True,
+    help="GPUs per replica.",
+)  # fmt: skip
+@option("Output", "--output-dir", metavar="DIR", default="runs", show_default=True, help="Parent of run directories.")
+@option("Output", "--resume", metavar="RUN", help="Continue this run directory with its own settings.")
+@option("Output", "--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time only.")
+@option("Output", "--include-content", is_flag=True, help="Keep prompts and answers in the records.")
 @external_images_option
 @url_options
 @max_pages_option
-@axis_options()
+@axis_options(defaults=RUNNER_DEFAULT)
 @common_options
 def command(**options: Any) -> int:
-    """Sweep settings over your documents: latency, throughput, tokens and memory of every combination.
+    """Sweep settings over your documents and measure latency, throughput, tokens and memory.
 
-    Without --model the bundled mini Gemma 3 runs, without --images its sample documents. Results go to a run
-    directory: records.jsonl (raw), summary.csv and report.html. Each cell's answers are compared with
-    the reference's (float32 eager attention, the same weights and views), and the verdict stands beside its speed.
+    The defaults are the bundled model and its sample documents. Each cell's answers are compared with a reference
+    (float32 eager attention on the same weights and views). The run directory gets records.jsonl, summary.csv and
+    report.html.
     """
     show_warnings(errors())
     if options["resume"] is not None:
@@ -129,7 +140,7 @@ def command(**options: Any) -> int:
         return _follow(plan, set())
     directory = run.new_directory(Path(options["output_dir"]), plan.cells[0].settings.model_name)
     line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
-    say_start(plan, directory)
+    print_start(plan, directory)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
     return _show(measured, directory)
@@ -152,7 +163,7 @@ def _resume(options: dict[str, Any]) -> int:
     directory = Path(options["resume"])
     before = read_run(directory)
     later = {"external_images": options["allow_external_images"], "max_pages": options["max_pages"]}
-    plan = run.plan_to_resume(before, on_problem=_say_problem, later=later)
+    plan = run.plan_to_resume(before, on_problem=_report_problem, later=later)
     done = before.finished()
     if not first_process():
         return _follow(plan, done)
@@ -174,18 +185,14 @@ def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
 
 
 def _plan(options: dict[str, Any]) -> SweepPlan:
+    cells = _cells(options)  # refuses wrong settings before slower imports
     from panscan.bench.grid import merge_equal_work
     from panscan.bench.plan import SweepPlan
     from panscan.bench.workload import load_workload, views_of
 
-    cells = _cells(options)
     source = _source(options)
-    with errors().status("reading documents") as status:
-        workload = load_workload(
-            source,
-            on_problem=_say_problem,
-            on_document=lambda done, total: status.update(f"reading documents: {done} of {total}"),
-        )
+    with activity("reading documents") as step:
+        workload = load_workload(source, on_problem=_report_problem, on_document=step.update)
     plan = SweepPlan(
         cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
@@ -205,23 +212,30 @@ def _plan(options: dict[str, Any]) -> SweepPlan:
         quality_metric=workload.quality_metric(options["quality_metric"]),
     )
     if options["dataset"] is not None:
-        say_dataset(plan)
+        print_dataset(plan)
+    _warn_demonstration(plan)
     return plan
 
 
 def _cells(options: dict[str, Any]) -> list[Cell]:
-    from panscan.bench.grid import build_cells, without_pan_and_scan
+    from panscan.bench.grid import build_cells, sweep_runners
     from panscan.presets.parse import read_grid_file
 
     flags = given_axes(options)
-    if options["no_pan_and_scan"]:
-        flags = without_pan_and_scan(flags)
     file = read_grid_file(Path(options["grid_file"])) if options["grid_file"] else None
     presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
-    cells = build_cells(flags, file=file, presets=presets)
+    cells = build_cells(flags, file=file, presets=presets, choose=True)
     if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
         say_mini()
+    for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
+        say_runner(choice)
     return cells
+
+
+def _warn_demonstration(plan: SweepPlan) -> None:
+    """Warn if a demonstration model is measured on real documents."""
+    for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
+        DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
 
 
 def _source(options: dict[str, Any]) -> Source:
@@ -245,26 +259,27 @@ def _source(options: dict[str, Any]) -> Source:
     )
 
 
-def _say_problem(problem: InputError) -> None:
-    errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+def _report_problem(problem: InputError) -> None:
+    errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
 
 
-def say_dataset(plan: SweepPlan) -> None:
-    """Report how many questions of the plan's dataset are used, and why others are not."""
+def print_dataset(plan: SweepPlan) -> None:
+    """Print how many questions of the plan's dataset are used, and why others are not."""
     facts = plan.dataset
     if facts is None:
         return
     others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
     errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
     if facts.unscored == facts.used:
-        errors().print("none of these questions has answers, so quality cannot be measured", soft_wrap=True)
+        errors().print("no question has a reference answer: quality is not measured", soft_wrap=True)
 
 
-def say_start(plan: SweepPlan, directory: Path) -> None:
-    """Report the size of a sweep that starts, and its run directory."""
-    spared = sum(len(cell.aliases) for cell in plan.cells)
-    same = f" ({spared} more lead to the same views)" if spared else ""
-    size = f"cells: {len(plan.cells)}{same}, requests each: {len(plan.items)}"
+def print_start(plan: SweepPlan, directory: Path) -> None:
+    """Print the size of a sweep and its run directory."""
+    merged = sum(len(cell.aliases) for cell in plan.cells)
+    same = f" ({merged} more with the same views)" if merged else ""
+    cells, requests = len(plan.cells), len(plan.items)
+    size = f"{cells} cell{'s'[: cells != 1]}{same}, {requests} request{'s'[: requests != 1]} each"
     errors().print(f"{size}; records in {directory}", soft_wrap=True)
 
 
@@ -288,7 +303,7 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         with suppress(PanscanError):  # there is no summary of a run without records
             finish(directory)
             if resumable:
-                errors().print(f"go on with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+                errors().print(f"resume with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
         raise
 
 
@@ -296,19 +311,20 @@ def _show(measured: Run, directory: Path) -> int:
     from panscan.report import HTML_NAME, write_report
 
     print_run(measured)
-    with errors().status("writing the report"):
+    with activity("writing the report"):
         write_report(measured, directory / HTML_NAME)
     print_files(directory)
     return exit_code(measured)
 
 
 def print_run(run: Run) -> None:
-    """Print the table and the curves of a finished run."""
-    from panscan.report.terminal import print_curves, print_summary
+    """Print the table, the curves and the recommendation of a finished run."""
+    from panscan.report.terminal import print_curves, print_decision, print_summary
 
     console = out()
     print_summary(run, console)
     print_curves(run, console)
+    print_decision(run, console)
 
 
 def print_files(directory: Path) -> None:

@@ -7,45 +7,45 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.options import common_options, echo, errors, out
+from panscan.cli.console import echo, errors, out
+from panscan.cli.options import common_options
+from panscan.cli.verb import option, verb
 from panscan.core import SettingError
 
 __all__ = ["command"]
 
-EPILOG = """\b
+EPILOG = """\
+A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict"
+(became worse). METRIC is request_throughput, output_throughput,
+{mean,median,p90,p95,p99}_{ttft,tpot,e2el}, a score (exact_match, anls, ...), or for load
+runs attainment: the share of answered requests that meet the goodput limits.
+Exit code 5: a condition holds beyond the noise. See docs/compare.md.
+
+\b
 Examples
   panscan compare runs/before runs/after
   panscan compare main/ branch/ --fail-on "p95_e2el>5%" --fail-on "request_throughput<-5%" --fail-on verdict
   panscan compare main/ branch/ --format md >> "$GITHUB_STEP_SUMMARY"
-
-A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict" (became worse). METRIC is
-request_throughput, output_throughput, {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, or a score (exact_match, anls, ...;
-for load runs, attainment: the share of answered requests that meet the goodput limits).
-Exit code 5: a condition holds beyond the noise. See docs/compare.md.
 """
 
 _CONDITION_HOLDS = 5
 _MOST = 26  # one letter each
 
 
-@click.command("compare", epilog=EPILOG, short_help="Compare runs, cell by cell and request by request.")
+@verb("compare", EPILOG)
 @click.argument("runs", nargs=-1, required=True, metavar="A B [C]...")
-@click.option("--fail-on", multiple=True, metavar="CONDITION", help="Exit with 5 if it holds; may be repeated.")
-@click.option("--strict", is_flag=True, help="Exit with 5, too, if it cannot be told whether a condition holds.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "md", "json"]),
-    default="text",
-    show_default=True,
-    help="Of the output.",
-)
+@option("Measurement", "--fail-on", multiple=True, metavar="CONDITION", help="Exit with 5 if it holds; repeatable.")
+@option("Measurement", "--strict", is_flag=True, help="Exit with 5 for undecided conditions, too.")
+@option(
+    "Output", "--format", "form", type=click.Choice(["text", "md", "json"]), default="text", show_default=True,
+    help="Format of the output.",
+)  # fmt: skip
 @common_options
 def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form: str) -> int:
     """Compare each run with the baseline A. Runs are run directories of panscan bench or panscan load.
 
-    Cells or load levels pair by their settings, requests by their id, images and prompt. A difference counts only
-    beyond the noise.
+    Cells and load levels pair by their settings, requests by id, images and prompt. Only differences beyond the noise
+    count.
     """
     from panscan.analysis.comparison import as_json, build_report
     from panscan.records.store import read_run

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from panscan.cli.console import echo, errors, import_libraries, out
 from panscan.cli.options import (
     axis_options,
     common_options,
-    echo,
-    errors,
     given_values,
-    import_libraries,
     max_pages_option,
     one_preset,
-    out,
+    preset_option,
     url_options,
 )
+from panscan.cli.verb import option, verb
 from panscan.core import ImageError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings
@@ -51,20 +50,20 @@ Examples
 """
 
 
-@click.command("crops", epilog=EPILOG, short_help="Draw the views that pan and scan takes of an image.")
+@verb("crops", EPILOG)
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
-@click.option("-o", "--output", help="A PNG file, or a directory for several  [default: NAME-views.png]")
-@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
-@click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON; draws only with --output.")
+@option("Output", "-o", "--output", metavar="PATH", help="PNG file or directory.  [default: NAME-views.png]")
+@preset_option
+@option("Output", "--json", "as_json", is_flag=True, help="Print plans as JSON; draws only with --output.")
 @url_options
 @max_pages_option
 @axis_options(_SETTINGS, defaults={"model": _RELEASED})
 @common_options
 def command(**options: Any) -> None:
-    """Draw the views of each image over it, with their tokens, and print them as a table.
+    """Draw the views of each image over it, and print their tokens as a table.
 
-    Tokens are counted as the released Gemma 3 does, its words around crops estimated; with --model as that checkpoint
-    does, nothing estimated (panscan ask without --model runs 'mini', which takes fewer tokens a view).
+    Tokens are those of the released Gemma 3; the text around crops is estimated. With --model, they are exact for that
+    checkpoint ('mini', the default of panscan ask, has fewer tokens per view).
     """
     from panscan.images.files import find_pages
 

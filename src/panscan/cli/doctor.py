@@ -6,11 +6,11 @@ import json
 import time
 from typing import Any
 
-import click
-from rich.text import Text
-
-from panscan.cli.options import InRange, common_options, echo, errors, out
-from panscan.core import SettingError, UnsupportedError, escape_controls
+from panscan.cli.console import echo, out
+from panscan.cli.options import InRange, common_options
+from panscan.cli.verb import option, verb
+from panscan.core import SettingError, UnsupportedError
+from panscan.core.activity import activity
 from panscan.core.ranges import Range
 from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS
 from panscan.doctor.findings import Check
@@ -24,38 +24,37 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "not chec
 
 _GROUP_NAMES = ", ".join(name for name in GROUPS if name != SYMBOLS.group)
 
-EPILOG = """\b
+EPILOG = """\
+Nothing is downloaded, sent or changed. Exit codes: 0 no problem, 4 a problem: something
+makes Gemma 3 wrong or impossible here. See docs/doctor.md.
+
+\b
 Examples
   panscan doctor
   panscan doctor --only gpu,links
   panscan doctor --json > doctor.json
   panscan doctor --symbols
-
-Nothing is downloaded or sent, and no setting of the machine is changed. Exit codes: 0 no problem, 4 a problem:
-something makes Gemma 3 wrong or impossible here. See docs/doctor.md.
 """
 
 
-@click.command("doctor", epilog=EPILOG, short_help="Find what makes Gemma 3 slow or wrong on this machine.")
-@click.option("--json", "json_output", is_flag=True, help="Print the findings as JSON.")
-@click.option("--only", metavar="NAME,...", help=f"Run these groups or checks only: {_GROUP_NAMES}, or check names.")
-@click.option("--symbols", is_flag=True, help="Check each Transformers name that panscan uses.")
-@click.option(
-    "--timeout",
-    type=InRange(Range(most=3600, least=1)),
-    default=TIMEOUT,
-    show_default=True,
-    help="Seconds for all checks.",
-)
+@verb("doctor", EPILOG)
+@option("Measurement", "--only", metavar="NAMES", help=f"Groups ({_GROUP_NAMES}) or checks.")
+@option("Measurement", "--symbols", is_flag=True, help="Check each Transformers name that panscan uses.")
+@option(
+    "Measurement", "--timeout", type=InRange(Range(most=3600, least=1)), metavar="SECONDS", default=TIMEOUT,
+    show_default=True, help="Timeout of all checks, seconds.",
+)  # fmt: skip
+@option("Output", "--json", "json_output", is_flag=True, help="Print the findings as JSON.")
 @common_options
 def command(**options: Any) -> int:
-    """Check GPUs, packages, Transformers and this host, and say what to change."""
+    """Check GPUs, packages, Transformers and this host, and print what to change."""
     checks = _chosen(options["only"], options["symbols"])
     start = time.perf_counter()
-    with errors().status("starting") as status:
+    with activity("running checks", total=len(checks)) as step:
 
         def progress(done: int, name: str) -> None:
-            status.update(Text(escape_controls(f"{done} of {len(checks)} checks done; running {name}")))
+            step.rename(f"running {name}")
+            step.update(done)
 
         results = run_checks(checks, options["timeout"], progress)
     seconds = time.perf_counter() - start

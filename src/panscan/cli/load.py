@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from panscan.cli.bench import exit_code, print_files, print_run
+from panscan.cli.console import errors, out, show_warnings
 from panscan.cli.options import (
     SEED,
     InRange,
     axis_options,
     common_options,
-    errors,
     external_images_option,
     given_values,
     max_pages_option,
-    out,
-    show_warnings,
     typed_again,
     url_options,
     utf8,
 )
-from panscan.core import InputError, SettingError, now
+from panscan.cli.verb import option, verb
+from panscan.core import InputError, SettingError
+from panscan.core.activity import activity
 from panscan.core.ranges import Range
 from panscan.load.options import GOODPUT_METRICS, LOAD_RANGES, RATE, LoadOptions, parse_goodput
 from panscan.load.scenario import Scenario, load_scenario, scenario_names
+from panscan.settings import Group
 
 if TYPE_CHECKING:
     from panscan.load.chat import Endpoint, RequestOutcome
@@ -52,74 +52,95 @@ _INTERRUPTED = 130
 _EVERY_S = 10.0  # between two progress lines of a log
 _LONGEST_KEY = 4_096
 
-EPILOG = """\b
+EPILOG = f"""\
+Scenarios: {", ".join(scenario_names())}. Options follow vLLM's "bench serve":
+--request-rate sends requests at that rate whether or not the server keeps up;
+--max-concurrency alone sends the next request when one ends.
+
+\b
 Examples
   panscan load http://127.0.0.1:8000 --request-rate 2,4,8 --num-prompts 40
   panscan load http://127.0.0.1:8000 --max-concurrency 1,4,16 --images "docs/*.png" -p "What is the total?"
   panscan load http://127.0.0.1:8000 --goodput ttft:500 tpot:50 --find-max-rate
   panscan load http://127.0.0.1:8000 --scenario mixed-documents --image-reuse 0.3
-
-Names and meanings of options follow vLLM's "bench serve". --request-rate sends requests at that rate whether or not
-the server keeps up; --max-concurrency alone sends the next request when one ends.
 """
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _number(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command]:
+def _number(group: Group, name: str, text: str, **extra: Any) -> Callable[[_Command], _Command]:
     """Return an option with the range that :class:`LoadOptions` defines."""
-    return click.option(f"--{name.replace('_', '-')}", type=InRange(LOAD_RANGES[name]), help=text, **extra)
+    flag = f"--{name.replace('_', '-')}"
+    return option(group, flag, type=InRange(LOAD_RANGES[name]), metavar="NUMBER", help=text, **extra)
 
 
-@click.command("load", epilog=EPILOG, short_help="Measure an OpenAI-compatible endpoint under traffic.")
+@verb("load", EPILOG)
 @click.argument("words", nargs=-1, metavar="URL")
-@click.option("--request-rate", metavar="RATES", help="Requests/s, comma list; inf: all at once.  [default: inf]")
-@click.option("--max-concurrency", metavar="INTS", help="Maximum requests in flight, comma list.")
-@click.option("--arrival", type=click.Choice(["poisson", "constant"]), help="Arrival process.  [default: poisson]")
-@_number("burstiness", "Gamma shape; below 1 is burstier.  [default: 1]")
-@click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), help="Ramp up the rate per level.")
-@click.option("--ramp-up-start-rps", type=InRange(RATE), help="First rate of the ramp, requests/s.")
-@click.option("--ramp-up-end-rps", type=InRange(RATE), help="Last rate of the ramp, requests/s.")
-@click.option("--trace", metavar="FILE", help="Replay arrivals: JSON Lines with timestamp in ms.")
-@_number("trace_speedup", "Replay the trace this many times faster.", default=1.0, show_default=True)
-@_number("num_prompts", "Requests per level.  [default: 64]")
-@_number("num_warmups", "Discarded requests before the first level.", default=1, show_default=True)
-@click.option("--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms, such as ttft:500 tpot:50.")
-@_number("goodput_attainment", "Share of requests that must meet the limits.", default=0.95, show_default=True)
-@click.option("--find-max-rate", is_flag=True, help="Search for the highest rate that meets --goodput.")
-@_number("level_seconds", "Minimum seconds per search level.  [default: by the limits]")
-@click.option("--percentile-metrics", help="Times to report.  [default: ttft,tpot,itl,e2el]")
-@click.option("--metric-percentiles", help="Percentiles to report.  [default: 50,90,95,99]")
-@_number("max_tokens", "Maximum output tokens.  [default: 128]")
-@_number("min_tokens", "Draw output lengths from this to --max-tokens.")
-@click.option("--ignore-eos", is_flag=True, help="Ignore end tokens: always generate the full length.")
-@click.option("--scenario", metavar="NAME|FILE", help=f"{', '.join(scenario_names())}, or a YAML file.")
-@click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
-@click.option("--prompts", help="A file with one prompt per line; every document gets every prompt.")
-@click.option("-p", "--prompt", help="One prompt for every document.")
-@click.option("--dataset", help="JSON Lines of {image, question, answers}; DocVQA, ChartQA, ...: docs/quality.md.")
-@_number("image_reuse", "Share of requests that repeat an image.  [default: 0]")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed for arrivals and content.")
-@click.option("--model", help="Model name to send.  [default: the server's only model]")
-@click.option(
-    "--api-key",
-    envvar=["PANSCAN_API_KEY", "OPENAI_API_KEY"],
-    help="Bearer token; prefer PANSCAN_API_KEY or OPENAI_API_KEY.",
+@option("Traffic", "--request-rate", metavar="RATES", help="Rates, requests/s, comma list.  [default: inf]")
+@option("Traffic", "--max-concurrency", metavar="INTS", help="Maximum requests in flight, comma list.")
+@option("Traffic", "--arrival", type=click.Choice(["poisson", "constant"]), help="Arrival process.  [default: poisson]")
+@_number("Traffic", "burstiness", "Gamma shape; below 1 is burstier.  [default: 1]")
+@option(
+    "Traffic", "--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), rare=True,
+    help="Ramp of the rate per level.",
+)  # fmt: skip
+@option(
+    "Traffic", "--ramp-up-start-rps", type=InRange(RATE), metavar="RATE", rare=True,
+    help="First rate of the ramp, requests/s.",
+)  # fmt: skip
+@option(
+    "Traffic", "--ramp-up-end-rps", type=InRange(RATE), metavar="RATE", rare=True,
+    help="Last rate of the ramp, requests/s.",
+)  # fmt: skip
+@option("Traffic", "--trace", metavar="FILE", help="Arrivals to replay: JSON Lines with timestamp in ms.")
+@_number("Traffic", "trace_speedup", "Speed-up of the replayed trace.", default=1.0, show_default=True, rare=True)
+@_number("Traffic", "num_prompts", "Requests per level.  [default: 64]")
+@_number("Traffic", "num_warmups", "Discarded requests before the first level.", default=1, show_default=True)
+@option("Traffic", "--find-max-rate", is_flag=True, help="Search for the highest rate that meets --goodput.")
+@_number("Traffic", "level_seconds", "Minimum seconds per search level.  [default: by the limits]", rare=True)
+@option("Measurement", "--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms: ttft:500 tpot:50.")
+@_number(
+    "Measurement", "goodput_attainment", "Share of requests that must meet the limits.", default=0.95, show_default=True
 )
-@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Request header; may be repeated.")
-@click.option("--timeout", type=InRange(_TIMEOUT), default=600.0, show_default=True, help="Seconds per request.")
-@click.option(
-    "--ready-check-timeout-sec",
-    type=InRange(Range(least=0, most=86_400)),
-    default=60.0,
-    show_default=True,
-    help="Seconds to wait for the server to start.",
+@option(
+    "Measurement", "--percentile-metrics", metavar="NAMES", rare=True,
+    help="Times to report.  [default: ttft,tpot,itl,e2el]",
+)  # fmt: skip
+@option(
+    "Measurement", "--metric-percentiles", metavar="INTS", rare=True,
+    help="Percentiles to report.  [default: 50,90,95,99]",
+)  # fmt: skip
+@_number("Generation", "max_tokens", "Maximum output tokens.  [default: 128]")
+@_number("Generation", "min_tokens", "Minimum of output lengths drawn up to --max-tokens.")
+@option("Generation", "--ignore-eos", is_flag=True, help="Ignore end tokens: always generate the full length.")
+@option("Input", "--scenario", metavar="NAME|FILE", help="Built-in scenario (see below), or a YAML file.")
+@option("Input", "--images", multiple=True, metavar="PATH", help="Glob, directory, file (PDF too) or URL; repeatable.")
+@option("Input", "--prompts", metavar="FILE", help="Prompts for every document, one per line.")
+@option("Input", "-p", "--prompt", help="Prompt for every document.")
+@option("Input", "--dataset", metavar="PATH", help="Labelled questions: JSON Lines, DocVQA, ChartQA, ...")
+@_number("Input", "image_reuse", "Share of requests that repeat an image.  [default: 0]")
+@option(
+    "Traffic", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of arrivals and content."
 )
-@_number("processes", "Client processes.  [default: by the rate]")
-@click.option("--save-result", is_flag=True, help="Also write each level as vLLM's result JSON.")
-@click.option("--include-content", is_flag=True, help="Keep prompts and answers in the records.")
-@click.option("--output-dir", default="runs", show_default=True, help="Where run directories are made.")
+@option("Model", "--model", metavar="NAME", help="Model name to send.  [default: the server's only model]")
+@option(
+    "Server", "--api-key", envvar=["PANSCAN_API_KEY", "OPENAI_API_KEY"], metavar="KEY",
+    help="Bearer token; or set PANSCAN_API_KEY.",
+)  # fmt: skip
+@option("Server", "--header", "headers", multiple=True, metavar="NAME:VALUE", help="Request header; repeatable.")
+@option(
+    "Server", "--timeout", type=InRange(_TIMEOUT), metavar="SECONDS", default=600.0, show_default=True,
+    help="Timeout of a request, seconds.",
+)  # fmt: skip
+@option(
+    "Server", "--ready-check-timeout-sec", type=InRange(Range(least=0, most=86_400)), metavar="SECONDS", default=60.0,
+    show_default=True, rare=True, help="Time for the server to start, seconds.",
+)  # fmt: skip
+@_number("Traffic", "processes", "Client processes.  [default: by the rate]", rare=True)
+@option("Output", "--save-result", is_flag=True, help="Write each level as vLLM's result JSON, too.")
+@option("Output", "--include-content", is_flag=True, help="Keep prompts and answers in the records.")
+@option("Output", "--output-dir", metavar="DIR", default="runs", show_default=True, help="Parent of run directories.")
 @external_images_option
 @url_options
 @max_pages_option
@@ -142,12 +163,12 @@ def command(**options: Any) -> int:
     chosen = _load_options(options, limits, scenario)
     endpoint = _endpoint(url, options)
     pile, source = _pile(options, scenario)
-    with errors().status("probing the endpoint") as status:
+    with activity("probing the endpoint") as step:
         probe = probe_endpoint(
             endpoint,
             chosen.mm_processor_kwargs,
             ready_seconds=options["ready_check_timeout_sec"],
-            on_wait=lambda reason: status.update(f"waiting for the endpoint: {reason}"),
+            on_wait=lambda reason: step.rename(f"waiting for the endpoint: {reason}"),
         )
     plan = _plan(endpoint, probe, chosen, pile, source, options)
     directory = new_directory(Path(options["output_dir"]), f"load-{_host(url)}")
@@ -310,19 +331,15 @@ def _pile(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[Reques
         if options["prompts"] is not None or prompt is not None:
             asked = Source(prompts=options["prompts"], prompt=prompt, no_images=True)
             questions = [item.prompt for item in load_workload(asked, on_problem=_report_problem).items]
-        with errors().status("drawing documents"):
+        with activity("drawing documents"):
             pile = pile_of_scenario(scenario, options["seed"], questions)
         return pile, {"scenario": asdict(scenario)}
     source = source_or_samples(
         **given, external_images=options["allow_external_images"], max_pages=options["max_pages"],
         seed=options["seed"], on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )  # fmt: skip
-    with errors().status("reading documents") as status:
-        workload = load_workload(
-            source,
-            on_problem=_report_problem,
-            on_document=lambda done, total: status.update(f"reading documents: {done} of {total}"),
-        )
+    with activity("reading documents") as step:
+        workload = load_workload(source, on_problem=_report_problem, on_document=step.update)
     return pile_of_items(workload.items), asdict(source)
 
 
@@ -384,30 +401,22 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 class LoadProgress:
-    """Shows a load run: a bar per level on a terminal, else lines. A :class:`panscan.load.run.LoadObserver`."""
+    """Shows the progress of a load run, level by level. A :class:`panscan.load.run.LoadObserver`."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan, self._console = plan, errors()
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("starting", total=None)
+        self._activity = activity("starting")
         self._title, self._count = "", 0
-        self._done = self._failed = 0
-        self._begun = self._reported = 0.0
+        self._failed = 0
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._step = self._activity.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._activity.__exit__(kind, error, trace)
 
     def begin(self, directory: Path) -> None:
         """Report what the endpoint answered, and where the records go."""
@@ -423,31 +432,25 @@ class LoadProgress:
     def preparing(self, level: LoadLevel | None) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
         what = "warm-up" if level is None else level.cell
-        self._bar.reset(self._task, description=f"{what}: encoding requests", total=None)
+        self._step.restart(f"{what}: encoding requests")
 
     def warming_up(self, count: int) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
-        self._bar.update(self._task, description=f"warm-up: {count} requests")
+        self._step.restart(f"warm-up: {count} requests")
 
     def measuring(self, level: LoadLevel, count: int) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
-        self._title, self._count, self._done, self._failed = level.cell, count, 0, 0
-        self._begun = self._reported = now()
-        self._bar.reset(self._task, description=level.cell, total=count)
+        self._title, self._count, self._failed = level.cell, count, 0
+        self._step.restart(level.cell, total=count)
         if not self._console.is_terminal:
             self.remark(f"{level.cell}: sending {count} requests")
 
     def done(self, exchange: RequestOutcome) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
-        self._done += 1
-        self._failed += exchange.error is not None
-        rate = self._done / max(now() - self._begun, 1e-9)
-        failed = f", {self._failed} failed" if self._failed else ""
-        text = f"{self._title}: {rate:.3g} req/s{failed}"
-        self._bar.update(self._task, advance=1, description=text)
-        if not self._console.is_terminal and now() - self._reported >= _EVERY_S:
-            self._reported = now()
-            self.remark(f"{text}, {self._done} of {self._count}")
+        if exchange.error is not None:
+            self._failed += 1
+            self._step.rename(f"{self._title} ({self._failed} failed)")
+        self._step.advance()
 
     def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
@@ -478,7 +481,7 @@ def _show(run: Any, directory: Path, *, interrupted: bool) -> int:
         errors().print("interrupted: showing the results so far", style="yellow", soft_wrap=True)
     if run.repeats:
         print_run(run)
-    with errors().status("writing the report"):
+    with activity("writing the report"):
         write_report(run, directory / HTML_NAME)
     print_files(directory)
     for path in sorted(directory.glob("vllm-*.json")):

@@ -12,34 +12,52 @@ from typing import Any
 import click
 
 from panscan import __version__
-from panscan.cli.options import echo, say_log
+from panscan.cli.console import echo, errors, show_log
+from panscan.cli.progress import progress_line
 from panscan.core import InputError, PanscanError, UnsupportedError
 from panscan.core.errors import one_line
+from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
 __all__ = ["main"]
 
 # verb -> its help line; each lives in panscan.cli.<verb> and is imported when it is called: --help must be quick.
 VERBS = {
-    "ask": "Ask about images or PDF pages, and see where the time went.",
+    "ask": "Answer a question about images or PDF pages.",
     "attention": "Draw which positions of a prompt attend to which.",
-    "batch": "Ask about many documents, one answer a line; goes on where it was stopped.",
+    "batch": "Answer a prompt over many documents (JSONL, resumable).",
     "bench": "Sweep settings over your documents and measure them.",
-    "compare": "Compare runs, cell by cell and request by request.",
-    "crops": "Draw the views that pan and scan takes of an image.",
-    "demo": "What pan and scan brings and costs, on made-up documents.",
+    "compare": "Compare runs by cell and by request.",
+    "crops": "Draw the pan-and-scan views of an image.",
+    "demo": "Show the accuracy and the cost of pan and scan.",
     "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
-    "load": "Measure an OpenAI-compatible endpoint under traffic.",
-    "plan": "Predict which layouts of a model fit on GPUs, and how fast.",
-    "profile": "Profile a warm request: what the GPU waited for.",
+    "load": "Load-test an OpenAI-compatible endpoint.",
+    "plan": "Predict which layouts fit on GPUs, and their speed.",
+    "profile": "Profile a warm request: GPU busy, idle, and kernels.",
     "quantize": "Write a quantised checkpoint, or audit one.",
-    "recommend": "Choose a cell of a finished run, and write it as a preset.",
-    "report": "A run as one HTML page, markdown or pictures.",
-    "samples": "Make sample documents with questions and answers.",
+    "recommend": "Choose a cell of a run and write it as a preset.",
+    "report": "Write a run as an HTML page, markdown or pictures.",
+    "samples": "Generate sample documents with questions and answers.",
     "serve": "Serve an OpenAI-compatible API and a playground.",
     "trace": "Summarise profiler traces: GPU busy, idle, and why.",
-    "verify": "Check what any endpoint computes, with a diagnosis.",
+    "verify": "Check an endpoint's answers against its checkpoint.",
 }
+
+_SUGGESTED = {
+    **dict.fromkeys(("run", "chat", "generate", "infer", "predict", "query", "complete"), "ask"),
+    **dict.fromkeys(("benchmark", "eval", "evaluate", "sweep", "tune", "measure", "grid"), "bench"),
+    **dict.fromkeys(("run-batch", "process", "ocr", "extract"), "batch"),
+    **dict.fromkeys(("server", "start", "api", "deploy"), "serve"),
+    **dict.fromkeys(("loadtest", "stress", "perf", "bench-serve"), "load"),
+    **dict.fromkeys(("check", "collect-env", "env", "info", "diagnose"), "doctor"),
+    **dict.fromkeys(("quantise", "convert", "compress"), "quantize"),
+    **dict.fromkeys(("estimate", "size", "memory"), "plan"),
+    **dict.fromkeys(("views", "tiles", "preview", "show"), "crops"),
+    **dict.fromkeys(("html", "plot", "export"), "report"),
+    **dict.fromkeys(("example", "examples", "quickstart", "init"), "demo"),
+    "diff": "compare",
+}
+"""Other tools' verbs -> ours."""
 
 EPILOG = """\b
 Exit codes
@@ -47,7 +65,8 @@ Exit codes
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
   3  a file, document, model or run directory cannot be used; after batch: some documents failed
-  4  this machine cannot do it; after bench and load: some cells were skipped or failed; after doctor: a problem
+  4  this machine cannot do it; after bench and load: some cells were skipped or failed;
+     after doctor: a problem
   5  after compare: a --fail-on condition holds; after verify: the endpoint is different;
      after quantize --audit: its answers are garbage
   6  after verify and quantize --audit: no verdict
@@ -55,6 +74,7 @@ Exit codes
 """
 
 
+_WIDTH = 100  # of help texts, where the terminal is not narrower
 _COMPILERS = ("torch._inductor", "torch._dynamo")
 
 
@@ -71,8 +91,11 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in VERBS and not args[0].startswith("-"):
-            ctx.fail(f"there is no command {args[0]!r}{nearest(args[0], VERBS)}")
+        word = args[0]
+        if word not in VERBS and not word.startswith("-"):
+            ours = _SUGGESTED.get(word.lower())
+            hint = nearest(word.lower(), VERBS) if ours is None else f" (did you mean {ours!r}?)"
+            ctx.fail(f"there is no command {shorten(word)}{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -90,7 +113,7 @@ def _dashes(token: str) -> str:
     epilog=EPILOG,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
+        "max_content_width": _WIDTH,
         "token_normalize_func": _dashes,
     },
 )
@@ -115,9 +138,12 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line; returns its exit code."""
     state: dict[str, Any] = {"debug": False, "arguments": list(arguments)}
-    say_log()
+    show_log()
     try:
-        result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state)
+        fitted = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
+        width = None if fitted else _WIDTH  # the same text in every pipe
+        with progress_line(errors()):
+            result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state, terminal_width=width)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         context = getattr(error, "ctx", None)

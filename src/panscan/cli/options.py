@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from panscan.core import InputError, PanscanWarning, Sampling, SettingError, escape_controls
+from panscan.cli.console import errors
+from panscan.cli.verb import option
+from panscan.core import InputError, Sampling, SettingError
 from panscan.core.ranges import Range
 from panscan.core.request import MAX_PAGES, MAX_SCHEMA_BYTES, SAMPLING_RANGES
-from panscan.settings import Axis, axes, choose_runner, foreign_settings, parse_value
+from panscan.settings import Axis, RunnerChoice, axes, choose_runner, foreign_settings, parse_value
 
 __all__ = [
+    "RUNNER_DEFAULT",
     "SEED",
     "InRange",
     "axis_options",
     "chosen_settings",
     "common_options",
-    "echo",
-    "errors",
     "external_images_option",
-    "first_process",
     "given_axes",
     "given_values",
-    "import_libraries",
     "json_schema_option",
     "max_pages_option",
     "one_preset",
-    "out",
+    "preset_option",
     "read_json_schema",
     "read_prompt",
     "say_left_out",
-    "say_log",
-    "say_mini",
-    "show_warnings",
+    "say_runner",
     "storage_option",
     "typed_again",
     "url_options",
@@ -52,78 +44,27 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Let it reach the command line's end: ``| head`` is no failure, and rich would exit with 1."""
-        raise BrokenPipeError
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Escape what a terminal would obey: names and reasons come from outside."""
-        return super().render_str(escape_controls(text) if self.is_terminal else text, **options)
-
-
-def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text exactly, except that a terminal gets its control characters escaped."""
-    stream = sys.stderr if err else sys.stdout
-    terminal = stream is not None and stream.isatty()
-    click.echo(escape_controls(text) if terminal else text, err=err, nl=nl)
-
-
-def out() -> Console:
-    """Results go here. Names and reasons are printed as they are: nothing in them is markup or an emoji."""
-    return _Console(markup=False, emoji=False, highlight=False)
-
-
-@cache
-def errors() -> Console:
-    """Progress and remarks go here, so that results can be piped. Under torchrun only the first process speaks.
-
-    There is one, so that a remark does not tear a progress bar apart.
-    """
-    return _Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
-
-
-class _Remarks(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        errors().print(record.getMessage(), style="dim", soft_wrap=True)
-
-
-def say_log() -> None:
-    """What the engine does at its start, which may take a minute on a GPU, is said as it goes."""
-    log = logging.getLogger("panscan")
-    if not any(isinstance(handler, _Remarks) for handler in log.handlers):
-        log.addHandler(_Remarks())
-        log.setLevel(logging.INFO)
-        log.propagate = False
-
-
-def first_process() -> bool:
-    """Whether this is the only process, or torchrun's first."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def import_libraries() -> None:
-    """Import PyTorch and Transformers. It takes seconds, so call it after the options are checked."""
-    with errors().status("importing PyTorch and Transformers"):
-        from panscan.model.runtime import quiet_libraries
-
-        quiet_libraries()
-
-
 def common_options(command: Command) -> Command:
-    """``--debug``, on every verb."""
+    """Add ``--debug`` to a command."""
 
     def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
         if value and context.obj is not None:
             context.obj["debug"] = True
 
-    return click.option(
-        "--debug", is_flag=True, expose_value=False, callback=remember, help="Show a traceback when something fails."
+    return option(
+        "Output", "--debug", is_flag=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
     )(command)
 
 
+def preset_option(command: Command) -> Command:
+    """Add ``--preset`` to a command that runs once."""
+    return option("Model", "--preset", metavar="NAME|FILE", help="Preset, or a YAML file of panscan recommend.")(
+        command
+    )
+
+
 def url_options(command: Command) -> Command:
-    """``--allow-private-urls``, on every verb that opens documents. The environment carries it to other processes."""
+    """Add ``--allow-private-urls`` to a command. Subprocesses inherit it through the environment."""
 
     def allow(_context: click.Context, _parameter: click.Parameter, value: bool) -> bool:
         if value:
@@ -132,12 +73,10 @@ def url_options(command: Command) -> Command:
             os.environ[ALLOW_PRIVATE] = "1"
         return value
 
-    return click.option(
-        "--allow-private-urls",
-        is_flag=True,
-        callback=allow,
-        help="Also fetch URLs that lead to local or private addresses.",
-    )(command)
+    return option(
+        "Input", "--allow-private-urls", is_flag=True, callback=allow, rare=True,
+        help="Fetch URLs of local and private addresses, too.",
+    )(command)  # fmt: skip
 
 
 def storage_option(command: Command) -> Command:
@@ -151,23 +90,23 @@ def storage_option(command: Command) -> Command:
             os.environ[STORAGE_TIMEOUT] = repr(value)
         return value
 
-    return click.option(
-        "--storage-timeout", type=float, callback=keep, metavar="SECONDS",
-        help="Deadline for each stored object, with retries.  [default: 60]",
+    return option(
+        "Input", "--storage-timeout", type=float, callback=keep, metavar="SECONDS", rare=True,
+        help="Deadline per stored object, seconds.  [default: 60]",
     )(command)  # fmt: skip
 
 
 def max_pages_option(command: Command) -> Command:
-    """``--max-pages``, on every verb that opens documents."""
-    return click.option(
-        "--max-pages", type=InRange(Range(whole=True, least=1, most=1_000_000)), default=MAX_PAGES, show_default=True,
-        help="Refuse a PDF or TIFF with more pages.",
+    """Add ``--max-pages`` to a command."""
+    return option(
+        "Input", "--max-pages", type=InRange(Range(whole=True, least=1, most=1_000_000)), default=MAX_PAGES,
+        show_default=True, metavar="INT", rare=True, help="Maximum pages per PDF or TIFF.",
     )(command)  # fmt: skip
 
 
 def json_schema_option(command: Command) -> Command:
-    """``--json-schema``, on every verb that prints answers. See :func:`read_json_schema`."""
-    return click.option("--json-schema", metavar="FILE", help="Constrain answers to the JSON schema in FILE.")(command)
+    """Add ``--json-schema`` to a command. See :func:`read_json_schema`."""
+    return option("Generation", "--json-schema", metavar="FILE", help="Constrain answers to a JSON schema.")(command)
 
 
 def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | None:
@@ -202,14 +141,15 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
 
 
 def external_images_option(command: Command) -> Command:
-    """``--allow-external-images``, on every verb that reads a dataset."""
-    return click.option(
-        "--allow-external-images", is_flag=True, help="Allow dataset images from URLs and other folders."
-    )(command)
+    """Add ``--allow-external-images`` to a command."""
+    return option(
+        "Input", "--allow-external-images", is_flag=True, rare=True,
+        help="Allow dataset images from URLs and other folders.",
+    )(command)  # fmt: skip
 
 
 class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
-    """A number in a range, refused in the words of the settings."""
+    """A number in a range, with the error messages of the settings."""
 
     def __init__(self, allowed: Range) -> None:
         self.allowed = allowed
@@ -222,47 +162,57 @@ class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in olde
 
 
 SEED = InRange(SAMPLING_RANGES["seed"])
+RUNNER_DEFAULT = {"runner": "engine, or generate where needed"}
+"""The default of ``--runner`` for ``--help``; see :func:`panscan.settings.choose_runner`."""
 
 
 def axis_options(
     names: Iterable[str] | None = None, *, leave_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
-    """One option per setting, with all its spellings; values stay text (see :func:`given_axes`).
+    """Return a decorator that adds one option per setting; values stay text (see :func:`given_axes`).
 
     Args:
-        names: of the settings; None: all of them.
-        leave_out: those without an option.
-        defaults: what ``--help`` says of settings for which the verb has a default of its own.
+        names: settings to add; None: all of them.
+        leave_out: settings without an option.
+        defaults: defaults of this command, for ``--help``, where they differ from the table's.
     """
 
     def add(command: Command) -> Command:
         for name in reversed(list(names if names is not None else axes())):
             if name not in leave_out:
                 axis = axes()[name]
-                default = None if axis.default is None else str(axis.default).lower()
-                command = _option(axis, (defaults or {}).get(name, default))(command)
+                command = _option(axis, (defaults or {}).get(name, _default_text(axis)))(command)
         return command
 
     return add
 
 
-def _option(axis: Axis, default: str | None) -> Callable[[Command], Command]:
-    flags = [f"--{axis.flag}", *(f"--{alias.replace('_', '-')}" for alias in axis.aliases)]
-    kinds = {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}
+def _default_text(axis: Axis) -> str:
+    """Return the default of a setting for ``--help``; empty where there is none, or a switch is off."""
+    if axis.kind is bool:
+        return "on" if axis.default else ""
+    return "" if axis.default is None else f"{axis.default:g}" if axis.kind is float else str(axis.default)
+
+
+def _option(axis: Axis, default: str) -> Callable[[Command], Command]:
+    kinds = {bool: "", int: "INT", float: "FLOAT", str: "TEXT"}
     choices = "|".join(axis.choices)
-    shown = "" if default is None else f"  [default: {default}]"
-    bare: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if axis.kind is bool else {}
-    return click.option(
-        *flags,
+    metavar = kinds[axis.kind] if not choices else choices if len(axis.flag + choices) < 34 else "NAME"
+    shown = f"--{axis.flag} / --no-{axis.flag}" if axis.kind is bool else f"--{axis.flag} {metavar}"
+    return option(
+        axis.group,
+        *dict.fromkeys(f"--{spelling.replace('_', '-')}" for spelling in (axis.flag, *axis.spellings)),
         axis.name,
-        metavar=choices if 0 < len(choices) <= 40 else kinds[axis.kind],
-        help=axis.help + (f" ({choices})" if len(choices) > 40 else "") + shown,
-        **bare,
+        rare=axis.rare,
+        switch=axis.kind is bool,
+        shown=shown,
+        metavar=metavar,
+        help=axis.help + (f"  [default: {default}]" if default else ""),
     )
 
 
 def given_axes(options: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The settings among parsed options that the user gave, each a comma list cut into texts.
+    """Return the settings that the user gave, each with the parts of its comma list.
 
     Raises:
         SettingError: an empty value, or too many of them.
@@ -282,7 +232,7 @@ def given_axes(options: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the user gave a command that runs once, each as one typed value.
+    """Return the settings that the user gave a command that runs once, each with one typed value.
 
     Raises:
         SettingError: an empty value, or one of another kind.
@@ -298,9 +248,9 @@ def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str, Any]:
-    """The settings of a preset that a verb takes, which runs once; none without a name.
+    """Return the settings of a preset for a command that runs once; none without a name.
 
-    A preset is made for a whole sweep, so what else it sets is left out, with a note.
+    Settings that the command does not have are ignored with a note.
 
     Raises:
         SettingError: no such preset, or one with several values of a setting.
@@ -315,8 +265,10 @@ def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str,
     return found
 
 
-def chosen_settings(options: Mapping[str, Any], verb: str, leave_out: Collection[str]) -> dict[str, Any]:
-    """Return the settings of a command that runs one model: options over a preset, and the runner that suits them.
+def chosen_settings(
+    options: Mapping[str, Any], verb: str, leave_out: Collection[str]
+) -> tuple[dict[str, Any], RunnerChoice]:
+    """Return the settings of a command that runs one model: options over a preset, with the chosen runner.
 
     Preset settings that the runner does not support are ignored with a note.
 
@@ -330,27 +282,34 @@ def chosen_settings(options: Mapping[str, Any], verb: str, leave_out: Collection
     """
     preset = one_preset(options["preset"], verb, [name for name in axes() if name not in leave_out])
     given = given_values(options)
-    runner = choose_runner(given, preset)
+    choice = choose_runner(given, preset)
     idle = [
         name
-        for name in foreign_settings(runner)
+        for name in foreign_settings(choice.runner)
         if name in preset and name not in given and preset[name] != axes()[name].default
     ]
     if idle:
-        say_left_out(options["preset"], f"runner {runner}", idle)
-    return {name: value for name, value in preset.items() if name not in idle} | given | {"runner": runner}
+        say_left_out(options["preset"], f"runner {choice.runner}", idle)
+    used = {name: value for name, value in preset.items() if name not in idle}
+    return used | given | {"runner": choice.runner}, choice
 
 
 def say_left_out(preset: str, who: str, settings: Iterable[str]) -> None:
-    """Say which settings of a preset do not count, and for whom."""
-    errors().print(f"--preset {preset}: left out, as {who} takes no {', '.join(settings)}", soft_wrap=True)
+    """Report the settings of a preset that a command or runner does not support."""
+    errors().print(f"--preset {preset}: ignoring {', '.join(settings)}: not supported by {who}", soft_wrap=True)
+
+
+def say_runner(choice: RunnerChoice) -> None:
+    """Report a runner that panscan chose, and why; nothing if the user or a preset names it."""
+    if choice.reason:
+        errors().print(f"runner: {choice.runner} ({choice.reason})", style="dim", soft_wrap=True)
 
 
 def utf8(flag: str, text: str | None) -> str | None:
-    """The text of an option.
+    """Return the text of an option.
 
     Raises:
-        SettingError: it was typed in another encoding than UTF-8, so it holds no text.
+        SettingError: it is not UTF-8 text.
     """
     try:
         (text or "").encode()
@@ -360,43 +319,22 @@ def utf8(flag: str, text: str | None) -> str | None:
 
 
 def read_prompt(text: str | None) -> str:
-    """The value of ``-p``, or standard input where there is none (or ``-``). Kept as it is: the turn template trims it,
-    and a raw prompt means its spaces.
+    """Return the value of ``-p``; for none or ``-``, standard input. Spaces are kept: the turn template trims them.
 
     Raises:
-        SettingError: nobody gave a prompt, it is empty, or it is not UTF-8 text.
+        SettingError: there is no prompt, it is empty, or it is not UTF-8 text.
     """
     if text is None or text == "-":
         if sys.stdin is None or sys.stdin.isatty():
-            raise SettingError("-p is missing: what is the question?")
+            raise SettingError("-p: no prompt is given; add -p 'What is the total?', or pipe it in")
         try:
             text = sys.stdin.read()
         except UnicodeDecodeError:
             raise SettingError("the prompt on standard input is not UTF-8 text") from None
     if not text.strip():
-        raise SettingError("the prompt is empty: give a question with -p, or on standard input")
+        raise SettingError("-p: the prompt is empty; give a question with -p or on standard input")
     utf8("the prompt", text)
     return text
-
-
-def say_mini() -> None:
-    """Say that nobody named a model."""
-    text = "no --model given: running the bundled mini Gemma 3, trained to read made-up documents"
-    errors().print(text, soft_wrap=True)
-
-
-def show_warnings(console: Console) -> None:
-    """panscan's own warnings become one line each, once; other libraries' stay theirs."""
-    shown: set[str] = set()
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        text = str(message)
-        if issubclass(category, PanscanWarning) and text not in shown:
-            shown.add(text)
-            console.print(f"warning: {text}", style="yellow", soft_wrap=True)
-
-    warnings.simplefilter("always", PanscanWarning)
-    warnings.showwarning = show
 
 
 def typed_again(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
@@ -407,7 +345,7 @@ def typed_again(context: click.Context, *, without: Collection[str] = (), extra:
     Args:
         context: of the command.
         without: names of parameters to leave out.
-        extra: words to add behind the options.
+        extra: words to add after the options.
     """
     parameters = {parameter.name: parameter for parameter in context.command.params}
     places, options = [], []
@@ -427,14 +365,14 @@ def typed_again(context: click.Context, *, without: Collection[str] = (), extra:
     return [*found, *before, *places] if before else [*places, *found]
 
 
-def _words_of(option: click.Parameter, value: Any) -> list[str]:
-    """An option as words; a value that could pass for an option is attached to its flag."""
-    flag = option.opts[0]
-    if isinstance(option, click.Option) and option.is_flag:
+def _words_of(parameter: click.Parameter, value: Any) -> list[str]:
+    """Return an option as words; a value that looks like an option is attached to its flag."""
+    flag = parameter.opts[0]
+    if isinstance(parameter, click.Option) and parameter.is_flag:
         return [flag]
     words = []
     for each in map(str, value if isinstance(value, tuple) else (value,)):
-        alone = option.name in axes() and axes()[option.name].kind is bool  # it may stand without a value
-        long = next((name for name in option.opts if name.startswith("--")), flag)
+        alone = getattr(parameter, "switch", False)  # it may stand without a value
+        long = next((name for name in parameter.opts if name.startswith("--")), flag)
         words += [f"{long}={each}"] if alone or each.startswith("-") else [flag, each]
     return words

@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from panscan.cli.options import (
-    SEED,
-    InRange,
-    axis_options,
-    common_options,
-    echo,
-    errors,
-    given_values,
-    max_pages_option,
-    show_warnings,
-    url_options,
-)
+from panscan.cli.console import echo, errors, show_warnings
+from panscan.cli.options import SEED, InRange, axis_options, common_options, given_values, max_pages_option, url_options
+from panscan.cli.verb import option, verb
 from panscan.core import SettingError, UnsupportedError
+from panscan.core.activity import activity
 from panscan.core.ranges import Range, shorten
 from panscan.load.options import GOODPUT_METRICS, LOAD_RANGES, RATE, parse_goodput
 from panscan.settings import WEIGHT_KINDS, nearest
@@ -48,15 +40,16 @@ _TEXT_TOKENS = Range(whole=True, least=1, most=1_000_000)
 _DEFAULT_VIEWS = "4"
 _DEFAULT_GOODPUT = ("ttft:2000", "tpot:50")
 
-EPILOG = """\b
+EPILOG = """\
+GPU figures are GB (10^9 bytes), GB/s, TFLOP/s and TOP/s. See docs/plan.md.
+
+\b
 Examples
   panscan plan --model 27b --gpu a100-40gb --count 10
   panscan plan --model 27b --gpu a100-40gb --count 10 --images "scans/*.png" --output-tokens 64
   panscan plan --model 12b --gpu l4 --goal latency --quantization none,int8
   panscan plan --model 27b --gpu h200 --request-rate 20 --goodput ttft:2000,tpot:50 --view-mix 1:10,3:50,5:25
   panscan plan --model 4b --gpu memory=24,bandwidth=936,bf16=71,int8=142,link=32
-
-GPU figures are GB (10^9 bytes), GB/s, TFLOP/s and TOP/s. docs/plan.md explains the figures and their limits.
 """
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -64,30 +57,42 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 def _load_option(name: str, text: str, **extra: Any) -> Callable[[_Command], _Command]:
     """Return an option that means the same as in panscan load."""
-    return click.option(f"--{name.replace('_', '-')}", type=InRange(LOAD_RANGES[name]), help=text, **extra)
+    flag = f"--{name.replace('_', '-')}"
+    return option("Traffic", flag, type=InRange(LOAD_RANGES[name]), metavar="NUMBER", help=text, **extra)
 
 
-@click.command("plan", epilog=EPILOG, short_help="Predict which layouts fit and how fast they are.")
+@verb("plan", EPILOG)
 @click.argument("words", nargs=-1, metavar="")
-@click.option("--model", required=True, help="Size (27b), hub id, or directory with a config.json.")
-@click.option("--gpu", help="GPU name, or a specification (see below).")
-@click.option("--count", type=InRange(_COUNT), help="Number of GPUs.  [default: 1; with --request-rate: any]")
-@click.option("--measure", is_flag=True, help="Measure this machine's GPU or CPU (needs PyTorch).")
-@click.option("--goal", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
-              help="Maximise requests/s, or minimise the time of one request.")  # fmt: skip
-@click.option("--quantization", metavar="KINDS", help="Weights to consider: none, fp8, int8, int4.  [default: all]")
-@click.option("--images", multiple=True, help="Glob, directory, file (PDF too) or URL; may be repeated.")
-@click.option("--view-mix", metavar="MIX", help="Views per page, with shares: 1:20,3:50,5:30.  [default: 4]")
-@click.option("--text-tokens", type=InRange(_TEXT_TOKENS), default=42, show_default=True,
-              help="Prompt tokens other than image tokens.")  # fmt: skip
-@click.option("--output-tokens", default="256", show_default=True, metavar="N|A-B", help="Answer length, or a range.")
-@click.option("--request-rate", type=InRange(RATE), help="Requests/s: size a fleet for this load.")
-@click.option("--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms.  [default: ttft:2000 tpot:50]")
+@option("Model", "--model", required=True, metavar="NAME", help="Size (27b), hub id, or directory.")
+@option("Model", "--gpu", metavar="NAME|SPEC", help="GPU name, or a specification (see below).")
+@option("Model", "--count", type=InRange(_COUNT), metavar="INT", help="GPUs.  [default: 1; with --request-rate: any]")
+@option("Model", "--measure", is_flag=True, help="Measure this machine's GPU or CPU (needs PyTorch).")
+@option(
+    "Measurement", "--goal", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
+    help="Goal to optimise.",
+)  # fmt: skip
+@option("Model", "--quantization", metavar="KINDS", help="Weights: none, fp8, int8, int4.  [default: all]")
+@option("Input", "--images", multiple=True, metavar="PATH", help="Glob, directory, file (PDF too) or URL; repeatable.")
+@option("Input", "--view-mix", metavar="MIX", help="Views per page, with shares: 1:20,3:50.  [default: 4]")
+@option(
+    "Input", "--text-tokens", type=InRange(_TEXT_TOKENS), metavar="INT", default=42, show_default=True,
+    help="Prompt tokens besides image tokens.",
+)  # fmt: skip
+@option(
+    "Generation", "--output-tokens", default="256", show_default=True, metavar="N|A-B", help="Answer length, tokens."
+)
+@option("Traffic", "--request-rate", type=InRange(RATE), metavar="RATE", help="Load to size a fleet for, requests/s.")
+@option(
+    "Traffic", "--goodput", multiple=True, metavar="METRIC:MS...", help="Limits in ms.  [default: ttft:2000 tpot:50]"
+)
 @_load_option("goodput_attainment", "Share of requests that must meet the limits.", default=0.95, show_default=True)
 @_load_option("burstiness", "Gamma shape of arrivals; below 1 is burstier.", default=1.0, show_default=True)
 @_load_option("image_reuse", "Share of requests that repeat an image.", default=0.0, show_default=True)
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed for arrivals, pages and lengths.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option(
+    "Traffic", "--seed", type=SEED, metavar="INT", default=0, show_default=True,
+    help="Seed of arrivals, pages and lengths.",
+)  # fmt: skip
+@option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
 @url_options
 @max_pages_option
 @axis_options((*_SIZES, *_PAN_AND_SCAN))
@@ -246,7 +251,7 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
         if named is not None:
             raise
         raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification") from error
-    with errors().status("measuring this machine"):
+    with activity("measuring this machine"):
         device = resolve_device("auto")
         found = measure_ceilings(device, resolve_dtype("auto", device))
     memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
@@ -273,6 +278,6 @@ def _with_fleets(found: PlanAnswer, traffic: Traffic) -> PlanAnswer:
     """Return the answer with the fleets of the recommended kind of weights."""
     from panscan.plan.fleet import size_fleets
 
-    with errors().status("simulating the scheduler") as status:
-        fleets = size_fleets(found.inputs, found.simulated, traffic, on_progress=status.update)
+    with activity("simulating the scheduler") as step:
+        fleets = size_fleets(found.inputs, found.simulated, traffic, on_progress=step.rename)
     return replace(found, traffic=traffic, fleets=tuple(fleets))

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from panscan.analysis.cells import number_text
-from panscan.cli.options import out
+from panscan.cli.console import out
 from panscan.plan.advice import what_would_fit
 from panscan.plan.answer import PlanAnswer, weights_name
 from panscan.plan.fleet import with_replicas

@@ -9,21 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
-from panscan.cli.options import (
-    axis_options,
-    common_options,
-    errors,
-    given_values,
-    max_pages_option,
-    out,
-    say_mini,
-    show_warnings,
-    url_options,
-    utf8,
-)
-from panscan.core import SettingError, escape_controls
+from panscan.cli.console import errors, import_libraries, out, say_mini, show_warnings
+from panscan.cli.options import axis_options, common_options, given_values, max_pages_option, url_options, utf8
+from panscan.cli.verb import option, verb
+from panscan.core import SettingError
+from panscan.core.activity import activity
 from panscan.settings import ENGINE_LIMITS, Settings
 
 if TYPE_CHECKING:
@@ -41,44 +32,46 @@ _AXES = (
     "tensor_parallel_size", "attention_backend", "gpu_memory_utilization", "gpu_memory_gb", "kv_cache_gb",
     "kv_cache_dtype", "prefix_caching", "prefill_chunk_size", "vision_batch_size",
 )  # fmt: skip
-_DEFAULTS = {"max_new_tokens": str(_TOKENS), "ignore_eos": "true"}
+_DEFAULTS = {"max_new_tokens": str(_TOKENS), "ignore_eos": "on"}
 _VIEWS = tuple(name for name in _AXES if "pan_and_scan" in name)
 _GEMMA3N = "Gemma 3n has no pan and scan and no panscan engine"
 
 EPILOG = """\b
-Examples
-  panscan profile --model google/gemma-3-4b-it receipt.png -p "What is the total?"
-  panscan profile --model google/gemma-3-4b-it --mode all
-  panscan profile --model google/gemma-3n-e2b-it --mode all
-  panscan profile --model google/gemma-3-4b-it --runner engine --batch-size 16 --stacks
-
-\b
 Modes of generate()
   dynamic      dynamic cache (the default of Transformers)
   static       static cache, not compiled
   compiled     static cache, compiled decode step
   cuda-graphs  static cache, compiled decode step in CUDA graphs (NVIDIA GPUs)
 
-A trace per mode opens in https://ui.perfetto.dev and chrome://tracing. panscan trace
+Each mode's trace opens in https://ui.perfetto.dev and chrome://tracing. panscan trace
 prints its summary again. See docs/profile.md.
+
+\b
+Examples
+  panscan profile --model google/gemma-3-4b-it receipt.png -p "What is the total?"
+  panscan profile --model google/gemma-3-4b-it --mode all
+  panscan profile --model google/gemma-3n-e2b-it --mode all
+  panscan profile --model google/gemma-3-4b-it --runner engine --batch-size 16 --stacks
 """
 
 
-@click.command("profile", epilog=EPILOG, short_help="Profile a warm request: what the GPU waited for.")
+@verb("profile", EPILOG)
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@click.option("-p", "--prompt", help="The question.  [default: one that suits the drawn documents]")
-@click.option(
-    "--runner",
-    "runners",
-    default=None,
-    help="generate, engine, or both as a comma list.  [default: both; with --memory: generate]",
+@option("Input", "-p", "--prompt", help="Prompt.  [default: one for the sample documents]")
+@option("Runner", "--runner", "runners", metavar="NAMES", help="Runners: generate, engine.  [default: both]")
+@option("Runner", "--mode", "modes", metavar="NAMES", help="Modes of generate(), or all.  [default: dynamic]")
+@option("Generation", "--output-tokens", "output_tokens", metavar="INT", rare=True, help="Alias of --max-new-tokens.")
+@option("Measurement", "--record-shapes", is_flag=True, help="Record tensor shapes: a larger trace.")
+@option("Measurement", "--memory", is_flag=True, help="Record allocations of generate(): a larger trace.")
+@option("Measurement", "--stacks", is_flag=True, help="Record Python calls: a larger, slower trace.")
+@option(
+    "Output",
+    "--output-dir",
+    metavar="DIR",
+    default="profiles",
+    show_default=True,
+    help="Parent of profile directories.",
 )
-@click.option("--mode", "modes", default=None, help="Modes of generate(), comma list, or all.  [default: dynamic]")
-@click.option("--output-tokens", "output_tokens", help="The same as --max-new-tokens.")
-@click.option("--record-shapes", is_flag=True, help="Record the shapes of tensors: a larger trace.")
-@click.option("--memory", is_flag=True, help="Record allocations of generate(): a larger trace.")
-@click.option("--stacks", is_flag=True, help="Record Python functions: a much larger and slower trace.")
-@click.option("--output-dir", default="profiles", show_default=True, help="Directory for profile directories.")
 @url_options
 @max_pages_option
 @axis_options(_AXES, defaults=_DEFAULTS)
@@ -86,16 +79,14 @@ prints its summary again. See docs/profile.md.
 def command(**options: Any) -> None:
     """Profile one warm request, or a steady batch with --batch-size, and compare decode modes.
 
-    Without images, panscan draws documents. The profile directory holds one trace per mode and summary.html.
+    Without images, panscan generates documents. The profile directory gets one trace per mode and summary.html.
     """
     show_warnings(errors())
     settings, given = _settings(options)
     prompt = utf8("--prompt", options["prompt"])
     if prompt is not None and not prompt.strip():
         raise SettingError("--prompt is empty: give a question, or leave it out")
-    from panscan.model.runtime import quiet_libraries
-
-    quiet_libraries()
+    import_libraries()
     modes = _modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         say_mini()
@@ -166,8 +157,8 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
     found: list[Profiled] = []
     folder = new_directory(Path(options["output_dir"]), modes[0][1].model_name)
     try:
-        with errors().status(Text("starting")) as status:
-            for each in profile_modes(requests, modes, folder, wanted, lambda text: status.update(_text(text))):
+        with activity("starting the profiler") as step:
+            for each in profile_modes(requests, modes, folder, wanted, step.rename):
                 found.append(each)
     except Exception:  # of whatever kind: it is raised again, after the finished modes are shown
         if found:
@@ -180,7 +171,7 @@ def _show(found: list[Profiled], folder: Path) -> None:
     """Summarise finished profiles: write the results into their folder, and print them."""
     from panscan.profile.results import printed, summary_of, write_results
 
-    with errors().status("summarising the traces"):
+    with activity("summarising the traces"):
         summaries = [summary_of(each, compared=len(found) > 1) for each in found]
         page = write_results(folder, found, summaries, title=f"Profile of {found[0].facts['model']}")
     for line in printed(found, summaries, width=out().width if out().is_terminal else 120):
@@ -189,7 +180,3 @@ def _show(found: list[Profiled], folder: Path) -> None:
     for each in found:
         out().print(f"trace: {each.trace}", soft_wrap=True)
     out().print(f"page: {page}", soft_wrap=True)
-
-
-def _text(text: str) -> Text:
-    return Text(escape_controls(text))

@@ -1,116 +1,215 @@
-"""Progress on the terminal: of a sweep and of a batch job."""
+"""Progress on standard error: one updating line on a terminal, an occasional line otherwise."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
 
 from panscan.core import escape_controls, now
+from panscan.core.activity import Activity, activity, displayed
 
 if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.spinner import Spinner
+
     from panscan.bench.grid import Cell
     from panscan.bench.plan import SweepPlan
     from panscan.settings import Settings
 
-__all__ = ["SweepProgress", "batch_progress"]
+__all__ = ["ProgressLine", "SweepProgress", "batch_progress", "progress_line"]
 
-_PERIOD_S = 300.0  # over which the time left is estimated: on a CPU a document may take a minute
-_EVERY = 100  # documents, or
-_EVERY_S = 30.0  # seconds between two lines of a log
+_DELAY_S = 2.0  # until a step is shown where lines cannot be updated
+_EVERY_S = 30.0  # between lines there
+_TICK_S = 0.25
 
 
 @contextmanager
-def batch_progress(console: Console, expected: Callable[[], int]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives what moves the progress on by one answer's line.
+def progress_line(console: Console) -> Iterator[None]:
+    """Show the activities of the block on a console."""
+    line = ProgressLine(console)
+    try:
+        with displayed(line):
+            yield
+    finally:
+        line.close()
+
+
+class ProgressLine:
+    """Shows the innermost activity. A :class:`panscan.core.activity.Display`.
+
+    A terminal gets a line that is updated in place and disappears at the end. Elsewhere, such as in a log file, a step
+    gets a line once it has run for two seconds, and another every 30 seconds.
 
     Args:
-        console: where it is shown.
-        expected: documents to be answered, as far as is known now.
+        console: console to print on.
+        delay: seconds until a step is shown where lines cannot be updated.
+        every: seconds between lines there.
     """
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    answers = failed = said = 0
-    begun = said_at = now()
-    shown = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown, speed_estimate_period=_PERIOD_S) as bar:
-        task = bar.add_task("answering", total=expected())
+
+    def __init__(self, console: Console, *, delay: float = _DELAY_S, every: float = _EVERY_S) -> None:
+        self._console, self._delay, self._every = console, delay, every
+        self._running: list[Activity] = []
+        self._live: Live | None = None
+        self._spinner: Spinner | None = None
+        self._printed, self._printed_at = "", 0.0
+        self._ticker: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+
+    def show(self, running: list[Activity]) -> None:
+        """Show the running activities, the outermost first."""
+        self._running = running
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._show_live()
+        elif running and self._ticker is None and not self._console.quiet:
+            self._ticker = threading.Thread(target=self._print_at_intervals, name="panscan-progress", daemon=True)
+            self._ticker.start()
+
+    def close(self) -> None:
+        """Remove the line, and stop."""
+        self._closed.set()
+        self._running = []
+        self._show_live()
+        if self._ticker is not None:
+            self._ticker.join()
+
+    def _show_live(self) -> None:
+        if not self._running:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+        elif self._live is None:
+            from rich.live import Live
+
+            # Results go to standard output, which may be a pipe: they must not be redirected to this console.
+            self._live = Live(
+                get_renderable=self._line, console=self._console, transient=True, redirect_stdout=False,
+                refresh_per_second=8,
+            )  # fmt: skip
+            self._live.start()
+
+    def _line(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.spinner import Spinner
+        from rich.table import Table
+        from rich.text import Text
+
+        running = self._running
+        if not running:
+            return Text()
+        step = running[-1]
+        passed = now() - step.started
+        self._spinner = self._spinner or Spinner("dots")
+        line = Table.grid(padding=(0, 1))
+        parts: list[RenderableType] = [self._spinner, Text(escape_controls(step.text))]
+        if step.total:
+            parts.append(ProgressBar(step.total, step.done, width=24))
+        parts.append(Text(step.status() or (f"{passed:.0f} s" if passed >= 1 else ""), style="dim"))
+        for _ in parts:
+            line.add_column(no_wrap=True, overflow="ellipsis")
+        line.add_row(*parts)
+        return line
+
+    def _print_at_intervals(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            self.print_due()
+
+    def print_due(self) -> None:
+        """Print the innermost activity if a line about it is due. Called at intervals where there is no terminal."""
+        with self._lock:
+            running = self._running
+            if running:
+                self._print(running[-1])
+
+    def _print(self, step: Activity) -> None:
+        time = now()
+        if step.text == self._printed:
+            due = time - self._printed_at >= self._every
+        else:
+            due = time - step.started >= self._delay
+        if due:
+            self._printed, self._printed_at = step.text, time
+            status = step.status()
+            self._console.print(f"{step.text}: {status}" if status else f"{step.text} ...", soft_wrap=True)
+
+
+@contextmanager
+def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Show the progress of a batch job; yield a callback that takes each answer's record.
+
+    Args:
+        expected: returns the number of documents to answer, as far as it is known.
+    """
+    failed = 0
+    with activity("answering", total=expected()) as step:
 
         def on_answer(record: dict[str, Any]) -> None:
-            nonlocal answers, failed, said, said_at
-            answers += 1
-            failed += record["error"] is not None
-            text = f"answering ({failed} failed)" if failed else "answering"
-            bar.update(task, advance=1, total=expected(), description=text)
-            if not shown and (not said or answers - said >= _EVERY or now() - said_at >= _EVERY_S):
-                said, said_at = answers, now()
-                console.print(f"{text}: {_so_far(answers, expected(), said_at - begun)}", soft_wrap=True)
+            nonlocal failed
+            if record["error"] is not None:
+                failed += 1
+                step.rename(f"answering ({failed} failed)")
+            step.update(step.done + 1, expected())
 
         yield on_answer
 
 
-def _so_far(answers: int, expected: int, seconds: float) -> str:
-    """``12 of 40, 1.5/s, 0:00:19 left``, at the mean rate since the beginning."""
-    rate = answers / max(seconds, 1e-9)
-    left = timedelta(seconds=round(max(expected - answers, 0) / rate))
-    return f"{answers} of {expected}, {f'{rate:.0f}' if rate >= 10 else f'{rate:.2g}'}/s, {left} left"
-
-
 class SweepProgress:
-    """Watches a sweep: a bar over batches with the time left, and one line for each kind of problem."""
+    """Shows the progress of a sweep over its batches, and each kind of problem once.
+
+    An observer of :func:`panscan.bench.run.start`.
+
+    Args:
+        plan: the sweep.
+        done: visits that an earlier start finished.
+        console: console to print on.
+    """
 
     def __init__(self, plan: SweepPlan, done: set[tuple[str, int | None]], console: Console) -> None:
         self.console = console
-        self._said: set[str] = set()
-        columns = (
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("batches"),
-            TimeElapsedColumn(), TimeRemainingColumn(),
-        )  # fmt: skip
-        self._bar = Progress(*columns, console=console, transient=True)
+        self._reported: set[str] = set()
         runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]
-        left = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
+        pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
         batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
-        total = sum(batches[cell.id] for cell in left)
-        self._visit, self._visits = 0, len(left)
-        self._task = self._bar.add_task("measuring", total=total)
+        self._visit, self._visits = 0, len(pending)
+        self._activity = activity("measuring", total=sum(batches[cell.id] for cell in pending))
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._step = self._activity.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._activity.__exit__(kind, error, trace)
 
     def loading(self, settings: Settings) -> None:
-        """A model is being loaded."""
-        self._bar.update(self._task, description=escape_controls(f"loading {settings.model_name}"))
+        """Show that a model is being loaded."""
+        self._step.rename(f"loading {settings.model_name}")
 
     def ready(self, cell: Cell, repeat: int) -> None:
-        """A cell's warm-up is over. Where no bar can be drawn, a line says how far the sweep is."""
+        """Show that a cell is warmed up. Without a terminal, print which one."""
         self._visit += 1
+        self._step.rename("measuring")
         if not self.console.is_terminal:
             changed = ", ".join(f"{name}={value}" for name, value in cell.settings.changed().items())
             self.console.print(f"measuring {self._visit} of {self._visits}: {cell.id} {changed}", soft_wrap=True)
 
     def batch_done(self) -> None:
-        """One measured batch more."""
-        self._bar.update(self._task, description="measuring", advance=1)
+        """Count a measured batch."""
+        self._step.rename("measuring")
+        self._step.advance()
 
     def stage(self, what: str) -> None:
-        """Something that is not measured goes on."""
-        self._bar.update(self._task, description=what)
+        """Show work that is not measured."""
+        self._step.rename(what)
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:
-        """A cell did not come to its end; each reason is said once."""
-        if reason not in self._said:
-            self._said.add(reason)
+        """Print why a cell was not finished, each reason once."""
+        if reason not in self._reported:
+            self._reported.add(reason)
             self.console.print(f"{outcome}: {reason}", style="yellow", soft_wrap=True)

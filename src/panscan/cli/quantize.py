@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
 from panscan.cli.options import (
     SEED,
     InRange,
     axis_options,
     common_options,
-    echo,
-    errors,
     given_values,
-    import_libraries,
     max_pages_option,
-    out,
-    show_warnings,
     url_options,
     utf8,
 )
-from panscan.core import SettingError, now
+from panscan.cli.verb import option, verb
+from panscan.core import SettingError
+from panscan.core.activity import activity
 from panscan.core.ranges import Range
 from panscan.settings import Settings, check_weight_kind
 
@@ -45,47 +42,43 @@ _AXES = (
     "pan_and_scan_min_ratio_to_activate", "max_new_tokens",
 )  # fmt: skip
 
-EPILOG = """\b
+EPILOG = """\
+Checkpoints have the compressed-tensors layout, for Transformers, vLLM and panscan. With
+--calibration, int4 weights are calibrated on your documents (GPTQ). Repeat an interrupted
+command to resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 not
+judged. See docs/quantize.md.
+
+\b
 Examples
   panscan quantize google/gemma-3-27b-it gemma-3-27b-it-int4 --quantization int4 --calibration scans/
   panscan quantize mini mini-int4 --quantization int4 --calibration questions.jsonl
   panscan quantize google/gemma-3-4b-it gemma-3-4b-it-fp8 --quantization fp8
   panscan quantize --audit someone/gemma-3-4b-it-awq --model google/gemma-3-4b-it
-
-The checkpoint is in the compressed-tensors layout, which Transformers, vLLM and panscan load. With --calibration, int4
-weights are calibrated on your documents (GPTQ); int8 and fp8 need no calibration. Repeat an interrupted command to
-resume from OUT.partial. Audit exit codes: 0 usable answers, 5 garbage, 6 not judged. See docs/quantize.md.
 """
 
 
-@click.command("quantize", epilog=EPILOG, short_help="Write a quantised checkpoint, or audit one.")
+@verb("quantize", EPILOG)
 @click.argument("base", required=False, metavar="MODEL")
 @click.argument("output", required=False, metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--quantization", metavar="int4|int8|fp8", help="Format of the decoder's weights.")
-@click.option(
-    "--quantization-group-size", type=_GROUP, help="Input channels per scale (int4).  [default: 128 if it fits]"
+@option("Model", "--quantization", metavar="int4|int8|fp8", help="Format of the decoder's weights.")
+@option(
+    "Model", "--quantization-group-size", type=_GROUP, metavar="INT",
+    help="Input channels per int4 scale; none: 128 if it fits.",
+)  # fmt: skip
+@option("Model", "--audit", metavar="CHECKPOINT", help="Quantised checkpoint to describe and judge.")
+@option("Model", "--model", "reference", metavar="BASE", help="Dense checkpoint to compare with, for --audit.")
+@option("Input", "--calibration", multiple=True, metavar="PATH", help="Documents to calibrate int4 on; repeatable.")
+@option("Input", "-p", "--prompt", "prompts", multiple=True, help="Prompt for calibration documents; repeatable.")
+@option(
+    "Input", "--num-samples", type=_COUNT, metavar="INT", default=128, show_default=True,
+    help="Maximum prompts and questions.",
+)  # fmt: skip
+@option("Input", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of the samples.")
+@option("Measurement", "--dataset", metavar="PATH", help="Labelled questions to measure accuracy on.")
+@option(
+    "Measurement", "--verify/--no-verify", default=True, help="Compare the result with the dense model.  [default: on]"
 )
-@click.option(
-    "--calibration", multiple=True, metavar="DIR|FILES", help="Documents to calibrate int4 on; may be repeated."
-)
-@click.option(
-    "-p", "--prompt", "prompts", multiple=True, help="Question about the calibration documents; may be repeated."
-)
-@click.option(
-    "--num-samples",
-    type=_COUNT,
-    default=128,
-    show_default=True,
-    help="Maximum number of calibration prompts and dataset questions.",
-)
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Random seed for sampling prompts and questions.")
-@click.option("--dataset", metavar="FILE|DIR", help="Labelled questions to measure accuracy on.")
-@click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Measure the result against the dense model."
-)
-@click.option("--overwrite", is_flag=True, help="Replace OUT if this command wrote all of it.")
-@click.option("--audit", metavar="CHECKPOINT", help="Describe a quantised checkpoint and judge its answers.")
-@click.option("--model", "reference", metavar="BASE", help="With --audit: the dense checkpoint to compare with.")
+@option("Output", "--overwrite", is_flag=True, help="Replace OUT if this command wrote all of it.")
 @url_options
 @max_pages_option
 @axis_options(_AXES)
@@ -186,10 +179,10 @@ def _audit(options: dict[str, Any]) -> int:
 def _refuse(names: Sequence[str], reason: str) -> None:
     """Raise if the user gave one of some options."""
     context = click.get_current_context()
-    for option in context.command.params:
-        typed = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
-        if typed and option.name in names:
-            raise SettingError(f"{option.opts[0]} {reason}")
+    for parameter in context.command.params:
+        typed = context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
+        if typed and parameter.name in names:
+            raise SettingError(f"{parameter.opts[0]} {reason}")
 
 
 def _axes_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -203,33 +196,13 @@ def _report_problem(problem: Exception) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a progress callback that takes a stage, its finished steps and its total steps.
-
-    Without a terminal, it prints a line every few seconds.
-    """
-    console = errors()
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    begun: dict[str, float] = {}
-    printed = [now()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
+    """Yield a progress callback that takes a stage, its finished steps and its total steps."""
+    with activity("reading the checkpoint") as running:
 
         def step(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                for task in tasks.values():
-                    bar.remove_task(task)
-                tasks.clear()
-                tasks[stage] = bar.add_task(stage, total=total)
-                begun[stage] = now()
-            bar.update(tasks[stage], completed=done)
-            if not console.is_terminal and now() - printed[0] >= _EVERY_S:
-                printed[0] = now()
-                left = (now() - begun[stage]) / max(done, 1) * (total - done)
-                detail = f": {done} of {total}, about {left:.0f} s left" if done else ""
-                console.print(f"{stage}{detail}", soft_wrap=True)
+            if stage != running.text:
+                running.restart(stage, total)
+            running.update(done)
 
         yield step
 

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.options import common_options, echo, errors, out
+from panscan.cli.console import echo, errors, out
+from panscan.cli.options import common_options
+from panscan.cli.verb import option, verb
 from panscan.core import RecordsError, SettingError
 
 __all__ = ["command"]
 
-EPILOG = """\b
+EPILOG = """\
+html needs no network; md suits an issue tracker; png draws the curves; gallery shows every
+answer beside its document, for runs with --include-content. By default, html and gallery
+are written to RUN, png files too, and md is printed.
+
+\b
 Examples
   panscan report runs/20260101-120000-mini
   panscan report runs/20260101-120000-mini --format md | gh issue create --title "Sweep" --body-file -
@@ -19,32 +26,20 @@ Examples
 """
 
 
-@click.command("report", epilog=EPILOG, short_help="A run as one HTML page, markdown or pictures.")
+@verb("report", EPILOG)
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["html", "md", "png", "gallery"]),
-    default="html",
-    show_default=True,
-    help="A page that needs no network, markdown for an issue tracker, pictures of the curves, or a page of all answers"
-    " beside their pictures (of a run with --include-content).",
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="The file to write; with png the folder.  [default: RUN/report.html, RUN/gallery.html, standard output for md,"
-    " RUN for png]",
-)
-@click.option("--quality-metric", help="The metric that counts as quality.  [default: the run's]")
+@option(
+    "Output", "--format", "form", type=click.Choice(["html", "md", "png", "gallery"]), default="html",
+    show_default=True, help="Format of the report.",
+)  # fmt: skip
+@option("Output", "-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="File; for png, directory.")
+@option("Measurement", "--quality-metric", metavar="NAME", help="Quality metric.  [default: the run's]")
 @common_options
 def command(run: Path, form: str, output: Path | None, quality_metric: str | None) -> None:
-    """Show a RUN directory: the recommendation, every cell with its verdict, curves, the Pareto front, stages.
+    """Write the report of a run directory, from its records; nothing is measured again.
 
-    For a panscan load run: the highest rate that meets the goodput, every level, throughput-latency curves, errors.
-
-    Everything is derived from the run's records; nothing is measured again.
+    A bench report has the recommendation, cells with verdicts, curves and stages. A load report has the highest rate
+    that meets the goodput, levels, throughput-latency curves and errors.
     """
     from panscan import report
     from panscan.records.load_runs import is_load_run

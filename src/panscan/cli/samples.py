@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from panscan.cli.options import SEED, InRange, common_options, out
+from panscan.cli.console import out
+from panscan.cli.options import SEED, InRange, common_options
+from panscan.cli.verb import option, verb
 from panscan.settings import SAMPLE_RANGES
 
 __all__ = ["FORMATS", "command", "print_samples"]
@@ -15,39 +17,42 @@ __all__ = ["FORMATS", "command", "print_samples"]
 FORMATS = ("aiperf", "guidellm", "vllm")
 """The keys of :data:`panscan.load.request_sets.FORMATS`, without importing Pillow for ``--help``."""
 
-EPILOG = """\b
+EPILOG = """\
+A request set is one JSON Lines file with the images as data: URLs. Each request uses a
+different document, so caches do not help. 60% of the prompts are questions (32 output
+tokens), 25% ask for the fields as JSON (128), 15% for a transcription (256). vllm bench
+serve reads no output tokens from its file; set --custom-output-len there.
+
+\b
 Examples
   panscan samples samples/
-  panscan bench --dataset samples/questions.jsonl --do-pan-and-scan true,false
+  panscan bench --dataset samples/questions.jsonl --pan-and-scan true,false
+
 \b
   panscan samples requests/ --format guidellm --count 200 --columns 110
   guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000 \\
     --profile kind=poisson,rate=2 --data kind=json_file,path=requests/guidellm.jsonl
-\b
-A request set is one JSON Lines file with the images as data: URLs. Each request
-uses a different document, so caches do not help. 60% of the prompts are
-questions (32 output tokens), 25% ask for the fields as JSON (128), 15% for a
-transcription (256). vllm bench serve reads no output tokens from its file; set
---custom-output-len there.
 """
 
 
-@click.command("samples", epilog=EPILOG, short_help="Make sample documents with questions and answers.")
+@verb("samples", EPILOG)
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--count", type=InRange(SAMPLE_RANGES["count"]), default=12, show_default=True, help="Documents.")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed for the generated documents.")
-@click.option(
-    "--columns",
-    type=InRange(SAMPLE_RANGES["columns"]),
-    default=30,
-    show_default=True,
-    help="Characters across the short side: 30 is small print for the bundled model, 110 for Google's Gemma 3.",
+@option(
+    "Input", "--count", type=InRange(SAMPLE_RANGES["count"]), metavar="INT", default=12, show_default=True,
+    help="Documents to generate.",
+)  # fmt: skip
+@option(
+    "Input", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of the generated documents."
 )
-@click.option("--format", type=click.Choice(FORMATS), help="Write a request set for this load generator instead.")
-@click.option("--overwrite", is_flag=True, help="Replace documents of another count or seed.")
+@option(
+    "Input", "--columns", type=InRange(SAMPLE_RANGES["columns"]), metavar="INT", default=30, show_default=True,
+    help="Characters per short side; 110 suits Google's models.",
+)  # fmt: skip
+@option("Output", "--format", type=click.Choice(FORMATS), help="Load generator to write a request set for.")
+@option("Output", "--overwrite", is_flag=True, help="Replace documents of another count or seed.")
 @common_options
 def command(directory: Path, format: str | None, **options: Any) -> None:
-    """Make receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
+    """Generate receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
     if format is None:
         from panscan.images.samples import write_samples
 

@@ -11,75 +11,94 @@ from typing import Any, TypeVar
 
 import click
 
+from panscan.cli.console import echo, errors, say_mini, show_warnings
+from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
+    RUNNER_DEFAULT,
     InRange,
     axis_options,
     chosen_settings,
     common_options,
-    echo,
-    errors,
-    say_mini,
-    show_warnings,
+    preset_option,
+    say_runner,
 )
+from panscan.cli.verb import option, verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.ranges import Range
+from panscan.engine.options import SERVED_TPOT_MS
+from panscan.model.bundled import is_demonstration
 from panscan.serve.options import SERVE_RANGES, ApiKeys, ServeOptions, read_api_keys
 from panscan.settings import Settings
 
 __all__ = ["command"]
 
 _NOT_HERE = ("equal_views", "max_concurrency")
-_DEFAULTS = {"runner": "engine; generate where the engine lacks a setting"}
+_DEFAULTS = {"tpot_target_ms": f"{SERVED_TPOT_MS:g}"}
 _REPLICAS = InRange(Range(whole=True, least=1, most=10_000))
 _PLAIN = {item.name: item.default for item in fields(ServeOptions)}
 
-EPILOG = """\b
+EPILOG = """\
+The playground is the server's root page. Sampling and pan-and-scan options set the
+defaults of requests. PANSCAN_API_KEYS adds API keys, separated by spaces.
+
+\b
 Examples
   panscan serve --model google/gemma-3-4b-it
   panscan serve --model google/gemma-3-27b-it --preset preset.yaml --host 0.0.0.0 --api-key-file keys.txt
   panscan serve --model google/gemma-3-27b-it --replicas 5 --tensor-parallel-size 2
   curl http://127.0.0.1:8000/v1/models
-
-The playground is the server's root page. Sampling and pan-and-scan options set the defaults of requests. The
-environment variable PANSCAN_API_KEYS adds API keys, separated by spaces.
 """
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _number(name: str, text: str) -> Callable[[_Command], _Command]:
+def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command], _Command]:
     """Return an option with the range and default that :class:`ServeOptions` defines."""
     flag = f"--{name.replace('_', '-')}"
-    return click.option(flag, type=InRange(SERVE_RANGES[name]), default=_PLAIN[name], show_default=True, help=text)
+    return option(
+        "Server", flag, type=InRange(SERVE_RANGES[name]), default=_PLAIN[name], show_default=True, metavar="NUMBER",
+        rare=rare, help=text,
+    )  # fmt: skip
 
 
-@click.command("serve", epilog=EPILOG, short_help="Serve an OpenAI-compatible API and a playground.")
-@click.option("--host", default=_PLAIN["host"], show_default=True, help="Address to bind.")
+@verb("serve", EPILOG)
+@option("Server", "--host", default=_PLAIN["host"], show_default=True, metavar="ADDRESS", help="Address to bind.")
 @_number("port", "TCP port; 0 selects a free port.")
-@click.option("--preset", help="A preset's name, or a YAML file (see panscan recommend).")
-@click.option("--served-model-name", help="Model name in the API.")
-@click.option("--api-key", "api_keys", multiple=True, help="Require this API key; repeat it for several.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="Require one of the API keys in this file.")
-@click.option("--allowed-hosts", multiple=True, help="Accept this host name; repeat it for several.")
-@click.option("--allowed-media-domains", multiple=True, help="Fetch images from this domain; repeat it for several.")
-@click.option("--allowed-local-media-path", type=click.Path(path_type=Path), help="Allow file: URLs below this path.")
+@option("Server", "--served-model-name", metavar="NAME", help="Model name in the API.")
+@option("Server", "--api-key", "api_keys", multiple=True, metavar="KEY", help="API key to require; repeatable.")
+@option(
+    "Server", "--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="File with API keys to require."
+)
+@option("Server", "--allowed-hosts", multiple=True, metavar="NAME", rare=True, help="Host name to accept; repeatable.")
+@option(
+    "Server", "--allowed-media-domains", multiple=True, metavar="DOMAIN", rare=True,
+    help="Domain to fetch images from; repeatable.",
+)  # fmt: skip
+@option(
+    "Server", "--allowed-local-media-path", type=click.Path(path_type=Path), metavar="DIR", rare=True,
+    help="Directory that file: URLs may read.",
+)  # fmt: skip
 @_number("max_queued_requests", "Maximum queued requests; more get status 429.")
-@_number("request_timeout", "Seconds until a request times out (504).")
-@_number("drain_timeout", "Seconds to finish requests after SIGTERM.")
-@_number("max_body_mb", "Maximum size of a request body, MB.")
+@_number("request_timeout", "Seconds until a request fails with status 504.")
+@_number("drain_timeout", "Time to finish requests after SIGTERM, seconds.", rare=True)
+@_number("max_body_mb", "Maximum size of a request body, MB.", rare=True)
 @_number("max_images", "Maximum images and documents per request.")
-@_number("max_pages", "Maximum pages per document.")
-@_number("max_pixels", "Maximum pixels per image or page.")
+@_number("max_pages", "Maximum pages per document.", rare=True)
+@_number("max_pixels", "Maximum pixels per image or page.", rare=True)
 @_number("max_output_tokens", "Maximum output tokens per answer.")
-@_number("max_choices", "Maximum answers per request (n).")
-@click.option("--otlp-traces-endpoint", help="Send OpenTelemetry traces to this URL.")
-@click.option("--replicas", type=_REPLICAS, help="Run this many replicas on Ray Serve.")
-@click.option("--max-replicas", type=_REPLICAS, help="Scale up to this many replicas under load.")
-@click.option("--routing", default="affinity", show_default=True, help="Routing policy: affinity, work or random.")
-@click.option("--ray-address", help="Join this Ray cluster instead of starting one.")
-@click.option("--print-config", is_flag=True, help="Print a Ray Serve config file and exit.")
-@axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS)
+@_number("max_choices", "Maximum answers per request (n).", rare=True)
+@option("Server", "--otlp-traces-endpoint", metavar="URL", rare=True, help="Endpoint for OpenTelemetry traces.")
+@option("Server", "--replicas", type=_REPLICAS, metavar="INT", help="Replicas on Ray Serve.")
+@option("Server", "--max-replicas", type=_REPLICAS, metavar="INT", rare=True, help="Maximum replicas under load.")
+@option(
+    "Server", "--routing", default="affinity", show_default=True, metavar="NAME", rare=True,
+    help="Routing policy: affinity, work or random.",
+)  # fmt: skip
+@option("Server", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
+@option("Output", "--print-config", is_flag=True, rare=True, help="Print a Ray Serve config file and exit.")
+@preset_option
+@axis_options(leave_out=_NOT_HERE, defaults={**RUNNER_DEFAULT, **_DEFAULTS})
 @common_options
 def command(**options: Any) -> int:
     """Serve Gemma 3 with pan and scan over HTTP."""
@@ -106,6 +125,10 @@ def command(**options: Any) -> int:
 
     if chosen.settings.model == "mini" and options["model"] is None and not chosen.settings.random_weights:
         say_mini()
+    if is_demonstration(chosen.settings):
+        DemonstrationWarning(chosen.settings).show()
+    if options["ray_address"] is None:
+        check_checkpoint(chosen.settings)
     if clustered:
         from panscan.serve.cluster import run_cluster
 
@@ -148,10 +171,14 @@ def _settings(options: dict[str, Any]) -> Settings:
     Raises:
         SettingError: a runner that cannot serve.
     """
-    chosen = chosen_settings(options, "serve", _NOT_HERE)
+    chosen, choice = chosen_settings(options, "serve", _NOT_HERE)
     if chosen["runner"] not in ("engine", "generate"):
         raise SettingError(f"--runner {chosen['runner']} is not supported by panscan serve; use engine or generate")
-    return Settings(**chosen)
+    if chosen["runner"] == "engine":
+        chosen.setdefault("tpot_target_ms", SERVED_TPOT_MS)
+    settings = Settings(**chosen)
+    say_runner(choice)
+    return settings
 
 
 def _warn_open(options: ServeOptions) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from panscan.analysis.cells import distinguishing, short, shown, told
+from panscan.analysis.cells import distinguishing, short, told
+from panscan.analysis.setting_words import shown
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import predict
 from panscan.core import Result
@@ -64,14 +66,23 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         console.print(f"all together about {_duration(sum(known) * plan.repeats)}, a rough figure")
 
 
-def print_result(result: Result, runner: str, console: Console) -> None:
-    """Who answered, where the time of one answer went, and what it read."""
+def print_result(result: Result, startup: Mapping[str, float], runner: str, console: Console) -> None:
+    """Print the size of one request, and where the time went.
+
+    Args:
+        result: result of the request.
+        startup: seconds of each step before the request.
+        runner: name of the runner.
+        console: console to print on.
+    """
     stages = result.stages_ms
-    parts = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
+    request = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
+    before = " + ".join(f"{name} {seconds:.1f}" for name, seconds in startup.items())
     console.print(
         f"runner {runner}: {_count(result.views, 'view')}, {result.image_tokens} image tokens,"
         f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
-        f"{parts} = {sum(stages.values()):.0f} ms",
+        f"startup: {before} = {sum(startup.values()):.1f} s\n"
+        f"request: {request} = {sum(stages.values()):.0f} ms",
         style="dim",
         soft_wrap=True,
     )

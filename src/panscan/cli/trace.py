@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.options import InRange, common_options, echo, errors, out
+from panscan.cli.console import echo, errors, out
+from panscan.cli.options import InRange, common_options
+from panscan.cli.verb import option, verb
 from panscan.core import SettingError
+from panscan.core.activity import activity
 from panscan.core.ranges import Range
 
 if TYPE_CHECKING:
@@ -18,14 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-EPILOG = """\b
+EPILOG = """\
+Reads traces of torch.profiler and other files in Chrome's format: JSON, gzip, or a zip
+archive with one trace. See docs/trace.md.
+
+\b
 Examples
   panscan trace trace.json.gz
   panscan trace before.json.gz after.json.gz --html compared.html
   panscan trace vllm.pt.trace.json.gz --step execute_model --gpu h100
-
-Reads traces of torch.profiler and other files in Chrome's format: JSON, gzip, or a zip archive with one trace. See
-docs/trace.md.
 """
 
 _MOST_FILES = 8
@@ -33,13 +37,13 @@ _TOP = Range(whole=True, least=1, most=1_000)
 _COMPARED = 1_000  # names to match between traces
 
 
-@click.command("trace", epilog=EPILOG, short_help="Summarise profiler traces: GPU busy, idle, and why.")
+@verb("trace", EPILOG)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--step", metavar="NAME", help="Range or function that begins each step.  [default: panscan.decode]")
-@click.option("--gpu", metavar="NAME", help="GPU to compare rates with.  [default: the trace's]")
-@click.option("--top", type=InRange(_TOP), default=12, show_default=True, help="Rows of each table.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the summary as a web page.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@option("Input", "--step", metavar="NAME", help="Range or function of each step.  [default: panscan.decode]")
+@option("Input", "--gpu", metavar="NAME", help="GPU to compare rates with.  [default: the trace's]")
+@option("Output", "--top", type=InRange(_TOP), metavar="INT", default=12, show_default=True, help="Rows per table.")
+@option("Output", "--html", type=click.Path(path_type=Path), metavar="FILE", help="Web page to write, too.")
+@option("Output", "--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @common_options
 def command(
     files: tuple[str, ...], step: str | None, gpu: str | None, top: int, html: Path | None, as_json: bool
@@ -63,7 +67,7 @@ def command(
     traces = [open_trace(path) for path in files]
     summaries = []
     for trace in traces:
-        with errors().status(f"reading {trace.path.name}"):
+        with activity(f"reading {trace.path.name}"):
             summaries.append(summarize(trace, gpu=limits, step=step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
         from panscan.trace.html import page

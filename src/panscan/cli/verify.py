@@ -10,23 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.table import Table
-from rich.text import Text
 
-from panscan.cli.options import (
-    InRange,
-    axis_options,
-    common_options,
-    echo,
-    errors,
-    given_values,
-    import_libraries,
-    out,
-    show_warnings,
-    url_options,
-    utf8,
-)
-from panscan.core import SettingError, create_file, escape_controls
-from panscan.settings import Settings
+from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
+from panscan.cli.options import InRange, axis_options, common_options, given_values, url_options, utf8
+from panscan.cli.verb import option, verb
+from panscan.core import SettingError, create_file
+from panscan.core.activity import activity
+from panscan.settings import Group, Settings
 from panscan.verify.options import VERIFY_RANGES, VerifyOptions
 
 if TYPE_CHECKING:
@@ -42,38 +32,45 @@ _AXES = (
     "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
 )  # fmt: skip
 
-EPILOG = """\b
+EPILOG = """\
+The checkpoint is loaded on this machine and computes what a correct server would answer.
+The endpoint gets at most --max-requests short requests. Exit codes: 0 exact or close,
+5 different, 6 no verdict. See docs/verify.md.
+
+\b
 Examples
   panscan verify http://127.0.0.1:8000 --model google/gemma-3-4b-it
   panscan verify https://host/v1 --model google/gemma-3-27b-it --api-key "$KEY" --output verdict.json
-  panscan verify http://127.0.0.1:8000 --model google/gemma-3-4b-it --do-pan-and-scan false
+  panscan verify http://127.0.0.1:8000 --model google/gemma-3-4b-it --no-pan-and-scan
   panscan verify http://127.0.0.1:8000 --model mini --images "docs/*.png" -p "What is the total?"
-
-The checkpoint is loaded on this machine and computes what a correct server would answer. The endpoint gets at most
---max-requests short requests. Exit codes: 0 exact or close, 5 different, 6 no verdict. See docs/verify.md.
 """
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _number(name: str, text: str) -> Callable[[_Command], _Command]:
+def _number(group: Group, name: str, text: str) -> Callable[[_Command], _Command]:
     """Return an option with the range and default that :class:`VerifyOptions` defines."""
     flag = f"--{name.replace('_', '-')}"
-    return click.option(flag, type=InRange(VERIFY_RANGES[name]), default=_PLAIN[name], show_default=True, help=text)
+    return option(
+        group, flag, type=InRange(VERIFY_RANGES[name]), metavar="NUMBER", default=_PLAIN[name], show_default=True,
+        help=text,
+    )  # fmt: skip
 
 
-@click.command("verify", epilog=EPILOG, short_help="Check what any endpoint computes, with a diagnosis.")
+@verb("verify", EPILOG)
 @click.argument("url", metavar="URL")
-@click.option("--served-model", help="Model name in the endpoint's API; needed if it serves several.")
-@click.option("--api-key", envvar="PANSCAN_API_KEY", help="API key of the endpoint.")
-@_number("max_requests", "Maximum number of requests to send.")
-@_number("max_tokens", "Output tokens per request.")
-@_number("top_logprobs", "Log-probabilities per token to ask for.")
-@_number("timeout", "Seconds until a request times out.")
-@click.option("--images", multiple=True, help="Ask about these documents; may be repeated.")
-@click.option("-p", "--prompt", "prompts", multiple=True, help="Question about the documents; may be repeated.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the verdict and its evidence as JSON.")
+@option("Server", "--served-model", metavar="NAME", help="Model name in the API, if the endpoint has several.")
+@option("Server", "--api-key", envvar="PANSCAN_API_KEY", metavar="KEY", help="API key; or set PANSCAN_API_KEY.")
+@_number("Server", "max_requests", "Maximum requests to send.")
+@_number("Measurement", "max_tokens", "Output tokens per request.")
+@_number("Measurement", "top_logprobs", "Log-probabilities per token to request.")
+@_number("Server", "timeout", "Timeout of a request, seconds.")
+@option("Input", "--images", multiple=True, metavar="PATH", help="Documents to ask about; repeatable.")
+@option("Input", "-p", "--prompt", "prompts", multiple=True, help="Prompt for the documents; repeatable.")
+@option(
+    "Output", "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Verdict file to write, JSON."
+)
 @url_options
 @axis_options(_AXES)
 @common_options
@@ -93,8 +90,8 @@ def command(**options: Any) -> int:
     if options["images"]:
         most = chosen.max_requests - 1
         probes = own_probes(options["images"], options["prompts"], chosen.settings.pan_and_scan, most)
-    with errors().status("verifying") as status:
-        found = verify_endpoint(chosen, probes, lambda text: status.update(Text(escape_controls(text))))
+    with activity("verifying") as step:
+        found = verify_endpoint(chosen, probes, step.rename)
     _show(found)
     if output is not None:
         with create_file(output) as file:

@@ -22,7 +22,7 @@ _LONGEST = 1000  # characters of a message; a file or a command line can hold me
 
 
 def one_line(text: str) -> str:
-    """A message on one printable line: control characters escaped, the middle of a very long one left out."""
+    """Return a message on one printable line: control characters escaped, a very long one shortened in the middle."""
     line = text if len(text) <= _LONGEST else f"{text[:700]} ... {text[-200:]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
@@ -69,7 +69,7 @@ class EndpointError(InputError):
     """An endpoint could not be reached, or its response could not be used.
 
     Args:
-        message: what was wrong.
+        message: description of the problem.
         kind: see :data:`panscan.load.connection.ErrorKind`.
         status: HTTP status of the response, if there was one.
     """

@@ -41,7 +41,7 @@ def join_time_line(origin: float) -> None:
 
 
 def from_perf_counter(seconds: float) -> float:
-    """A reading of ``time.perf_counter()`` of this process on the time line of :func:`now`."""
+    """Convert a reading of this process's ``time.perf_counter()`` to the clock of :func:`now`."""
     return _EPOCH + seconds
 
 
@@ -80,17 +80,17 @@ def held(lock: threading.Lock) -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Where panscan keeps what it can make again: ``PANSCAN_CACHE``, or the user's cache directory. Not created."""
+    """Return the cache directory: ``PANSCAN_CACHE``, or the user's cache directory. Does not create it."""
     return Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))
 
 
 def fallback_directory() -> Path:
-    """A fixed directory for this user among the temporary files, for where the cache cannot be written.
+    """Return a fixed temporary directory for this user, used if the cache is not writable.
 
     Other users of the machine can create files there first, so it must be a directory that only this user can write.
 
     Raises:
-        SettingError: it is not, or cannot be created.
+        SettingError: other users can write to the directory, or it cannot be created.
     """
     user = os.getuid() if hasattr(os, "getuid") else "user"
     path = Path(tempfile.gettempdir()) / f"panscan-{user}"
@@ -108,7 +108,7 @@ def fallback_directory() -> Path:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create a file to write, in place of a leftover of that name, and never through a link.
+    """Create a file to write, replacing a leftover file of that name, and never following a link.
 
     The user's umask applies; besides, others than the owner and its group can never write it.
     """

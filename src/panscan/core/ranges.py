@@ -14,7 +14,7 @@ _REPR.maxstring = _REPR.maxother = 60
 
 
 def shorten(value: object) -> str:
-    """The ``repr`` of a value in a message, cut in the middle where it is long."""
+    """Return the ``repr`` of a value for a message, shortened in the middle if it is long."""
     try:
         return _REPR.repr(value)
     except ValueError:  # Python refuses to write integers of more than 4,300 digits
@@ -23,14 +23,14 @@ def shorten(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Numbers from ``least``, or above ``above``, to ``most``; infinity, NaN, True and False are none of them.
+    """Numbers from ``least``, or above ``above``, to ``most``; infinity, NaN, True and False are refused.
 
     Args:
         most: the greatest number that is accepted: where sizes would overflow, or memory could not hold them.
         whole: integers only.
         least: the smallest number that is accepted.
         above: a number that all accepted ones exceed.
-        note: what a refusal adds.
+        note: text that a refusal adds.
     """
 
     most: int
@@ -55,17 +55,17 @@ class Range:
         """Refuse a value that is not in the range.
 
         Raises:
-            SettingError: naming the setting, its range and the value.
+            SettingError: the value is out of range; the message names the setting, range and value.
         """
         if value not in self:
             note = f" ({self.note})" if self.note else ""
             raise SettingError(f"{name} is out of range: it must be {self}, got {shorten(value)}{note}")
 
     def parse(self, name: str, text: str) -> float:
-        """The number that a text stands for.
+        """Return the number that a text represents.
 
         Raises:
-            SettingError: no number, or one that is not in the range.
+            SettingError: the text is not a number, or out of range.
         """
         try:
             number = int(text) if self.whole else float(text)

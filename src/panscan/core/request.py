@@ -65,7 +65,7 @@ class PanAndScan:
         min_ratio_to_activate: ``pan_and_scan_min_ratio_to_activate``, longer side over shorter side.
 
     Raises:
-        SettingError: on values for which Transformers divides by zero, crashes or crops without end.
+        SettingError: for values with which Transformers divides by zero, crashes or crops without end.
     """
 
     enabled: bool = True
@@ -80,7 +80,7 @@ class PanAndScan:
             allowed.check(f"pan_and_scan_{name}", getattr(self, name))
 
     def processor_kwargs(self) -> dict[str, Any]:
-        """The four keyword arguments of Transformers' processor, all of them (it falls back to its own otherwise)."""
+        """Return all four keyword arguments of Transformers' processor, which has other defaults."""
         return {
             "do_pan_and_scan": self.enabled,
             "pan_and_scan_min_crop_size": self.min_crop_size,
@@ -113,7 +113,7 @@ class Sampling:
     ``temperature`` 0 is greedy; ``ignore_eos`` gives exactly ``max_new_tokens`` tokens (for speed measurements), unless
     something of ``stop`` or ``stop_token_ids`` comes up. An answer ends before the first text of ``stop`` (which may
     begin and end inside tokens) and at the first id of ``stop_token_ids``. ``logprobs``: natural logarithms of the
-    probabilities of each chosen token and of this many likeliest ones, before temperature and filters. With a
+    probabilities of each chosen token and of this many most probable ones, before temperature and filters. With a
     ``seed`` a token depends on it, its place in the answer and its probabilities alone. ``json_schema``: a JSON schema
     as text that the answer must satisfy (``{"type": "object"}``: any JSON object); only the engine supports it.
     """
@@ -168,14 +168,14 @@ class Request:
         prompt: the user's text. Special tokens inside it are plain text, unless ``raw``.
         images: a list of paths, http(s) URLs, PIL images, bytes of files, arrays or tensors (uint8
             ``[height, width, 3]``), read in this order, before the text; or a single one of these. One path may be a
-            PDF or TIFF page (``file.pdf#page=2``); a file of many pages without ``#page=`` stands for all of them.
+            PDF or TIFF page (``file.pdf#page=2``); a multi-page file without ``#page=`` means all of its pages.
             URLs must lead to public addresses, unless the environment has ``PANSCAN_ALLOW_PRIVATE_URLS=1``.
         system: a system message.
         messages: a whole conversation instead of ``prompt`` and ``system``; image parts take ``images`` in order.
-        raw: ``prompt`` goes to the tokenizer as it is, for base checkpoints: no turn template,
+        raw: ``prompt`` goes to the tokenizer unchanged, for base checkpoints: no turn template,
             and every ``<start_of_image>`` in it takes the next image.
         pan_and_scan: settings of the views. Disabled: each image is one view.
-        sampling: how output tokens are chosen.
+        sampling: sampling of output tokens.
         id: kept in the result and in records.
         max_pages: pages of one image file at most; a file with more fails the request.
 
@@ -209,10 +209,10 @@ class Request:
 
 
 def checked_request(request: object) -> Request:
-    """The same request.
+    """Return a request unchanged after checking its type.
 
     Raises:
-        SettingError: it is something else.
+        SettingError: the value is not a request.
     """
     if not isinstance(request, Request):
         raise SettingError(f"a request must be a panscan.Request, got {shorten(request)}")
@@ -220,10 +220,10 @@ def checked_request(request: object) -> Request:
 
 
 def request_list(requests: object) -> list[Request]:
-    """The requests of an iterable.
+    """Return the requests of an iterable as a list.
 
     Raises:
-        SettingError: it is none, or holds something else.
+        SettingError: the value is not iterable, or contains something else.
     """
     if not isinstance(requests, Iterable):
         raise SettingError(f"requests must be a list of panscan.Request, got {shorten(requests)}")
@@ -238,7 +238,7 @@ _FIELDS = (
     ("sampling", Sampling, False),
     ("id", str, False),
 )
-"""Fields of a request: name, type, whether None stands for leaving it out."""
+"""Fields of a request: name, type, whether None means that it is omitted."""
 
 
 def _check_schema(text: object) -> None:
@@ -263,7 +263,7 @@ def _check_schema(text: object) -> None:
 
 
 def _listed(images: Any) -> Sequence[Any]:
-    """A request's images, a single one as a tuple of one. Arrays, tensors and PIL images are known by their protocol.
+    """Return a request's images as a tuple. Arrays, tensors and PIL images are recognised by their protocol.
 
     Raises:
         SettingError: neither images nor one image.

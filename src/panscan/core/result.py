@@ -80,7 +80,7 @@ class Stamps:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one output token: its own natural log-probability, and those of the likeliest ids, the likeliest first."""
+    """Log-probabilities of one output token (natural): its own, and those of the most probable ids, highest first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -96,7 +96,7 @@ class TokenEvent:
             The texts of a stream put together are its result's.
         at: seconds of :func:`now`.
         logprobs: if the request asked for them.
-        finish_reason: of the last event; None before.
+        finish_reason: finish reason of the last event; None before.
         prompt_tokens: ids of the prompt; 0 at an end without a token.
     """
 

@@ -73,8 +73,9 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
         ModelError: the checkpoint is not available.
         UnsupportedError: a package is missing: the vision tower comes from timm.
     """
-    source, text_only = checkpoint_source(name), _model_type(name, revision) == _TEXT_MODEL
-    options = {"revision": revision, "trust_remote_code": False}
+    text_only = _model_type(name, revision) == _TEXT_MODEL
+    source = checkpoint_source(name, revision)
+    options = {"trust_remote_code": False}
     with friendly_errors(name), quiet_transformers():
         tools = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(source, **options)
         kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
@@ -163,9 +164,9 @@ def _prepared(read: Read, loaded: Loaded) -> Prepared:
 
 
 def _model_type(name: str, revision: str | None) -> str | None:
-    source = checkpoint_source(name)
+    source = checkpoint_source(name, revision, weights=False)
     with friendly_errors(name):
-        stored, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+        stored, _ = PreTrainedConfig.get_config_dict(source)
     refuse_downloaded_kernels(name, stored)
     found = stored.get("model_type")
     return found if isinstance(found, str) else None

@@ -13,13 +13,13 @@ stands behind the prompt and the log-probabilities of prompt tokens are read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.core import PanscanError, Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.model.bundled import bundled_directory
 from panscan.model.checkpoint import load_outline
 from panscan.model.inputs import Read, plan_request, read_images
@@ -40,6 +40,8 @@ from panscan.settings import Settings
 
 __all__ = ["VllmRunner"]
 
+_RESET_TRIES = 10
+
 
 class VllmRunner:
     """Gemma 3 through ``vllm.LLM``. ``loaded`` has the model's configuration, reader and output matrix only.
@@ -47,12 +49,17 @@ class VllmRunner:
     The LLM starts in :meth:`configure` (up to a minute), and again for other pan-and-scan settings, for which vLLM
     plans its memory.
 
+    Args:
+        settings: as in a cell.
+        options: keyword arguments of ``vllm.LLM`` that take precedence over those derived from the settings.
+
     Raises:
         ModelError: the checkpoint cannot be had.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, options: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
+        self._options = dict(options or {})
         self._folder = TemporaryDirectory(prefix="panscan-vllm-") if settings.random_weights else None
         self._source = settings.model if self._folder is None else self._folder.name
         if self._folder is not None:
@@ -64,7 +71,8 @@ class VllmRunner:
             self._source, dtype, device, revision=settings.revision, embedding=self._folder is None
         )
         self._llm: Any = None
-        self._arguments: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
+        """Keyword arguments of the running ``vllm.LLM``."""
 
     def configure(self, settings: Settings) -> None:
         """Take other settings of the same load."""
@@ -75,24 +83,28 @@ class VllmRunner:
             settings, _source_of(self._source), self.loaded.dtype, positions,
             images=self.loaded.reader.reads_images, device=self.loaded.device.type,
         )  # fmt: skip
-        if self._llm is None or arguments != self._arguments:
+        arguments |= self._options
+        if self._llm is None or arguments != self.arguments:
             self._shut()
-            self._llm, self._arguments = _start(arguments), arguments
+            self._llm, self.arguments = _start(arguments), arguments
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """Answer all requests at once, with empty caches.
+        """Answer all requests at once, with empty caches. Raises as :meth:`answer` does."""
+        self._empty_caches()
+        return self.answer(batch)
+
+    def answer(self, requests: Sequence[Request]) -> list[Result]:
+        """Answer all requests at once, with whatever the caches hold.
 
         Raises:
             SettingError: a request that vLLM would answer otherwise than asked.
             PanscanError: vLLM made another prompt of a request, or failed.
         """
-        self._llm.reset_prefix_cache()
-        self._llm.reset_mm_cache()
         accepted = now()
-        read = [read_images(request) for request in batch]
-        loaded = now()
+        read = [read_images(request, copy=False) for request in requests]
         prompts = [self._prompt(item) for item in read]
-        outputs = self._generate(prompts, [sampling_arguments(item.request.sampling) for item in read])
+        loaded = now()
+        outputs = self._generate(prompts, [self._sampling(item.request) for item in read])
         end = now()
         return [
             result_of(
@@ -112,7 +124,7 @@ class VllmRunner:
             UnsupportedError: no tokens to force: vLLM's own choice cannot be observed.
             PanscanError: vLLM made another prompt of one.
         """
-        read = [read_images(request) for request in batch]
+        read = [read_images(request, copy=False) for request in batch]
         answers = [_answer(forced_tokens) for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": LIKELIEST}
@@ -137,12 +149,26 @@ class VllmRunner:
         del self.loaded
         release_memory()
 
+    def _empty_caches(self) -> None:
+        """Forget prefixes, pixels and encoded views, which vLLM keeps after the requests that used them."""
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+        # False while a step is under way that still holds blocks of the last batch.
+        if not any(self._llm.reset_prefix_cache() for _ in range(_RESET_TRIES)):
+            raise PanscanError("vLLM did not empty its prefix cache: blocks are still in use")
+
     def _prompt(self, read: Read, answer: Sequence[int] = ()) -> dict[str, Any]:
         """A request as vLLM takes it."""
         if read.request.pan_and_scan != self.settings.pan_and_scan:
             raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")
         prompt: dict[str, Any] = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
         return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
+
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        """Return the sampling arguments of a request. The text of random weights is not decoded: most of their tokens
+        are unknown to the bundled tokenizer, and vLLM's detokenizer decodes all tokens since the last known one again
+        at every step."""
+        return sampling_arguments(request.sampling) | ({"detokenize": False} if self.settings.random_weights else {})
 
     def _generate(self, prompts: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> list[Any]:
         from vllm import SamplingParams

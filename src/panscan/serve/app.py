@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core import Request as ModelRequest
+from panscan.model.bundled import is_demonstration
 from panscan.serve.backend import ServeBackend
 from panscan.serve.generation import AdmissionControl, AdmissionSlot, Pool, RefusedError, read_body, refusal
 from panscan.serve.guards import BodyTooLargeError, Guard
@@ -221,6 +222,7 @@ class _Api:
         own: dict[str, Any] = {
             "pan_and_scan": options.settings.pan_and_scan.processor_kwargs(),
             "limits": {name: getattr(options, name) for name in limits},
+            "demonstration": is_demonstration(options.settings),
         }
         if info is not None:
             reads = info.cost is not None

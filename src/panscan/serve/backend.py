@@ -123,7 +123,7 @@ class ServeBackend(Protocol):
         ...
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for; empty for special tokens.
+        """Return the bytes of each token; empty for special tokens.
 
         Raises:
             EngineError: no process can answer.

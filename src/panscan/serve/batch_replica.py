@@ -70,7 +70,7 @@ class BatchReplica:
         """Check that the engine still answers.
 
         Raises:
-            EngineError: it does not.
+            EngineError: the engine does not answer.
         """
         await self._replica.check_health()
 

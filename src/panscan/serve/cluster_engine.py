@@ -238,8 +238,8 @@ class _InFlight:
     """A request in flight.
 
     Args:
-        index: its index in the stream.
-        name: its name in the router.
+        index: index in the stream.
+        name: name in the router.
         request: request to answer.
         work: estimated work.
         accepted: time of acceptance, seconds of :func:`panscan.core.now`.
@@ -271,7 +271,7 @@ def _digest(name: str) -> bytes:
 
 
 def _with_contents(request: Request) -> Request:
-    """Return a request with the contents of its local files in place of their paths.
+    """Return a request with its local paths replaced by the files' contents.
 
     Raises:
         ImageError: a file cannot be read.

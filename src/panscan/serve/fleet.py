@@ -45,7 +45,7 @@ class FleetReplica:
     """A replica that can take requests.
 
     Args:
-        id: its name.
+        id: name of the replica.
         actor: Ray's handle.
         running: number of its requests.
         sees_files: whether it can open the job's files; otherwise it gets their contents.

@@ -28,7 +28,7 @@ class MediaFile:
     """An image, or a document of several pages.
 
     Args:
-        pages: its pages, each with the bytes of the whole file.
+        pages: pages of the document, each with the bytes of the whole file.
         sizes: (width, height) of each page from its header, before any rotation.
         digest: SHA-256 of the file.
     """

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from panscan.core import EngineError, SettingError
+from panscan.core.activity import activity
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
 from panscan.serve.generation import AdmissionControl
@@ -155,7 +156,8 @@ class _Server:
         """Load the model; return False if a signal arrives first."""
         loading = asyncio.ensure_future(backend.start())
         signalled = asyncio.ensure_future(self._signalled.wait())
-        await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        with activity(f"loading {self._options.settings.model_name}"):
+            await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if loading.done():
             loading.result()

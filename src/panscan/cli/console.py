@@ -1,0 +1,97 @@
+"""The terminal: results, remarks, warnings and log lines of every verb."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from functools import cache
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from panscan.core import PanscanWarning, escape_controls
+from panscan.core.activity import activity
+
+__all__ = ["echo", "errors", "first_process", "import_libraries", "out", "say_mini", "show_log", "show_warnings"]
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let :func:`panscan.cli.main.run` handle it: ``| head`` is no failure, and rich would exit with 1."""
+        raise BrokenPipeError
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escape control characters on a terminal: names and reasons come from outside."""
+        return super().render_str(escape_controls(text) if self.is_terminal else text, **options)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text exactly, except that a terminal gets its control characters escaped."""
+    stream = sys.stderr if err else sys.stdout
+    terminal = stream is not None and stream.isatty()
+    click.echo(escape_controls(text) if terminal else text, err=err, nl=nl)
+
+
+def out() -> Console:
+    """Return the console for results. It prints text literally, without markup or emoji."""
+    return _Console(markup=False, emoji=False, highlight=False)
+
+
+@cache
+def errors() -> Console:
+    """Return the one console for progress and remarks: standard error, so that results can be piped.
+
+    Under torchrun only the first process prints. There is one console, so that a remark does not break a progress bar.
+    """
+    return _Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
+
+
+class _Remarks(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        errors().print(record.getMessage(), style="dim", soft_wrap=True)
+
+
+def show_log() -> None:
+    """Print panscan's log on standard error: the engine's startup may take a minute on a GPU."""
+    log = logging.getLogger("panscan")
+    if not any(isinstance(handler, _Remarks) for handler in log.handlers):
+        log.addHandler(_Remarks())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def first_process() -> bool:
+    """Return whether this is the only process, or torchrun's first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def import_libraries() -> None:
+    """Import PyTorch and Transformers. It takes seconds, so call it after the options are checked."""
+    with activity("importing PyTorch and Transformers"):
+        from panscan.model.runtime import quiet_libraries
+
+        quiet_libraries()
+
+
+def say_mini() -> None:
+    """Report that the bundled model is used, as no model is given."""
+    text = "no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents"
+    errors().print(text, soft_wrap=True)
+
+
+def show_warnings(console: Console) -> None:
+    """Print each of panscan's warnings as one line, once; leave other libraries' warnings alone."""
+    shown: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        text = str(message)
+        if issubclass(category, PanscanWarning) and text not in shown:
+            shown.add(text)
+            console.print(f"warning: {text}", style="yellow", soft_wrap=True)
+
+    warnings.simplefilter("always", PanscanWarning)
+    warnings.showwarning = show

@@ -1,0 +1,50 @@
+"""What commands say about the chosen model before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from panscan.cli.console import errors
+from panscan.core import BUNDLED
+from panscan.model.bundled import is_demonstration
+from panscan.settings import Settings
+
+__all__ = ["DemonstrationWarning", "check_checkpoint"]
+
+
+def check_checkpoint(settings: Settings) -> None:
+    """Contact the hub for a checkpoint that is not on this machine, before PyTorch is imported.
+
+    Raises:
+        ModelError: there is no such checkpoint, or the hub cannot be reached.
+    """
+    if not settings.random_weights and settings.model not in BUNDLED:
+        from panscan.model.hub import checkpoint_directory
+
+        checkpoint_directory(settings.model, settings.revision, weights=False)
+
+
+class DemonstrationWarning:
+    """Warns once if a bundled model is asked about a document that is not a sample."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._model = settings.model
+        self._pending = is_demonstration(settings)
+
+    def check(self, documents: Iterable[str]) -> None:
+        """Warn if one of the documents is not a sample."""
+        if not self._pending:
+            return
+        from panscan.images.samples import is_sample
+
+        if not all(map(is_sample, documents)):
+            self._pending = False
+            self.show()
+
+    def show(self) -> None:
+        """Print the warning."""
+        errors().print(
+            f"warning: {self._model} is a demonstration model; its answers about real documents are usually wrong:"
+            " choose another with --model, such as google/gemma-3-4b-it",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""The comparison with vLLM: its schedule, its record, the table that is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.readme_tables import RECORDS, from_record, workload
+from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, merged, run_job, schedule
+from benchmarks.vllm_tables import comparison
+from benchmarks.workload_tables import distinct_documents, questions
+from benchmarks.workloads.device import counted_joules
+
+SIDE_RATES = {"engine": 6.0, "vllm-exact": 4.5, "vllm-default": 5.0, "generate": 0.9}
+
+
+def orders(rounds: int, gpus: list[int], sides: list[str] | None = None) -> list[list[str]]:
+    return [[job.side for job in queue] for queue in schedule(["w1-27b"], gpus, rounds, sides or list(SIDES))]
+
+
+def test_both_compared_sides_run_on_each_gpu_in_both_orders() -> None:
+    first, second = orders(1, [0, 1])
+    assert first[:2] == ["engine", "vllm-exact"] and second[:2] == ["vllm-exact", "engine"]
+    assert sorted(first[2:] + second[2:]) == ["generate", "vllm-default"], "the other sides run once"
+    [alone] = orders(2, [0])
+    assert alone[:4] == ["engine", "vllm-exact", "vllm-exact", "engine"] and alone[4:] == ["vllm-default", "generate"]
+    assert orders(1, [0, 1], ["engine"]) == [["engine"], ["engine"]]
+
+
+def test_verdicts_share_the_gpus() -> None:
+    queues = schedule([*VERDICTS], [4, 7], 1, list(SIDES))
+    assert [[job.gpu for job in queue] for queue in queues] == [[4, 4], [7]]
+    assert {job.part for queue in queues for job in queue} == {*VERDICTS}
+
+
+def test_every_process_gets_its_sides_options_last() -> None:
+    """So that options for all sides cannot override the runner."""
+    for queue in schedule([*PARTS], [0], 1, list(SIDES), ["--num-requests", "4"]):
+        for job in queue:
+            assert job.words[-len(SIDES[job.side]) :] == SIDES[job.side] and "--num-requests" in job.words
+
+
+def test_a_process_that_fails_leaves_the_end_of_its_log(tmp_path: Path) -> None:
+    run = run_job(Job("w1-27b", "engine", ("json.tool", "--no-such-option"), 0, vllm=False), tmp_path, "")
+    assert run["failed"] == "exit code 2" and "error:" in run["log"][-1]
+    assert "record" not in run
+
+
+def turn(rate: float, joules: float | None) -> dict[str, Any]:
+    return {"requests_per_s": rate, "joules_per_request": joules, "power": joules and {"mean_w": 690.0}}
+
+
+def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
+    latencies = {"ttft_ms": {"median": 900 / rate, "all": [900 / rate]}, "e2e_ms": {"median": 7e3, "all": [7e3]}}
+    turns = [turn(rate, 600 / rate), turn(rate + 0.1, 600 / rate)]
+    found: dict[str, Any] = {"throughput": turns, "alone": latencies, "ratios": {"ttft_ms": 1.2}}
+    if part.startswith("w2"):
+        found = {"image_major": turns, "round_robin": turns, "follow_up": latencies}
+    environment = {
+        "gpus": [{"name": "NVIDIA H200", "driver": "580"}], "cpu": "Xeon",
+        "packages": {"torch": "2.11.0", "transformers": "5.17.0"} | ({"vllm": "0.24.0"} if "vllm" in side else {}),
+    }  # fmt: skip
+    work = {"views": 4, "prompt_tokens": 1102, "image_tokens": 1024, "output_tokens": 128, "requests": 128}
+    record = {"work": work, "environment": environment, "measured": {side.partition("-")[0]: found}}
+    backends = {"vllm-default": ["FLASH_ATTN"], "vllm-exact": ["AttentionBackendEnum.TRITON_ATTN"]}
+    return {"side": side, "gpu": gpu, "backends": backends.get(side, []), "record": record}
+
+
+def parts() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for name in ("w1-27b", "w2-27b", "w4-4b"):
+        sides = [side for side in PARTS[name].sides for _ in range(2)]
+        runs = [run_of(name, side, number % 2, SIDE_RATES[side]) for number, side in enumerate(sides)]
+        found.append(
+            {"command": f"python -m x --part {name}", "parts": {name: [*runs, {"side": "engine", "failed": "x"}]}}
+        )
+    words = {"engine": ("exact", 1.001), "vllm-exact": ("exact", 1.2), "vllm-default": ("different", 40.4)}
+    verdicts = {side: {"verdict": word, "ratio": ratio} for side, (word, ratio) in words.items()}
+    run = {"side": "", "record": {"model": "27b", "layers": 6, "verdicts": verdicts}}
+    return [*found, {"command": "python -m x", "parts": {"verdict-27b": [run]}}]
+
+
+def cells(text: str, start: str) -> list[str]:
+    [line] = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
+    text = comparison(json.loads(json.dumps(merged(parts()))))
+    assert text.splitlines()[0] == "|  | engine | vLLM, exact (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
+    assert cells(text, "verdict, 6 27B layers") == ["exact (1.00x)", "exact (1.20x)", "different (40x)", "-"]
+    rates = ["6.05 (6.00-6.10)", "4.55 (4.50-4.60)", "5.05 (5.00-5.10)", "0.95 (0.90-1.00)"]
+    assert cells(text, "27B: requests/s, 128 documents") == rates
+    assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
+    assert cells(text, "27B: requests/s, four questions")[3] == "-", "generate() has no caches"
+    assert "vLLM 0.24.0" in text and "690 W" in text
+
+
+def test_sides_that_were_asked_something_else_are_not_compared() -> None:
+    found = parts()
+    found[0]["parts"]["w1-27b"][0]["record"]["work"]["prompt_tokens"] = 1101
+    with pytest.raises(SystemExit, match="w1-27b: its sides were not asked the same"):
+        merged(found)
+
+
+def test_a_table_waits_for_its_record() -> None:
+    assert from_record("no-such-record", comparison, "Above:")() == ""
+    assert workload("w4-4b", distinct_documents, "Above:")().startswith("Above:\n\n|  | engine | floor")
+
+
+def recorded(name: str, joules: float | None) -> dict[str, Any]:
+    """A committed record whose turns all took these joules per request."""
+    record: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    found = record["measured"]["engine"]
+    for order in found.keys() & {"throughput", "image_major", "round_robin", "all_cached"}:
+        found[order] = [each | {"joules_per_request": joules} for each in found[order]]
+    return record
+
+
+def test_energy_is_shown_where_it_was_measured() -> None:
+    for name, write in (("w1-27b", distinct_documents), ("w2-27b", questions)):
+        assert "joules per request" not in write(recorded(name, None), name)
+    text = distinct_documents(recorded("w1-27b", 117.4), "w1")
+    assert cells(text, "joules per request, all at once")[0].startswith("117")
+    text = questions(recorded("w2-27b", 57.4), "w2")
+    assert text.splitlines()[0].endswith("| joules per request |")
+    assert cells(text, "requests/s, all known")[2].startswith("57") and cells(text, "TTFT of a question")[2] == "-"
+
+
+def test_energy_needs_the_counter_of_every_gpu() -> None:
+    assert counted_joules([10.0, 20.0], [15.0, 40.0]) == 25.0
+    assert counted_joules([10.0, float("nan")], [15.0, float("nan")]) is None

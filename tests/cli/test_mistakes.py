@@ -1,0 +1,70 @@
+"""The typical mistakes of a first session: each ends with one line that names the option or file, and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.conftest import noise
+
+from panscan.cli.main import run
+
+ASK = ["ask", "doc.png", "-p", "What?"]
+BATCH = ["batch", "doc.png", "-p", "What?", "-o", "answers.jsonl"]
+BENCH = ["bench", "doc.png", "-p", "What?"]
+SERVE = ["serve", "--port", "0"]
+
+MISTAKES = {
+    "verb: typo": (["bnech"], 2, "'bnech'", "did you mean 'bench'"),
+    "verb: another tool's": (["run", "doc.png"], 2, "'run'", "did you mean 'ask'"),
+    "verb: chat": (["chat"], 2, "'chat'", "did you mean 'ask'"),
+    "verb: evaluate": (["eval", "--dataset", "q.jsonl"], 2, "'eval'", "did you mean 'bench'"),
+    "option: typo": ([*BENCH, "--bach-size", "2"], 2, "--bach-size", "--batch-size"),
+    "option: of another verb": ([*ASK, "--max-concurrency", "2"], 2, "--max-concurrency", "panscan ask --help"),
+    "option: value missing": ([*ASK, "--model"], 2, "--model", "requires an argument"),
+    "value: not a number": (["bench", "--batch-size", "1,x"], 2, "--batch-size", "a whole number from 1 to 65536"),
+    "value: empty": (["bench", "--batch-size", "1,,2"], 2, "--batch-size", "empty value"),
+    "value: out of range": ([*ASK, "--gpu-memory-utilization", "92"], 2, "--gpu-memory-utilization", "0.92 is 92%"),
+    "value: typo of a choice": ([*ASK, "--dtype", "bf17"], 2, "--dtype", "did you mean 'bf16'"),
+    "value: another tool's": ([*ASK, "--quantization", "awq"], 2, "--quantization", "fp8, int8, int4"),
+    "value: preset": ([*ASK, "--preset", "balancd"], 2, "--preset", "did you mean 'balanced'"),
+    "vLLM: max-model-len": ([*SERVE, "--max-model-len", "8192"], 2, "--max-model-len", "--kv-cache-gb"),
+    "vLLM: batched tokens": ([*BATCH, "--max-num-batched-tokens=1"], 2, "--max-num-batched-tokens", "--prefill-chunk"),
+    "vLLM: limit-mm": ([*SERVE, "--limit-mm-per-prompt", '{"image": 2}'], 2, "--limit-mm-per-prompt", "--max-images"),
+    "vLLM: processor": ([*ASK, "--mm-processor-kwargs", "{}"], 2, "--mm-processor-kwargs", "--max-num-crops"),
+    "vLLM: eager": ([*BENCH, "--enforce-eager"], 2, "--enforce-eager", "--runner generate"),
+    "vLLM: remote code": ([*ASK, "--trust-remote-code"], 2, "--trust-remote-code", "leave it out"),
+    "Transformers: do_sample": ([*ASK, "--do_sample", "true"], 2, "--do-sample", "--temperature above 0"),
+    "Transformers: load_in_4bit": ([*ASK, "--load-in-4bit", "-tp", "2"], 2, "--quantization bnb-4bit", "fp8, int8"),
+    "contradiction: crops": ([*BENCH, "--no-pan-and-scan", "--max-num-crops", "2"], 2, "--max-num-crops", "leave out"),
+    "contradiction: devices": ([*ASK, "--device-map", "auto", "--device", "cpu"], 2, "--device cpu", "leave out one"),
+    "contradiction: random": ([*ASK, "--random-weights"], 2, "--random-weights", "add --model-shape"),
+    "contradiction: batch": ([*BATCH, "--retry-failed"], 2, "--retry-failed", "--resume"),
+    "file: missing": (["ask", "none.png", "-p", "What?"], 3, "none.png", "no such file"),
+    "file: not an image": (["ask", "notes.txt", "-p", "What?"], 3, "notes.txt", "not"),
+    "file: grid": ([*BENCH, "--grid", "none.yaml"], 2, "none.yaml", "No such file"),
+    "file: grid key": ([*BENCH, "--grid", "grid.yaml"], 2, "grid.yaml", "did you mean 'batch_size'"),
+    "file: another tool's grid key": ([*BENCH, "--grid", "vllm.yaml"], 2, "vllm.yaml: max_model_len", "--kv-cache-gb"),
+    "file: run directory": (["report", "nowhere"], 3, "nowhere", "not a run directory"),
+    "prompt: none": (["ask", "doc.png"], 2, "-p", "no prompt is given"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_with_the_fix(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)
+    noise(60, 60).save("doc.png")
+    Path("notes.txt").write_text("no picture")
+    Path("grid.yaml").write_text("bach_size: [1, 2]\n")
+    Path("vllm.yaml").write_text("max_model_len: 8192\n")
+    words, code, named, fix = MISTAKES[name]
+    assert run(words) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("panscan: ")
+    assert named in line
+    assert fix in line

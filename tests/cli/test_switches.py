@@ -1,0 +1,86 @@
+"""``--x/--no-x``, the older spellings of a switch, and other tools' option names, as the command line reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import pytest
+
+from panscan.cli.main import cli
+from panscan.cli.options import given_axes
+from panscan.core import SettingError
+
+
+def parsed(verb: str, *words: str) -> dict[str, Any]:
+    """The parameters of a command line, without running it."""
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    settings = {"token_normalize_func": lambda token: token.replace("_", "-")}
+    return command.make_context(verb, list(words), **settings).params
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], None),
+        (["--prefix-caching"], ["true"]),
+        (["--no-prefix-caching"], ["false"]),
+        (["--prefix-caching", "false"], ["false"]),
+        (["--prefix-caching=off"], ["off"]),
+        (["--prefix_caching", "true,false"], ["true", "false"]),
+        (["--prefix-caching=true, false"], ["true", "false"]),
+        (["--no_prefix_caching"], ["false"]),
+        (["--enable-prefix-caching"], ["true"]),
+        (["--no-enable-prefix-caching"], ["false"]),
+        (["--prefix-caching", "--no-prefix-caching"], ["false"]),
+    ],
+)
+def test_a_switch_has_many_spellings(words: list[str], value: list[str] | None) -> None:
+    found = parsed("bench", *words, "page.png")
+    assert given_axes(found).get("prefix_caching") == value
+    assert found["more_images"] == ("page.png",)
+
+
+def test_a_switch_leaves_the_next_word_alone() -> None:
+    found = parsed("ask", "--ignore-eos", "page.png", "-p", "--no-ignore-eos", "--", "--ignore-eos")
+    assert (found["ignore_eos"], found["prompt"]) == ("true", "--no-ignore-eos")
+    assert found["images"] == ("page.png", "--ignore-eos")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["-tp", "2"], "tensor_parallel_size", "2"),
+        (["--tp=2"], "tensor_parallel_size", "2"),
+        (["--load-in-4bit"], "quantization", "bnb-4bit"),
+        (["--load_in_8bit", "true"], "quantization", "bnb-8bit"),
+        (["--load-in-8bit=False"], "quantization", None),
+        (["--bf16"], "dtype", "bf16"),
+        (["--torch-dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--attn-implementation", "eager"], "attention", "eager"),
+        (["--max-tokens", "7"], "max_new_tokens", "7"),
+        (["--no-pan-and-scan"], "do_pan_and_scan", "false"),
+        (["--grid-max-crops", "6"], "pan_and_scan_max_num_crops", "6"),
+    ],
+)
+def test_spellings_of_other_tools_are_read(words: list[str], name: str, value: str | None) -> None:
+    assert parsed("ask", *words, "page.png")[name] == value
+
+
+@pytest.mark.parametrize("verb", ["ask", "batch", "bench", "serve"])
+def test_an_option_without_an_equivalent_is_refused_with_ours(verb: str) -> None:
+    with pytest.raises(SettingError, match=r"^--max-model-len: .*--kv-cache-gb"):
+        parsed(verb, "--max-model-len", "4096")
+
+
+def test_a_commands_own_option_comes_first() -> None:
+    assert parsed("bench", "--seed", "3")["seed"] == 3
+    assert parsed("load", "http://127.0.0.1", "--max-tokens", "9")["max_tokens"] == 9
+    with pytest.raises(SettingError, match=r"^--seed: use --sampling-seed"):
+        parsed("ask", "--seed", "3")
+
+
+def test_a_negative_switch_takes_no_value() -> None:
+    with pytest.raises(SettingError, match=r"^--no-prefix-caching takes no value; use --prefix-caching=true"):
+        parsed("bench", "--no-prefix-caching=true")
