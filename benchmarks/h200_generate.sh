@@ -2,7 +2,7 @@
 # The records benchmarks/records/h200-4b, h200-4b-chunks and h200-27b: about twelve minutes on one H200, no download.
 set -euo pipefail
 panscan samples samples
-shared="--random-weights --dataset samples/questions.jsonl --ignore-eos"
+shared="--runner generate --random-weights --dataset samples/questions.jsonl --ignore-eos"
 panscan bench $shared --model-shape 4b --num-samples 8 --max-new-tokens 32 --batch-size 4 \
   --attn_impl eager,sdpa,flex_attention,flash_attention_2 --cache dynamic,static --preprocess cpu,device
 panscan bench $shared --model-shape 4b --num-samples 8 --max-new-tokens 32 --batch-size 4 --preprocess device \

@@ -1,13 +1,27 @@
-"""Tables as the pages show them."""
+"""Tables and numbers as the pages show them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import statistics
+from collections.abc import Collection, Sequence
 
-__all__ = ["table"]
+__all__ = ["number", "ranged", "table"]
 
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
     """Return a table; columns at the positions ``text`` hold text, the others numbers."""
     lines = [headings, ["---" if at in text else "---:" for at in range(len(headings))], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float | None, digits: int) -> str:
+    """Return a number with thousands separators; ``-`` for none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def ranged(values: Sequence[float], digits: int) -> str:
+    """Return the median, and the range of several."""
+    median = number(statistics.median(values), digits)
+    if len(values) < 2:
+        return median
+    return f"{median} ({number(min(values), digits)}-{number(max(values), digits)})"

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as peo
 
 from benchmarks.markdown import table
 from benchmarks.plan_points import GPU, PHASES, Point, points, read_ceilings
-from panscan.plan.efficiency import Clock, Efficiency, Factors, committed_efficiency
-from panscan.plan.gpus import all_gpus
+from panscan.plan.efficiency import Efficiency, Factors, committed_efficiency
 
 __all__ = [
     "PLAN_FILE",
@@ -126,7 +125,7 @@ def errors(found: Sequence[Point], efficiency: Efficiency) -> list[float]:
 
 
 def _log_error(point: Point, efficiency: Efficiency) -> float:
-    return math.log(point.predict(Clock(all_gpus()[GPU], point.variant, efficiency=efficiency)) / point.measured)
+    return math.log(point.predicted(efficiency) / point.measured)
 
 
 def _spread(found: Sequence[Point], efficiency: Efficiency) -> float:

@@ -60,7 +60,7 @@ class TimedRunner:
         self.passes.append((decode, batch.rows - decode, len(batch.encode), time.perf_counter() - started))
         return launched
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View] | None) -> list[PixelRef]:
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         return self._runner.put(levels, views)
 
     def forget(self, refs: Iterable[PixelRef]) -> None:

@@ -15,9 +15,11 @@ from statistics import median
 from typing import Any
 
 from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.graph_sizes import decode_sizes
 from panscan.model.shapes import SHAPES
 from panscan.plan.cost import Variant
-from panscan.plan.efficiency import Clock
+from panscan.plan.efficiency import Clock, Efficiency
+from panscan.plan.gpus import gpu_named
 from panscan.plan.memory import memory_plan
 from panscan.plan.mix import PageShare, WorkloadMix
 from panscan.plan.simulate import EngineSizes, simulate_burst
@@ -36,6 +38,11 @@ FITTED = (
 )  # fmt: skip
 """Configurations whose vision, prefill and decode times in :data:`_FITTED_RECORD` the factors are fitted to."""
 _FITTED_RECORD = "phases-h200.json"  # other phase records repeat its configurations on other days: held out
+_GRAPHS = (
+    *((rows, 0) for rows in decode_sizes(128)),
+    *((rows, short) for rows in (0, 16, 64, 128) for short in (32, 64, 128, 256, 512) if not rows or short > 32),
+)
+"""Sizes of CUDA graphs when the records were made; the engine has more of them since."""
 PHASES = ("vision", "prefill", "decode", "mixed", "prepare", "TTFT", "W1")
 
 
@@ -67,6 +74,10 @@ class Point:
     def split(self) -> bool:
         """Whether several GPUs share the model."""
         return self.variant.tensor_parallel_size > 1
+
+    def predicted(self, efficiency: Efficiency | None = None) -> float:
+        """Return the prediction with these factors; None: the committed ones."""
+        return self.predict(Clock(gpu_named(GPU), self.variant, efficiency=efficiency, graphs=_GRAPHS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from benchmarks.faster import (
 )
 from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
-from benchmarks.markdown import table
+from benchmarks.markdown import number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.plan_accuracy import plan_accuracy
 from benchmarks.plan_simulation import plan_on_cpu, plan_simulation
@@ -47,6 +47,8 @@ from benchmarks.serving_tables import (
     serving_routing,
 )
 from benchmarks.verify_tables import verify_faults, verify_vllm
+from benchmarks.vllm_tables import comparison
+from benchmarks.workload_tables import distinct_documents, questions
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -86,10 +88,6 @@ def machine(run: Run) -> str:
         f" {kept['requests']} requests per cell, {kept['repeats']} repeat(s); ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )
-
-
-def number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def row(run: Run, cell: MeasuredCell) -> list[str]:
@@ -181,103 +179,6 @@ def engine_on_cpu() -> str:
     return table(["", "against", "throughput", "at least"], rows) + "\n\n" + where
 
 
-def workload(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
-    return found
-
-
-def workload_machine(record: dict[str, Any], name: str) -> str:
-    """One line on model, verdict, hardware, power, versions and command of a workload's record."""
-    facts, work = record["environment"], record["work"]
-    gpus = record["settings"].get("tensor_parallel_size", 1)
-    turns = next(iter(record["measured"]["engine"].values()))
-    watts = statistics.median(turn["power"]["mean_w"] for turn in turns)
-    clock = statistics.median(turn["power"]["median_sm_mhz"] for turn in turns)
-    packages = facts["packages"]
-    return (
-        f"{record['model']['name']}, {record['model']['dtype']}: {verdict_of(record)};"
-        f" {work['requests']} requests of {work['views']} views,"
-        f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens, {work['repeats']} turn(s);"
-        f" {gpus} x {facts['gpus'][0]['name']} at {number(watts, 0)} W and {number(clock, 0)} MHz (driver"
-        f" {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, transformers"
-        f" {packages['transformers']}, triton {packages['triton']}, {record['created'][:10]}. Record:"
-        f" `benchmarks/records/{name}.json`. Command: `{record['command']}`"
-    )
-
-
-def verdict_of(record: dict[str, Any]) -> str:
-    """The verdict of a workload's record, with its divergence as a multiple of the noise."""
-    verdict = record["verdict"]["engine"]
-    if verdict is None:
-        return "not compared with the reference"
-    ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
-    return f"{verdict['verdict']} ({number(ratio, 2)}x the noise)"
-
-
-def ranged(values: Sequence[float], digits: int) -> str:
-    """The median, and the range of several."""
-    median = number(statistics.median(values), digits)
-    if len(values) < 2:
-        return median
-    return f"{median} ({number(min(values), digits)}-{number(max(values), digits)})"
-
-
-def distinct_documents(name: str) -> Callable[[], str]:
-    """A record of W1 or W4: each figure, its floor on this machine, and how many times that it is."""
-
-    def write() -> str:
-        record = workload(name)
-        found, floor = record["measured"]["engine"], record["floor"]["engine"]
-        alone, seen = found["alone"], found["vision"][-1]
-        figures = [
-            ("requests/s, all at once", [turn["requests_per_s"] for turn in found["throughput"]], 2, "requests_per_s"),
-            ("TTFT of one request alone, ms", alone["ttft_ms"]["all"], 0, "ttft_ms"),
-            ("end to end, one request alone, ms", alone["e2e_ms"]["all"], 0, "e2e_ms"),
-            *(
-                (f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
-                for each in found["decode"]
-                if each["ms_per_step"] is not None  # fewer fit in the cache at once
-            ),
-            (f"vision, ms per view, {seen['views']} at once", seen["ms_per_view"]["all"], 1, "vision_ms_per_view"),
-        ]
-        rows = [
-            [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
-            for what, values, digits, key in figures
-        ]
-        rows += [
-            [f"GPU idle in decode steps of {each['batch']}", f"{number(100 * each['idle']['share'], 1)}%", "-", "-"]
-            for each in found["decode"]
-            if each["idle"] and each["idle"]["share"] is not None
-        ]
-        peak = max(turn["peak_reserved_bytes"] for turn in found["throughput"])
-        gpus = record["settings"].get("tensor_parallel_size", 1)
-        rows.append(["peak memory per GPU, GB", number(peak / gpus / 1e9, 1), "-", "-"])
-        return table(["", "engine", "floor", "times floor"], rows) + "\n\n" + workload_machine(record, name)
-
-    return write
-
-
-def questions() -> str:
-    """The record of W2: four questions about each page."""
-    record = workload("w2-27b")
-    found = record["measured"]["engine"]
-    names = {"image_major": "page after page", "round_robin": "in rounds over the pages", "all_cached": "all known"}
-    rows = [
-        [
-            f"requests/s, {what}",
-            ranged([turn["requests_per_s"] for turn in found[key]], 2),
-            f"{number(100 * statistics.median(turn['cached_share'] for turn in found[key]), 0)}%",
-        ]
-        for key, what in names.items()
-    ]
-    follow = found["follow_up"]
-    share = follow["cached_tokens"] / record["work"]["prompt_tokens"]
-    rows.append(
-        ["TTFT of a question on a known page, ms", ranged(follow["ttft_ms"]["all"], 0), f"{number(100 * share, 0)}%"]
-    )
-    return table(["", "engine", "of the prompt cached"], rows) + "\n\n" + workload_machine(record, "w2-27b")
-
-
 def vision_tower() -> str:
     """The vision tower by attention kernel: milliseconds per view, by views encoded at once."""
     record = json.loads((RECORDS / "vision-tower.json").read_text())
@@ -329,6 +230,35 @@ def mutations() -> str:
     return f"{table(['broken engine', 'verdict', 'caught by'], rows)}\n\n{where}"
 
 
+def from_record(name: str, write: Callable[[dict[str, Any]], str], before: str = "") -> Callable[[], str]:
+    """Return the writer of the table of a record; nothing is written while the record does not exist.
+
+    Args:
+        name: of the record's file, without ``.json``.
+        write: makes the table of a record.
+        before: paragraph above the table.
+    """
+
+    def written() -> str:
+        path = RECORDS / f"{name}.json"
+        if not path.exists():
+            return ""
+        return (f"{before}\n\n" if before else "") + write(json.loads(path.read_text("utf-8")))
+
+    return written
+
+
+def workload(name: str, write: Callable[[dict[str, Any], str], str], before: str = "") -> Callable[[], str]:
+    """Return the writer of the table of a workload's record, which names the record."""
+    return from_record(name, lambda record: write(record, name), before)
+
+
+_COMPARISON = (
+    "The engine beside vLLM and `generate()` on the same GPUs. The [verdict](#the-verdict) says whether each computes"
+    "\nthe same answers as float32 eager attention."
+)
+_12B = "W4 with the 12B shape:"
+
 TABLES: dict[str, Callable[[], str]] = {
     "h200-27b": h200_27b,
     "h200-4b": by_settings("h200-4b", "attention", "cache", "preprocess"),
@@ -336,11 +266,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
     "idle-gap": idle_gap,
-    "w1-27b": distinct_documents("w1-27b"),
-    "w1-27b-tp2": distinct_documents("w1-27b-tp2"),
-    "w1-27b-tp2-40gb": distinct_documents("w1-27b-tp2-40gb"),
-    "w2-27b": questions,
-    "w4-4b": distinct_documents("w4-4b"),
+    "w1-27b": workload("w1-27b", distinct_documents),
+    "w1-27b-tp2": workload("w1-27b-tp2", distinct_documents),
+    "w1-27b-tp2-40gb": workload("w1-27b-tp2-40gb", distinct_documents),
+    "w2-27b": workload("w2-27b", questions),
+    "w4-4b": workload("w4-4b", distinct_documents),
+    "w4-12b": workload("w4-12b", distinct_documents, _12B),
+    "vllm-comparison": from_record("vllm-comparison", comparison, _COMPARISON),
     "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,

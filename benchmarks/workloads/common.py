@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,13 +25,15 @@ from panscan.model.ceilings import measure_ceilings
 from panscan.model.checkpoint import Loaded
 from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
+from panscan.model.support import require_supported
 from panscan.records.environment import environment
 from panscan.records.store import write_atomically
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import ready_runner
 from panscan.runners.generate import GenerateRunner
-from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, settings_from
+from panscan.runners.vllm import VllmRunner
+from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_settings, settings_from
 
 __all__ = [
     "TEXT_TOKENS",
@@ -44,13 +46,16 @@ __all__ = [
     "parse",
     "save",
     "say",
+    "shown",
     "verdicts",
+    "vllm_options",
 ]
 
 TEXT_TOKENS = 78
 """Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""
 
-_RUNNERS = ("engine", "generate")
+_RUNNERS = ("engine", "generate", "vllm")
+_VLLM_LONGEST = 4096  # tokens of a request
 _GENERATE_BATCH = 8
 _ON_A_GPU = {"preprocess": "device"}
 
@@ -68,6 +73,8 @@ class Work:
         compared: requests of the verdict; 0 for none.
         output: the record's file.
         command: as it was typed.
+        brief: measure throughput and latency only, after a short warm-up.
+        vllm_options: keyword arguments of ``vllm.LLM`` for runner vllm.
     """
 
     name: str
@@ -78,6 +85,8 @@ class Work:
     compared: int
     output: Path
     command: str
+    brief: bool = False
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, **defaults: Any) -> Work:
@@ -94,25 +103,70 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
         SettingError: an unknown setting or value.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.workloads.{name}", description=about,
-                                     epilog="Settings of panscan bench follow as --name value.")  # fmt: skip
-    parser.add_argument("--runner", default="engine", help="engine, or engine,generate: one after the other")
-    parser.add_argument("--num-requests", type=int, default=requests)
-    parser.add_argument("--repeats", type=int, default=3, help="measured, beside a first that warms up")
+                                     epilog="Settings of panscan bench follow as --name value.",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--runner", default="engine", help="engine; or engine,generate on one loaded model; or vllm")
+    parser.add_argument("--num-requests", type=int, default=requests, help="requests at once; default %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="turns measured after a warm-up; default %(default)s")
     parser.add_argument("--compared", type=int, default=4, help="requests of the verdict, 0 for none")
+    parser.add_argument(
+        "--brief", action="store_true", help="throughput and latency only, with a short warm-up; always so with vllm"
+    )
+    parser.add_argument("--vllm-options", default="{}", help="arguments of vllm.LLM, a JSON object")
     parser.add_argument("--output", type=Path, required=True, help="the record, a JSON file")
     own, rest = parser.parse_known_args(argv)
-    if unknown := set(own.runner.split(",")) - set(_RUNNERS):
+    runners = tuple(own.runner.split(","))
+    if unknown := set(runners) - set(_RUNNERS):
         raise SettingError(f"--runner takes {', '.join(_RUNNERS)}; got {', '.join(sorted(unknown))}")
+    if "vllm" in runners and len(runners) > 1:
+        raise SettingError("--runner vllm takes the GPU's memory: run it in a process of its own")
     if own.num_requests < 2 or own.repeats < 1:
         raise SettingError("a workload needs two requests (one warms up) and one repeat at least")
     given = {axis_name(spelling): value for spelling, value in _named(rest).items()}
-    on_gpu = resolve_device(given.get("device", "auto")).type == "cuda"
-    chosen = {"runner": "engine", "ignore_eos": True, **(_ON_A_GPU if on_gpu else {}), **defaults, **given}
     command = shlex.join(["python", "-m", f"benchmarks.workloads.{name}", *(sys.argv[1:] if argv is None else argv)])
     return Work(
-        name, settings_from(chosen), tuple(own.runner.split(",")), own.num_requests, own.repeats, own.compared,
-        own.output, command,
+        name, settings_from(_chosen(runners, defaults, given)), runners, own.num_requests, own.repeats, own.compared,
+        own.output, command, own.brief or "vllm" in runners, vllm_options(defaults, own.vllm_options),
     )  # fmt: skip
+
+
+def _chosen(runners: Sequence[str], defaults: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by name: those given, else the workload's; of the engine unless vLLM runs."""
+    if runners == ("vllm",):
+        foreign = foreign_settings("vllm")
+        kept = {name: value for name, value in defaults.items() if name not in foreign}
+        return {"runner": "vllm", "ignore_eos": True, **kept, **given}
+    on_gpu = resolve_device(given.get("device", "auto")).type == "cuda"
+    return {"runner": "engine", "ignore_eos": True, **(_ON_A_GPU if on_gpu else {}), **defaults, **given}
+
+
+def vllm_options(defaults: Mapping[str, Any], given: str) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` for a workload.
+
+    Its limits are those of the work, its share of the memory the engine's, its CUDA graphs cover all requests; all else
+    is vLLM's default.
+
+    Args:
+        defaults: settings of the workload; without prefix caching, vLLM caches neither prefixes nor pixels.
+        given: further arguments, a JSON object.
+
+    Raises:
+        SettingError: not a JSON object.
+    """
+    try:
+        further = json.loads(given)
+    except ValueError:
+        further = None
+    if not isinstance(further, dict):
+        raise SettingError(f"--vllm-options takes a JSON object; got {given!r}")
+    uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+    limits = {
+        "max_model_len": _VLLM_LONGEST,
+        "limit_mm_per_prompt": {"image": 1},
+        "gpu_memory_utilization": axes()["gpu_memory_utilization"].default,
+        "compilation_config": {"max_cudagraph_capture_size": axes()["max_num_seqs"].default},
+    }
+    return {**limits, **({} if defaults.get("prefix_caching", True) else uncached), **further}
 
 
 def _named(words: Sequence[str]) -> dict[str, str]:
@@ -130,8 +184,18 @@ def _named(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def shown(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` for a record: all but the folder of the checkpoint's configuration."""
+    return {name: value for name, value in arguments.items() if name != "model"}
+
+
 def open_runners(work: Work) -> dict[str, Runner]:
     """A runner by each name, all on one loaded model."""
+    if "vllm" in work.runners:
+        require_supported(work.settings)
+        vllm = VllmRunner(work.settings, work.vllm_options)
+        vllm.configure(work.settings)
+        return {"vllm": vllm}
     plain = {name: axes()[name].default for name in ENGINE_AXES}
     batch = min(_GENERATE_BATCH, work.num_requests)
     settings = {
@@ -187,7 +251,7 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
 
     To be called before anything is measured: the truth needs the memory that caches take later.
     """
-    if not work.compared:
+    if not work.compared or "vllm" in runners:  # panscan bench verifies vLLM, on a saved checkpoint
         return dict.fromkeys(runners)
     with TemporaryDirectory() as folder:
         source = Source(dataset=str(_dataset(Path(folder), requests[: work.compared])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,42 +17,57 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.workloads.figures import Interval, decode_window, idle_share
 from panscan.core import Result, now
 
-__all__ = ["Power", "decode_idle", "start_profiler"]
+__all__ = ["Power", "counted_joules", "decode_idle", "start_profiler"]
 
 _EVERY = 0.1  # seconds between samples of power
 _LONGEST = 0.5  # seconds that are profiled: some thousand kernels a step
 
 
 class Power:
-    """Samples power and clocks of a GPU in a thread while in the ``with`` block; of a CPU it samples nothing.
+    """Samples power and clocks of GPUs in a thread while in the ``with`` block; of a CPU it samples nothing.
 
     Args:
-        device: of the model.
+        device: of the model; the first of its GPUs.
+        gpus: number of GPUs that compute, this one and those after it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, gpus: int = 1) -> None:
+        self._device, self._gpus = device, gpus
         self._samples: list[tuple[float, int, int]] = []
+        self._handles: list[Any] = []
+        self._counters: list[list[float]] = []  # joules of each GPU, before and after
+        self._start = self._seconds = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="power", daemon=True)
 
     def __enter__(self) -> Self:
         if self._device.type == "cuda":
+            self._handles = [_nvml_handle((self._device.index or 0) + each) for each in range(self._gpus)]
             self._thread.start()
+            self._counters.append(_energy_counters(self._handles))
+        self._start = time.perf_counter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._seconds = time.perf_counter() - self._start
+        if self._handles:
+            self._counters.append(_energy_counters(self._handles))
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
 
-    def summary(self) -> dict[str, float] | None:
-        """Watts, MHz of the multiprocessors and degrees Celsius; None if there are no samples."""
+    def summary(self) -> dict[str, Any] | None:
+        """Return watts and multiprocessor MHz of a GPU, degrees Celsius, and joules of all GPUs; None without samples.
+
+        ``energy`` names the source of the joules: the driver's counters, or the samples where a GPU has no counter.
+        """
         if not self._samples:
             return None
         watts, clocks, degrees = zip(*self._samples, strict=True)
+        sampled = fmean(watts) * self._seconds * self._gpus
+        joules = counted_joules(*self._counters)
         return {
             "samples": len(watts),
             "mean_w": fmean(watts),
@@ -59,19 +75,46 @@ class Power:
             "median_sm_mhz": median(clocks),
             "least_sm_mhz": min(clocks),
             "max_celsius": max(degrees),
+            "joules": sampled if joules is None else joules,
+            "energy": "samples" if joules is None else "counter",
         }
 
     def _sample(self) -> None:
         import pynvml
 
-        pynvml.nvmlInit()
-        name = torch.cuda.get_device_properties(self._device).uuid  # NVML does not know of CUDA_VISIBLE_DEVICES
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{name}")
         while not self._over.wait(_EVERY):
-            watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-            clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-            self._samples.append((watts, clock, celsius))
+            for handle in self._handles:
+                watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+                clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+                celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+                self._samples.append((watts, clock, celsius))
+
+
+def counted_joules(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """Return the energy between two readings of the counters of some GPUs; None if a GPU has no counter (NaN)."""
+    joules = sum(after) - sum(before)
+    return None if math.isnan(joules) else joules
+
+
+def _nvml_handle(index: int) -> Any:
+    """Return NVML's handle of a GPU of PyTorch: NVML ignores CUDA_VISIBLE_DEVICES."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+def _energy_counters(handles: Sequence[Any]) -> list[float]:
+    """Return the joules that each GPU has used since the driver was loaded; NaN where it does not count them."""
+    import pynvml
+
+    found = []
+    for handle in handles:
+        try:
+            found.append(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+        except pynvml.NVMLError_NotSupported:
+            found.append(math.nan)
+    return found
 
 
 def start_profiler(device: torch.device) -> None:

@@ -11,8 +11,8 @@ from benchmarks.workloads.device import Power
 from benchmarks.workloads.figures import latencies, stage_means
 from panscan.core import Request, Result
 from panscan.model.machine import peak_memory, reset_peak_memory
-from panscan.runners.base import Runner
-from panscan.runners.engine import EngineRunner
+from panscan.runners.base import Runner, TracksPeakMemory
+from panscan.runners.vllm import VllmRunner
 
 __all__ = ["turn_of", "with_tokens"]
 
@@ -20,30 +20,41 @@ __all__ = ["turn_of", "with_tokens"]
 def turn_of(
     answer: Callable[[Sequence[Request]], list[Result]], requests: Sequence[Request], runner: Runner
 ) -> dict[str, Any]:
-    """Throughput, latencies, stages, power and peak memory of one turn; the requests are there before it starts.
+    """Throughput, latencies, stages, energy and peak memory of one turn; the requests are there before it starts.
 
     Args:
         answer: takes all requests at once.
         requests: with their pages in memory.
         runner: answers them; its ranks, if it has any, report their own peak memory.
     """
-    engine = runner if isinstance(runner, EngineRunner) else None
-    reset_peak_memory() if engine is None else engine.reset_peak_memory()
-    with Power(runner.loaded.device) as power:
+    tracker = runner if isinstance(runner, TracksPeakMemory) else None
+    reset_peak_memory() if tracker is None else tracker.reset_peak_memory()
+    with Power(runner.loaded.device, runner.settings.tensor_parallel_size) as power:
         start = time.perf_counter()
         results = answer(requests)
         seconds = time.perf_counter() - start
+    if isinstance(runner, VllmRunner):
+        seconds = _inside_vllm(results)
+    measured = power.summary()
     return {
         "requests": len(results),
         "seconds": seconds,
         "requests_per_s": len(results) / seconds,
         "output_tokens_per_s": sum(result.output_tokens for result in results) / seconds,
+        "joules_per_request": None if measured is None else measured["joules"] / len(results),
         "cached_share": sum(each.cached_tokens for each in results) / sum(each.prompt_tokens for each in results),
         "latencies": latencies(results),
         "stages_ms": stage_means(results),
-        "power": power.summary(),
-        **(peak_memory() if engine is None else engine.peak_memory()),
+        "power": measured,
+        **(peak_memory() if tracker is None else tracker.peak_memory()),
     }
+
+
+def _inside_vllm(results: Sequence[Result]) -> float:
+    """Return the seconds of ``LLM.generate()`` alone: what panscan does before and after it is not vLLM's time."""
+    stamps = results[0].stamps
+    assert stamps.loaded is not None and stamps.end is not None  # the runner sets them
+    return stamps.end - stamps.loaded
 
 
 def with_tokens(request: Request, tokens: int) -> Request:

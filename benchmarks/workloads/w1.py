@@ -2,11 +2,14 @@
 
     python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --output w1.json
     python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --tensor-parallel-size 2 --output w1-tp2.json
+    python -m benchmarks.workloads.w1 --model-shape 27b --random-weights --runner vllm --vllm-attention TRITON_ATTN \\
+      --brief --output w1-vllm.json
     python -m benchmarks.workloads.w1 --model tiny --num-requests 8 --max-new-tokens 8 --output w1.json
 
-Each request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with as many prompt
-tokens on every tokenizer. No cache helps: prefix caching is off, as all turns begin alike. With another
-``--model-shape`` it is W4.
+The first line reproduces records/w1-27b.json on an H200. The last one checks on a CPU that the workload runs. Each
+request is one synthetic page of 896 x 2688 pixels (four views) and a question of its own, with the same number of
+prompt tokens on every tokenizer. No cache helps: prefix caching is off, as all turns ask the same. With another
+--model-shape it is W4.
 """
 
 from __future__ import annotations
@@ -26,15 +29,17 @@ from benchmarks.workloads.common import (
     parse,
     save,
     say,
+    shown,
     verdicts,
 )
-from benchmarks.workloads.device import decode_idle, start_profiler
+from benchmarks.workloads.device import Power, decode_idle, start_profiler
 from benchmarks.workloads.figures import decode_window, e2e_ms, spread, stage_means, step_ms, ttft_ms
 from benchmarks.workloads.floors import ratios
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, now
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
+from panscan.runners.vllm import VllmRunner
 
 _STEPS_AT = (1, 64, 128)  # requests that decode together
 _VIEWS_AT = (4, 32)  # views in the vision tower at once
@@ -48,11 +53,15 @@ def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
     The first of each warms up.
     """
     first = [runner.run([with_tokens(request, 1)])[0] for request in requests[: _ALONE + 1]][1:]
-    whole = [runner.run([request])[0] for request in requests[: _ALONE + 1]][1:]
+    runner.run(requests[:1])
+    with Power(runner.loaded.device, runner.settings.tensor_parallel_size) as power:
+        whole = [runner.run([request])[0] for request in requests[1 : _ALONE + 1]]
+    measured = power.summary()
     return {
         "ttft_ms": spread([ttft_ms(result) for result in first]),
         "e2e_ms": spread([e2e_ms(result) for result in whole]),
         "stages_ms": stage_means(whole),
+        "joules_per_request": None if measured is None else measured["joules"] / len(whole),
     }
 
 
@@ -99,26 +108,39 @@ def measure(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reques
 
 
 def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
-    """Of one runner. Its first turn is thrown away."""
+    """Of one runner. Its first turn is thrown away; where time is short, it has a quarter of the requests."""
     found: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
         say(f"{name}: throughput, turn {turn} of {work.repeats}")
-        done = turn_of(runner.run, _share(name, requests), runner)
+        asked = _share(name, requests)
+        done = turn_of(runner.run, asked if turn or not work.brief else asked[: -(-len(asked) // 4)], runner)
         if turn:
             found["throughput"].append(done)
-    say(f"{name}: alone, decode")
+    say(f"{name}: alone")
     found["alone"] = alone(runner, requests)
+    if isinstance(runner, VllmRunner):
+        found["arguments"] = shown(runner.arguments)
+    if isinstance(runner, EngineRunner):
+        found["decisions"] = list(runner.engine.decisions)
+    if not work.brief:
+        found |= _kernels(name, work, runner, requests)
+    if isinstance(runner, EngineRunner):
+        runner.drop()
+    return found
+
+
+def _kernels(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
+    """Decode steps, and the engine's vision tower."""
+    say(f"{name}: decode")
     most = len(_share(name, requests))
     sizes = dict.fromkeys(min(size, most) for size in _STEPS_AT)
     tokens = work.settings.max_new_tokens
-    found["decode"] = [decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes]
-    if isinstance(runner, EngineRunner):
-        found["decisions"] = list(runner.engine.decisions)
-        say(f"{name}: vision")
-        seen = [vision(runner, requests, views) for views in _VIEWS_AT]
-        found["vision"] = [each for each in seen if each is not None]
-        runner.drop()
-    return found
+    batches = [decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes]
+    if not isinstance(runner, EngineRunner):
+        return {"decode": batches}
+    say(f"{name}: vision")
+    seen = [vision(runner, requests, views) for views in _VIEWS_AT]
+    return {"decode": batches, "vision": [each for each in seen if each is not None]}
 
 
 def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[str, float]:
@@ -127,7 +149,7 @@ def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[st
         "requests_per_s": spread([turn["requests_per_s"] for turn in measured["throughput"]])["median"],
         "ttft_ms": measured["alone"]["ttft_ms"]["median"],
         "e2e_ms": measured["alone"]["e2e_ms"]["median"],
-        **{f"step_ms_{each['batch']}": each["ms_per_step"] for each in measured["decode"]},
+        **{f"step_ms_{each['batch']}": each["ms_per_step"] for each in measured.get("decode", ())},
     }
     if measured.get("vision"):
         figures["vision_ms_per_view"] = measured["vision"][-1]["ms_per_view"]["median"]
@@ -139,14 +161,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = parse("w1", __doc__ or "", argv, requests=128, max_new_tokens=128, prefix_caching=False)
     runners = open_runners(work)
     first = next(iter(runners.values()))
-    start_profiler(first.loaded.device)
+    if not work.brief:
+        start_profiler(first.loaded.device)
     requests = ask(work, first.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, runners, requests)
     [one] = first.run([with_tokens(requests[0], 1)])
     measured = measure(work, runners, requests)
     floor = {}
     for name, each in measured.items():
-        steps = tuple(found["batch"] for found in each["decode"])
+        steps = tuple(found["batch"] for found in each.get("decode", ()))
         batch = each["throughput"][0]["requests"]
         floor[name] = floors_of(first.loaded, work.settings, one).as_dict(batch, steps)
         each["ratios"] = against_floor(each, floor[name])
@@ -157,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _share(name: str, requests: Sequence[Request]) -> Sequence[Request]:
-    return requests if name == "engine" else requests[:_MOST_OF_GENERATE]
+    return requests[:_MOST_OF_GENERATE] if name == "generate" else requests
 
 
 if __name__ == "__main__":

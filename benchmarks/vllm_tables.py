@@ -1,0 +1,115 @@
+"""README's first table: speed and verdict of the engine, vLLM and ``generate()`` on the same GPUs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.markdown import number, ranged, table
+
+__all__ = ["comparison"]
+
+_SIDES = ("engine", "vllm-exact", "vllm-default", "generate")
+_SHAPES = {"27b": "27B", "4b": "4B", "12b": "12B"}
+Measured = Mapping[str, Any]
+"""What one process measured."""
+
+
+def _turns(order: str, figure: str) -> Callable[[Measured], list[float]]:
+    return lambda found: [turn[figure] for turn in found[order] if turn[figure] is not None]
+
+
+def _latencies(group: str, figure: str) -> Callable[[Measured], list[float]]:
+    return lambda found: list(found[group][figure]["all"])
+
+
+_W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
+    ("requests/s, 128 documents at once", _turns("throughput", "requests_per_s"), 2),
+    ("joules per request", _turns("throughput", "joules_per_request"), 0),
+    ("one request alone: TTFT, ms", _latencies("alone", "ttft_ms"), 0),
+    ("one request alone: end to end, ms", _latencies("alone", "e2e_ms"), 0),
+)
+_W2: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
+    ("requests/s, four questions per page, page after page", _turns("image_major", "requests_per_s"), 2),
+    ("the same, in rounds over the pages", _turns("round_robin", "requests_per_s"), 2),
+    ("joules per request, in rounds", _turns("round_robin", "joules_per_request"), 0),
+    ("TTFT of a question on a known page, ms", _latencies("follow_up", "ttft_ms"), 0),
+)
+_FIGURES = {"w1-27b": _W1, "w2-27b": _W2, "w4-4b": _W1, "w4-12b": _W1}
+
+
+def comparison(record: Mapping[str, Any]) -> str:
+    """Return the table and one line on how it was measured.
+
+    Args:
+        record: of ``benchmarks/vllm_comparison.py --merge``.
+    """
+    rows = [_verdict_row(name, found) for name, found in record["verdicts"].items()]
+    for part, figures in _FIGURES.items():
+        if part in record["parts"]:
+            shape = _SHAPES[part.partition("-")[2]]
+            rows += [_row(f"{shape}: {what}", record["parts"][part], take, digits) for what, take, digits in figures]
+    backend = " and ".join(_backends(record, "vllm-default"))
+    default = f"vLLM, default ({backend})" if backend else "vLLM, default"
+    headings = ["", "engine", "vLLM, exact (TRITON_ATTN)", default, "generate()"]
+    return table(headings, rows) + "\n\n" + _machine(record)
+
+
+def _row(what: str, runs: Sequence[Any], take: Callable[[Measured], list[float]], digits: int) -> list[str]:
+    cells = []
+    for side in _SIDES:
+        values = [value for run in runs if run["side"] == side for value in take(_measured(run))]
+        cells.append(ranged(values, digits) if values else "-")
+    return [what, *cells]
+
+
+def _verdict_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    shape = name.partition("-")[2]
+    what = f"verdict, {found['layers']} {_SHAPES[shape]} layers" if found["layers"] else f"verdict, {shape} model"
+    return [what, *(_verdict(found["verdicts"].get(side)) for side in _SIDES)]
+
+
+def _verdict(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    ratio = found["ratio"]
+    return str(found["verdict"]) + ("" if ratio is None else f" ({number(ratio, 2 if ratio < 10 else 0)}x)")
+
+
+def _measured(run: Mapping[str, Any]) -> Measured:
+    [found] = run["record"]["measured"].values()
+    return dict(found)
+
+
+def _backends(record: Mapping[str, Any], side: str) -> list[str]:
+    runs = [run for runs in record["parts"].values() for run in runs if run["side"] == side]
+    return sorted({name.rpartition(".")[2] for run in runs for name in run["backends"]})
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    runs = [run for runs in record["parts"].values() for run in runs]
+    packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
+    facts, work = runs[0]["record"]["environment"], runs[0]["record"]["work"]
+    gpus = {run["gpu"] for run in runs}
+    watts = [
+        turn["power"]["mean_w"]
+        for run in runs
+        if run["side"] != "generate"
+        for turns in _measured(run).values()
+        if isinstance(turns, list)
+        for turn in turns
+        if isinstance(turn, dict) and turn.get("power")
+    ]
+    commands = "; ".join(f"`{command}`" for command in record["commands"])
+    power = f"; median {number(statistics.median(watts), 0)} W" if watts else ""
+    return (
+        f"True shapes, random weights, bfloat16; {work['views']} views, {work['prompt_tokens']:,} prompt and"
+        f" {work['output_tokens']} output tokens per request. Median (range) of all turns. Each side runs in a process"
+        f" of its own; the engine and exact vLLM run on the same {len(gpus)} {facts['gpus'][0]['name']} in both orders,"
+        " vLLM with CUDA graphs up to 128 and its own preprocessing. Verdicts come from a saved checkpoint and show the"
+        " ratio to the rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
+        f" {facts['gpus'][0]['driver']}{power}; {facts['cpu']}, torch {packages['torch']}, transformers"
+        f" {packages['transformers']}, vLLM {packages.get('vllm', 'unknown')}, {record['created'][:10]}. Record:"
+        f" `benchmarks/records/vllm-comparison.json`. Commands: {commands}"
+    )
