@@ -102,7 +102,7 @@ class RampArrivals:
     Args:
         start_rate: requests per second at the first request.
         end_rate: requests per second at the last request.
-        strategy: how the rate grows with the number of sent requests.
+        strategy: growth of the rate with the number of sent requests.
         burstiness: shape of the gamma distribution of the intervals; None: no randomness.
         seed: seed of the random intervals.
 

@@ -119,7 +119,7 @@ def _split(url: str) -> SplitResult:
     """Return the parts of an endpoint's URL.
 
     Raises:
-        SettingError: it cannot be an endpoint's URL.
+        SettingError: the text is not a URL of an endpoint.
     """
     shown = _shown(url)
     try:
@@ -241,7 +241,7 @@ class RequestOutcome:
         tokens: receipt times of the content chunks; a chunk may hold several tokens.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
         text: answer, without reasoning.
-        finish_reason: as reported.
+        finish_reason: reported reason.
         output_tokens: number of output tokens.
         prompt_tokens: number of prompt tokens; None if not reported.
         cached_tokens: number of prompt tokens from a cache; None if not reported.

@@ -103,7 +103,7 @@ class Content:
 
     Args:
         pile: documents and prompts.
-        options: of the run; its seed decides order, lengths and reuse.
+        options: options of the run; the seed determines order, lengths and reuse.
         model: model name of the requests.
         salt: number that is mixed into the images, so that a second run with the same seed sends other pixels. The same
             salt and seed give the same bytes.

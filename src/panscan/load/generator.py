@@ -241,7 +241,7 @@ class _Worker:
     """A subprocess, as its parent manages it. Its failures are kept in ``failure``.
 
     Args:
-        share: what it sends.
+        share: requests that it sends.
     """
 
     def __init__(self, share: LevelShare) -> None:

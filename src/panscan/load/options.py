@@ -143,7 +143,7 @@ class LoadOptions:
         trace_speedup: factor by which the trace is replayed faster.
         num_prompts: requests per level.
         num_warmups: discarded requests before the first level.
-        seed: of arrivals, documents, prompts and lengths.
+        seed: seed of arrivals, documents, prompts and lengths.
         goodput: limits in milliseconds, by name of :data:`GOODPUT_METRICS`.
         goodput_attainment: share of requests that must meet the limits, above 0 and up to 1.
         find_max_rate: search for the highest rate with that share; ``rates`` holds the first rate to try.
@@ -307,7 +307,7 @@ def _check_goodput(limits: Mapping[str, float]) -> None:
 
 
 def parse_rates(text: str, option: str = "--request-rate") -> tuple[float | None, ...]:
-    """Return the rates of a comma list; None stands for ``inf``.
+    """Return the rates of a comma-separated list; None means ``inf``.
 
     Raises:
         SettingError: an empty value, or one that is neither a positive number nor ``inf``.

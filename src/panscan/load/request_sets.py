@@ -168,7 +168,7 @@ def write_request_set(
     Args:
         directory: created if missing.
         format: one of :data:`FORMATS`.
-        count: number of requests, each about a document of its own.
+        count: number of requests, each about a different document.
         seed: another seed gives other documents and prompts.
         columns: characters across a document's short side, 12 to 200.
         overwrite: replace a different file of the same name.

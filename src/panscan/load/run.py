@@ -65,11 +65,11 @@ class LoadPlan:
     """What a load run does.
 
     Args:
-        endpoint: with its model.
+        endpoint: endpoint and its model.
         options: levels, arrivals, lengths and limits.
         pile: documents and prompts.
-        probe: what the endpoint answered before.
-        source: where the documents come from, for the records.
+        probe: results of the earlier probe.
+        source: origin of the documents, for the records.
         save_result: write each level in vLLM's format, too.
         include_content: keep prompts and answers in the records.
         salt: see :class:`panscan.load.content.Content`.
@@ -96,7 +96,7 @@ def run_load(
     """Measure all levels of a plan into a new run directory.
 
     Args:
-        plan: what to send.
+        plan: requests to send.
         directory: the run directory, which holds no run yet.
         command: command line for the records, without secrets.
         observer: follows the run.
@@ -187,7 +187,7 @@ class _LoadRun:
         """Measure a level.
 
         Args:
-            level: what to measure.
+            level: level to measure.
             count: number of requests.
             more: factor on the number of processes, unless the options set it.
         """

@@ -72,7 +72,7 @@ class Scenario:
     """What a load run sends unless its options say otherwise. A field that is None sets nothing.
 
     Args:
-        name: of the scenario.
+        name: name of the scenario.
         description: one sentence.
         documents: documents to draw; none: those of the run's options, or the sample documents.
         variety: different drawings of each entry in ``documents``.

@@ -23,7 +23,7 @@ class Trial:
 
     Args:
         rate: offered requests per second.
-        goodput: how many of the requests met the limits.
+        goodput: counts of requests that met the limits.
         limited: the client, not the server, was the limit; the level proves nothing about the server.
         undisturbed: goodput of the requests that no other request overlapped; None if unknown.
     """

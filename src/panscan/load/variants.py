@@ -41,7 +41,7 @@ class VariantImage:
         jpeg: the file that ``image`` was read from, if that is a JPEG; variants are then JPEG files, else PNG.
 
     Attributes:
-        media_type: of every variant, such as ``image/png``.
+        media_type: media type of every variant, such as ``image/png``.
         count: number of different variants.
         shared_bytes: size of the part that all variants share, in base64.
 

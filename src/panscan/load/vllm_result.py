@@ -24,10 +24,10 @@ def vllm_result(
     As in vLLM, times are those of successful requests, and a sample without values has the mean and percentiles 0.
 
     Args:
-        level: what was measured.
+        level: measured level.
         result: outcomes of its requests.
-        endpoint: where they were sent.
-        options: of the run.
+        endpoint: endpoint that received them.
+        options: options of the run.
         goodput: requests per second that meet the limits of ``options``; unlike in vLLM, the wait for a slot of
             ``--max-concurrency`` counts.
     """

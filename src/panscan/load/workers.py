@@ -93,7 +93,7 @@ class Sender:
     """Sends a share in one event loop: at the arrival times, or when earlier requests end.
 
     Args:
-        share: what to send.
+        share: requests to send.
         on_batch: called from :meth:`run` with outcomes, every few milliseconds; empty if there are none.
         is_cancelled: polled as often.
     """

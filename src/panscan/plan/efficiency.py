@@ -24,7 +24,7 @@ from importlib.resources import files
 from typing import Any, Self
 
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, graph_sizes
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, Size, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 from panscan.plan.gpus import Gpu, all_gpus
 
@@ -208,16 +208,17 @@ class Clock:
         ceilings: FLOP/s of a large bf16 product and bytes/s of a large copy, measured on the GPU; None: expected from
             its data sheet.
         efficiency: factors; None: the committed ones.
+        graphs: sizes of CUDA graphs; None: those that the engine records.
     """
 
     def __init__(
         self, gpu: Gpu, variant: Variant, *, ceilings: tuple[float, float] | None = None,
-        efficiency: Efficiency | None = None,
+        efficiency: Efficiency | None = None, graphs: tuple[Size, ...] | None = None,
     ) -> None:  # fmt: skip
         found = efficiency or committed_efficiency()
         self.gpu, self.variant = gpu, variant
         self.measured = gpu.name == found.gpu
-        self._factors = found.factors
+        self._factors, self._graphs = found.factors, graphs
         self._rates = GpuCeilings.expected(gpu, found) if ceilings is None else GpuCeilings.measured(gpu, *ceilings)
         self._widening = self._widened(found, ceilings is not None)
         self.basis = self._basis(found, ceilings is not None)
@@ -298,7 +299,7 @@ class Clock:
         singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
         if not singles + others:
             return self._vision(views)
-        rows = padded_rows(singles, others) if graph is not False else None
+        rows = padded_rows(singles, others, self._graphs) if graph is not False else None
         computed = self._decoder(decode_contexts, prefill, rows)
         host = self._vision_host(views) + self._pass_host(singles + len(prefill))
         if rows is None:
@@ -416,16 +417,17 @@ class Clock:
 
 
 @lru_cache(maxsize=4096)
-def padded_rows(singles: int, others: int) -> int | None:
+def padded_rows(singles: int, others: int, graphs: tuple[Size, ...] | None = None) -> int | None:
     """Return the rows of the CUDA graph that a pass replays; None if it is launched kernel by kernel.
 
     Args:
         singles: decode rows.
         others: rows of prefill chunks.
+        graphs: sizes of CUDA graphs; None: those that the engine records.
     """
     decode_rows = max(_OPTIONS.max_num_seqs, singles)
     fitting = [
-        (rows, decode) for decode, rows in graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
+        (rows, decode) for decode, rows in graphs or graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
         if decode >= singles and rows >= others and bool(decode) == bool(singles) and bool(rows) == bool(others)
     ]  # fmt: skip
     return sum(min(fitting)) if fitting else None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from panscan.core.ranges import Range
+from panscan.engine.options import SERVED_TPOT_MS
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
@@ -202,7 +203,7 @@ def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[
     factor = _BLOCK // sizes.block_size if sizes.block_size < _BLOCK else 1
     sizes = replace(
         sizes, block_size=sizes.block_size * factor, global_blocks=sizes.global_blocks // factor,
-        local_blocks=sizes.local_blocks // factor,
+        local_blocks=sizes.local_blocks // factor, tpot_target=SERVED_TPOT_MS / 1e3,
     )  # fmt: skip
     times = ClockTimes(inputs.clock(layout.variant), level)
     return lambda on_done: SimulatedEngine(sizes, times, on_done)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from panscan.core import SettingError
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Sequence, Step
 from panscan.engine.vision import VisionCache
@@ -78,6 +79,7 @@ class EngineSizes:
         prefix_caching: requests that begin alike share what was computed.
         overlap: a pass is launched before the tokens of the previous one are known, as on a GPU.
         graphs: short passes replay CUDA graphs.
+        tpot_target: seconds per output token that prefill is paced by; None: it is not.
         ahead: requests that are prepared ahead of need; None: any number.
     """
 
@@ -91,6 +93,7 @@ class EngineSizes:
     prefix_caching: bool = True
     overlap: bool = True
     graphs: bool = True
+    tpot_target: float | None = None
     ahead: int | None = _AHEAD
 
 
@@ -155,6 +158,8 @@ class SimulatedPass:
 class _InFlight:
     step: Step
     sampled: list[Sequence]
+    size: PassSize
+    vision: float
     ended: float
 
 
@@ -183,6 +188,7 @@ class SimulatedEngine:
             self._blocks, max_num_seqs=sizes.max_num_seqs, prefill_chunk_size=sizes.prefill_chunk_size,
             max_views=max(1, sizes.vision_slots),
         )  # fmt: skip
+        self._pacer = None if sizes.tpot_target is None else Pacer(sizes.tpot_target)
         self._vision = VisionCache(sizes.vision_slots)
         self.now = 0.0
         self.passes: list[SimulatedPass] = []
@@ -223,10 +229,10 @@ class SimulatedEngine:
 
     def step(self) -> bool:
         """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do."""
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(self._limit())
         if step is None:
             return self._land()
-        flight = _InFlight(step, [chunk.sequence for chunk in step.chunks if chunk.samples], self._launch(step))
+        flight = self._launch(step)
         self._land()
         self._scheduler.advance(step)
         self._inflight = flight
@@ -264,8 +270,16 @@ class SimulatedEngine:
         self._requests[sequence] = request
         self._scheduler.add(sequence)
 
-    def _launch(self, step: Step) -> float:
-        """Return when the device finishes the pass."""
+    def _limit(self) -> PrefillLimit | None:
+        """Return how long the prefill of the next pass may take."""
+        if self._pacer is None:
+            return None
+        inflight = None if self._inflight is None else self._inflight.size
+        requests = ((sequence, each.arrived, each.tokens) for sequence, each in self._requests.items())
+        return self._pacer.limit(self.now, inflight, requests)
+
+    def _launch(self, step: Step) -> _InFlight:
+        """Return the pass, with the time when the device finishes it."""
         contexts, prefill, keys = [], [], []
         for chunk in step.chunks:
             if chunk.sequence.decodes:
@@ -278,7 +292,9 @@ class SimulatedEngine:
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
-        return self._device_free
+        sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
+        return _InFlight(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 
     def _encode(self, keys: Rows[bytes]) -> int:
         """Place the views of a pass in the vision cache; return how many of them it did not hold."""
@@ -294,6 +310,8 @@ class SimulatedEngine:
         if flight is None:
             return False
         self.now = max(self.now, flight.ended)
+        if self._pacer is not None:
+            self._pacer.landed(flight.size, flight.ended, flight.vision)
         for sequence in flight.sampled:
             request = self._requests.get(sequence)
             if request is None:

@@ -55,7 +55,7 @@ def captured(
     allocations otherwise.
 
     Args:
-        work: what to profile; marked as ``panscan.request``, up to the moment when the device has finished.
+        work: function to profile; marked as ``panscan.request``, up to the moment when the device has finished.
         device: the model's device. On an NVIDIA GPU the trace has its kernels, elsewhere the host's operators only.
         path: file to write, ``.json.gz``.
         options: contents of the trace.

@@ -16,8 +16,8 @@ class Mode:
     """One way of decoding.
 
     Args:
-        name: of files and columns.
-        label: for readers.
+        name: name in files and columns.
+        label: name in text.
         cache: KV cache of ``generate()``.
         decode_compile: see :attr:`panscan.runners.generate.GenerateRunner.decode_compile`.
     """
@@ -72,7 +72,7 @@ def mode_settings(base: Settings, mode: Mode, *, on_gpu: bool) -> Settings:
 
     Args:
         base: settings that all modes share, with the batch size of the request.
-        mode: what decodes.
+        mode: decoding mode.
         on_gpu: whether the model runs on an NVIDIA GPU.
 
     Raises:

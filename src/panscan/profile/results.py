@@ -56,7 +56,7 @@ def write_results(folder: Path, profiles: Sequence[Profiled], summaries: Sequenc
     """Write ``summary.json`` and ``summary.html``; return the path of the page.
 
     Args:
-        folder: of the profile; it exists.
+        folder: existing folder of the profile.
         profiles: finished profiles.
         summaries: one for each.
         title: heading of the page.

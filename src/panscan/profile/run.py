@@ -36,7 +36,7 @@ class Timing:
     Args:
         ttft_ms: accepted to first token, the mean over the batch.
         tpot_ms: mean time between output tokens; None for fewer than two tokens.
-        seconds: from the first acceptance to the last token.
+        seconds: time from the first acceptance to the last token.
         tokens_per_s: output tokens of the batch in these seconds.
     """
 
@@ -64,9 +64,9 @@ class Profiled:
     """A finished profile.
 
     Args:
-        mode: what decoded.
+        mode: decoding mode.
         trace: the trace file.
-        facts: what the trace file says of itself, under ``panscan``.
+        facts: metadata in the trace file, under ``panscan``.
     """
 
     mode: Mode
@@ -114,8 +114,8 @@ def profile_modes(
 
     Args:
         requests: the batch; not empty.
-        modes: from :func:`checked_modes`; not empty.
-        folder: of the trace files, ``MODE.json.gz``; it exists.
+        modes: result of :func:`checked_modes`; not empty.
+        folder: existing folder for the trace files, ``MODE.json.gz``.
         options: contents of the traces.
         say: takes what is being done, in a few words.
 
@@ -157,9 +157,9 @@ def profile_runner(
 
     Args:
         runner: has the mode's settings.
-        mode: what decodes.
+        mode: decoding mode.
         requests: the batch.
-        path: of the trace file.
+        path: path of the trace file.
         options: contents of the trace.
         load_s: seconds that loading the model took, for the facts.
         say: takes what is being done.

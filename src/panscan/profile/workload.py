@@ -34,7 +34,7 @@ def profiled_requests(
         prompt: the question; None: one that fits.
         images: files, PDF and TIFF with all their pages, and URLs.
         settings: model, batch size, pan and scan, sampling.
-        folder: where drawn documents are written.
+        folder: folder for the drawn documents.
         max_pages: pages of one file at most.
 
     Raises:

@@ -35,7 +35,7 @@ def check_prompt_memory(tokens: Sequence[int], config: Mapping[str, Any], dtype:
     Args:
         tokens: length of each prompt.
         config: ``config.json`` of the dense checkpoint.
-        dtype: of the hidden states.
+        dtype: data type of the hidden states.
 
     Raises:
         SettingError: they need more than the available memory.
@@ -54,7 +54,7 @@ class Calibration:
 
     Args:
         loaded: a dense model on the host, whose decoder layers are consumed.
-        device: where to compute.
+        device: device to compute on.
     """
 
     def __init__(self, loaded: Loaded, device: torch.device) -> None:

@@ -34,7 +34,7 @@ class CardFacts:
 
     Args:
         base: the dense checkpoint, as the user named it.
-        name: of the new checkpoint.
+        name: name of the new checkpoint.
         how: format of its decoder matrices.
         prompts: calibration prompts; 0: rounded to nearest.
     """
@@ -56,7 +56,7 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
     Args:
         facts: how the checkpoint was made.
         sizes: bytes of the dense weights and of the quantised ones.
-        found: what was measured; None if nothing was.
+        found: measured values; None if nothing was measured.
     """
     calibration = (
         f"GPTQ on {facts.prompts} prompts with images, prepared with pan and scan" if facts.prompts else
@@ -116,7 +116,7 @@ def _measured(found: Measurement | None) -> list[str]:
 
 
 def notes(found: Measurement) -> list[str]:
-    """Return what a reader of the table needs to know, one sentence a line."""
+    """Return the notes below the table, one sentence per line."""
     lines = [
         "KL: Kullback-Leibler divergence from the float32 reference of the dense weights, in nats per token.",
         "Top-1: share of positions with a clear choice where the most probable token matches the reference.",

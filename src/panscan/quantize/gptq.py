@@ -50,7 +50,7 @@ def gptq(
         hessian: float32 ``[inputs, inputs]``, on any device, where the work is done. Channels without inputs are
             rounded to nearest.
         how: ``int4``, symmetric, channels in their own order.
-        scale_type: of the scales.
+        scale_type: data type of the scales.
 
     Raises:
         ValueError: the Hessian is not finite, or the group size does not divide the inputs.

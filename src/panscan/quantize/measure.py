@@ -37,7 +37,7 @@ class WeightsToMeasure:
     """Weights to measure.
 
     Args:
-        name: in tables, such as ``int4 (GPTQ)``.
+        name: name in tables, such as ``int4 (GPTQ)``.
         load: loads the model.
         required: whether to raise the error if the model cannot be loaded.
     """
@@ -123,7 +123,7 @@ def measure(
         candidates: quantised weights.
         settings: how requests are prepared and answered.
         workload: documents and questions; the first few are those of the verdict.
-        source: of the workload.
+        source: origin of the workload.
         on_step: called with a stage, the steps of it that are done, and all.
 
     Raises:

@@ -45,8 +45,8 @@ class PartialCheckpoint:
         overwrite: replace an existing checkpoint of this command, and discard another job's partial work.
 
     Raises:
-        SettingError: as :func:`resolved_output`; another job's partial work is there, another process works on it,
-            or the directory cannot be written.
+        SettingError: for the reasons of :func:`resolved_output`; partial work of another job exists, another process
+            works on it, or the directory cannot be written.
     """
 
     def __init__(self, out: Path, job: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -87,7 +87,7 @@ class PartialCheckpoint:
         """Write a safetensors file, in one step.
 
         Raises:
-            SettingError: it cannot be written, for example because the disk is full.
+            SettingError: the file cannot be written, for example because the disk is full.
         """
         temporary = self.path / f".{name}"
         with self._writable(name):
@@ -99,7 +99,7 @@ class PartialCheckpoint:
         """Write a file, in one step.
 
         Raises:
-            SettingError: as :meth:`write_tensors`.
+            SettingError: for the reasons of :meth:`write_tensors`.
         """
         temporary = self.path / f".{name}"
         with self._writable(name):
@@ -118,7 +118,7 @@ class PartialCheckpoint:
             size: bytes of the whole checkpoint.
 
         Raises:
-            SettingError: it has not.
+            SettingError: the disk does not have enough space.
         """
         finished = sum(entry.stat().st_size for entry in self.path.iterdir() if entry.is_file())
         free = shutil.disk_usage(self.path).free
@@ -197,7 +197,7 @@ def resolved_output(out: Path, *, overwrite: bool) -> Path:
     """Return the absolute path of an output directory, without symbolic links, after checking that it may be written.
 
     Args:
-        out: as the user named it.
+        out: output path as the user gave it.
         overwrite: an existing checkpoint of this command may be replaced.
 
     Raises:

@@ -65,7 +65,7 @@ class Quantized:
     """A finished checkpoint.
 
     Args:
-        path: its directory.
+        path: directory of the checkpoint.
         how: format of its decoder matrices.
         dense_bytes: size of the dense checkpoint.
         bytes: size of the quantised checkpoint's weights.

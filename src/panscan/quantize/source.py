@@ -56,10 +56,10 @@ class DenseCheckpoint:
 
     Args:
         name: ``mini``, ``tiny``, a directory or a hub id.
-        revision: of a hub checkpoint.
+        revision: revision of a hub checkpoint.
 
     Raises:
-        ModelError: it cannot be had, is quantised already, or has no complete decoder.
+        ModelError: the checkpoint is not available, is already quantised, or has no complete decoder.
     """
 
     def __init__(self, name: str, revision: str | None = None) -> None:
@@ -127,7 +127,7 @@ class DenseCheckpoint:
         """Return a tensor on the host.
 
         Raises:
-            ModelError: its file cannot be read.
+            ModelError: the file cannot be read.
         """
         path = self._stored[tensor].path
         with self._readable(path), safe_open(path, "pt") as file:
@@ -165,9 +165,9 @@ def weight_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None
     """Return the format of a checkpoint's decoder matrices.
 
     Args:
-        checkpoint: to quantise.
+        checkpoint: checkpoint to quantise.
         kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
-        group_size: of ``int4``; None: the largest usual one that divides every matrix.
+        group_size: group size of ``int4``; None: the largest usual one that divides every matrix.
 
     Raises:
         SettingError: the group size does not divide a matrix, or the kind has no groups.

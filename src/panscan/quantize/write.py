@@ -31,7 +31,7 @@ class CheckpointWriter:
     Args:
         source: the dense checkpoint.
         how: format of its decoder matrices.
-        target: where the files go.
+        target: directory of the files.
         on_step: called after each step.
     """
 
@@ -71,8 +71,8 @@ class CheckpointWriter:
 
         Args:
             requests: calibration prompts.
-            device: where to compute, one layer at a time.
-            revision: of a hub checkpoint.
+            device: device to compute on, one layer at a time.
+            revision: revision of a hub checkpoint.
 
         Raises:
             ModelError: the model overflows, or its inputs are degenerate.

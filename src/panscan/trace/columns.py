@@ -77,7 +77,7 @@ class CpuColumns:
         kind: OPERATOR, RUNTIME, ANNOTATION or PYTHON.
         thread: indices into ``threads``.
         correlation: ids that a runtime call shares with what it launched; -1: none.
-        product: indices into :attr:`Columns.products`; -1: not a matrix product with recorded shapes.
+        product: indices into :attr:`Columns.products`; -1: not a matrix multiplication with recorded shapes.
         threads: (process, thread) pairs.
     """
 
@@ -99,8 +99,8 @@ class Columns:
         gpu: activities of all GPUs.
         cpu: ranges of all threads.
         names: distinct names, without addresses and instance numbers.
-        products: distinct matrix products with recorded shapes.
-        product_of_external: index of the product by the operator's external id.
+        products: distinct matrix multiplications with recorded shapes.
+        product_of_external: index of the matrix multiplication by the operator's external id.
         skipped: events without a usable time.
         unfinished: begin events without an end.
     """

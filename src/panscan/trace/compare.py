@@ -24,7 +24,7 @@ class ComparedFigure:
 
     Args:
         group: table it belongs to.
-        name: of the figure.
+        name: name of the figure.
         values: one per trace; None: the trace does not have it. Milliseconds, or a count per step.
         full: whole name where ``name`` is shortened.
     """

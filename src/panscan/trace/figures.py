@@ -36,7 +36,7 @@ class GpuTime:
         device: number of the GPU.
         streams: number of streams with activities.
         activities: number of kernels, copies and fills.
-        span_ms: from the start of the first activity to the end of the last.
+        span_ms: time from the start of the first activity to the end of the last.
         compute_ms: time with a compute kernel.
         communication_ms: time with a collective operation and no compute kernel.
         memory_ms: time with a copy or fill alone.
@@ -70,7 +70,7 @@ class PhaseTime:
         name: name of the phase without ``panscan.``.
         count: number of ranges.
         total_ms: wall time of all ranges.
-        busy_ms: of that, with activity on any GPU; without a GPU: in an operator on the main thread.
+        busy_ms: part of it with activity on any GPU; without a GPU: in an operator on the main thread.
         idle_ms: the rest of ``total_ms``.
         launches: kernel and graph launches that began in the ranges.
     """
@@ -112,7 +112,7 @@ class StepTime:
         name: "decode step", "step" or "trace".
         count: number of steps.
         step_ms: mean wall time.
-        busy_ms: of that, with activity on any GPU; without a GPU: in an operator on the main thread.
+        busy_ms: part of it with activity on any GPU; without a GPU: in an operator on the main thread.
         idle_ms: the rest.
         gap_ms: mean of the longest idle stretch that begins in each step; it may end in the next one.
         kernels: GPU kernels that start in a step.
@@ -120,7 +120,7 @@ class StepTime:
         graph_launches: CUDA graph launches per step.
         copies: copies and fills on the GPU per step.
         thread: the thread that launches, or the one with most operators.
-        fillers: what the CPU does in the idle time, on the thread that launches what ends it; most self time first.
+        fillers: CPU activity during the idle time, on the thread whose launch ends it; most self time first.
         cause: the innermost function with at least half of the idle time that does not run all the time; None: there
             is none.
     """
@@ -145,7 +145,7 @@ class KernelTime:
     """All activities of one name.
 
     Args:
-        name: of the kernel, copy or fill.
+        name: name of the kernel, copy or fill.
         kind: "compute", "communication" or "memory".
         count: number of activities.
         total_ms: sum of their durations.
@@ -169,7 +169,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class ProductTime:
-    """All calls of one matrix product with recorded shapes.
+    """All calls of one matrix multiplication with recorded shapes.
 
     Args:
         label: operator, sizes and type.
@@ -195,7 +195,7 @@ class OperatorTime:
     """All calls of one operator or runtime function on the main thread.
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         count: number of calls.
         self_ms: time outside other operators that it calls.
         total_ms: time including these.
@@ -213,8 +213,8 @@ class CpuTime:
 
     Args:
         thread: process and thread.
-        span_ms: from its first to its last operator.
-        busy_ms: of that, in operators and runtime calls.
+        span_ms: time from its first to its last operator.
+        busy_ms: part of it in operators and runtime calls.
         idle_ms: the rest: Python code, or waiting.
     """
 
@@ -229,19 +229,19 @@ class Summary:
     """The summary of one trace.
 
     Args:
-        name: of the file.
+        name: name of the file.
         headline: one sentence: the most important figure.
-        notes: what the trace lacks, and what to record to get it.
-        span_ms: from the first to the last event.
+        notes: missing parts of the trace, and how to record them.
+        span_ms: time from the first to the last event.
         events: number of timed events.
-        gpu_name: of the first GPU, where the trace has it.
+        gpu_name: name of the first GPU, if the trace has it.
         limits: the GPU whose data sheet rates are compared with; None: unknown GPU.
         gpus: one per GPU; empty: no GPU events.
         phases: by phase, in the order of their start; empty: no ``panscan.*`` ranges.
         steps: the mean decode step.
         kernels: activities by name, longest total first.
         other_kernels_ms: time of all others.
-        products: matrix products, longest total first; empty: no shapes recorded.
+        products: matrix multiplications, longest total first; empty: no shapes recorded.
         cpu: the main thread; None: no CPU events.
         operators: operators by name, longest self time first.
     """

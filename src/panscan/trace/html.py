@@ -25,7 +25,7 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
     Args:
         summaries: one per trace.
         title: heading; empty: the names of the traces.
-        top: number of rows of kernels, products and operators; None: all that the summaries hold.
+        top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summaries.
     """
     from panscan.report import draw
 

@@ -1,4 +1,4 @@
-"""GPU activities by name and matrix products by shape: time, achieved rates, and the GPU's limits."""
+"""GPU activities by name and matrix multiplications by shape: time, achieved rates, and the GPU's limits."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class _Work:
     """Recorded work by name; each array has one element per name.
 
     Args:
-        bytes: of copies, fills and matrix products.
-        flops: of matrix products.
-        least_s: seconds that the GPU needs for the matrix products at its limits; 0: unknown.
+        bytes: bytes of copies, fills and matrix multiplications.
+        flops: FLOPs of matrix multiplications.
+        least_s: seconds that the GPU needs for the multiplications at its limits; 0: unknown.
         activities: number of activities whose work is known.
     """
 
@@ -121,7 +121,7 @@ def _recorded_work(columns: Columns, gpu: Gpu | None) -> _Work:
 
 
 def _products_of_activities(columns: Columns) -> Ints:
-    """Return the matrix product that launched each activity; the number of products: none, or without shapes."""
+    """Return the index of the multiplication that launched each activity; the number of them if none did."""
     none = len(columns.products)
     ids = np.array(sorted(columns.product_of_external), dtype=np.int64)
     if not len(ids):
@@ -139,12 +139,12 @@ def _bounds(product: Product, gpu: Gpu | None) -> dict[str, float]:
 
 
 def product_times(columns: Columns, gpu: Gpu | None, most: int) -> tuple[ProductTime, ...]:
-    """Return the matrix products that take longest; on a trace without GPU events, the time of the operators.
+    """Return the slowest matrix multiplications; on a trace without GPU events, the time of the operators.
 
     Args:
         columns: events of the trace.
         gpu: limits to compare with; without GPU events they are not used.
-        most: number of products.
+        most: number of matrix multiplications.
     """
     if not columns.products:
         return ()

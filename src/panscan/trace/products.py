@@ -1,4 +1,4 @@
-"""Matrix products whose shapes the profiler recorded: their FLOPs and bytes."""
+"""Matrix multiplications whose shapes the profiler recorded: their FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LARGEST = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One matrix product: operator, sizes and type.
+    """One matrix multiplication: operator, sizes and type.
 
     Args:
         operator: name of the operator, such as ``aten::mm``.
-        batch: number of products in one call; 1 unless batched.
+        batch: number of multiplications in one call; 1 unless batched.
         rows, inner, columns: sizes of a rows x inner by inner x columns product.
         dtype: type of the inputs: bf16, fp16, fp32, fp64, fp8 or int8.
         flops: floating-point operations of one call, two per multiplication.
@@ -50,15 +50,15 @@ class Product:
 
 
 def product_of(operator: str, shapes: object, types: object) -> Product | None:
-    """Return the matrix product of an operator call.
+    """Return the matrix multiplication of an operator call.
 
     Args:
         operator: name of the operator.
-        shapes: its ``Input Dims``.
-        types: its ``Input type``.
+        shapes: ``Input Dims`` of the call.
+        types: ``Input type`` of the call.
 
     Returns:
-        None if the operator is not a matrix product, or its shapes or types were not recorded.
+        None if the operator is not a matrix multiplication, or its shapes or types were not recorded.
     """
     if operator not in _OPERATORS or not isinstance(shapes, list) or not isinstance(types, list):
         return None

@@ -28,7 +28,7 @@ class Windows:
     """Time windows of all steps.
 
     Args:
-        name: what one is called.
+        name: name of one step.
         start, end: bounds of each window.
     """
 

@@ -41,7 +41,7 @@ def summarize(
         gpu: limits to compare kernels with; None: those of the GPU that the trace names, where known.
         step: name of the range that begins each step; None: ``panscan.decode`` and others
             (:func:`panscan.trace.steps.step_windows`).
-        top: number of kernels, products and operators.
+        top: number of kernels, matrix multiplications and operators.
 
     Raises:
         InputError: the file cannot be read, or holds no trace or no timed events.

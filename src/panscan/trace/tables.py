@@ -21,9 +21,9 @@ class TableCell:
     """One cell of a table.
 
     Args:
-        text: what is shown.
+        text: displayed text.
         full: the whole name where ``text`` is shortened; empty: it is not.
-        value: what a sortable table sorts by; None: the text.
+        value: sort key in a sortable table; None: the text.
     """
 
     text: str
@@ -37,7 +37,7 @@ class FigureTable:
 
     Args:
         title: heading above it.
-        headings: of the columns.
+        headings: headings of the columns.
         rows: cells, as many per row as there are headings.
         note: one sentence below it; empty: none.
     """
@@ -52,8 +52,8 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[FigureTab
     """Yield the tables of a summary that have rows.
 
     Args:
-        summary: of one trace.
-        top: number of rows of kernels, products and operators; None: all that the summary holds.
+        summary: summary of one trace.
+        top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summary.
     """
     for table in (
         _phases(summary), _steps(summary), _gpus(summary.gpus), _fillers(summary), _callers(summary),

@@ -19,7 +19,7 @@ def lines(summary: Summary, *, width: int = _WIDTH) -> list[str]:
     """Return a summary as lines of text without control characters.
 
     Args:
-        summary: of one trace.
+        summary: summary of one trace.
         width: columns of the terminal; long names are cut.
     """
     found = [f"{summary.headline}."]

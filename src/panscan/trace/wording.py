@@ -63,7 +63,7 @@ def _cpu_headline(summary: Summary, steps: StepTime, per: str) -> str:
 
 
 def _function(name: str) -> str:
-    """Return a Python function's name without its file; other names as they are, shortened."""
+    """Return a Python function's name without its file; other names unchanged, shortened."""
     match = _PYTHON.match(name)
     return clean(match["function"] if match else short_name(name))
 
@@ -95,7 +95,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def cut_middle(text: str, most: int = _LONGEST) -> str:
-    """Return at most so many characters; an ellipsis stands for the middle."""
+    """Shorten a text to a number of characters; an ellipsis replaces the middle."""
     return text if len(text) <= most else f"{text[: 2 * most // 3]}…{text[-(most - 2 * most // 3 - 1) :]}"
 
 

@@ -34,9 +34,9 @@ def final_states(
     """Return the final hidden states ``[last, hidden]`` of the last positions of a sequence, in one prefill.
 
     Args:
-        model: with eager attention.
+        model: model with eager attention.
         ids: token ids of prompt and answer, not empty.
-        features: of the views in order, ``[views, image tokens, hidden]``; None without images.
+        features: image features of the views in order, ``[views, image tokens, hidden]``; None without images.
         soft_id: id of image tokens; None for a text-only checkpoint.
         last: number of positions.
         changes: names of changes; those of the mask and the features count.
@@ -62,7 +62,7 @@ def final_states(
 
 
 def _ends(image: torch.Tensor, changes: Collection[str]) -> torch.Tensor:
-    """Where the keys of each position end, int64 ``[positions]``: behind its image block, or behind itself for text.
+    """Return the key end of each position, int64 ``[positions]``: after its image block, or after itself for text.
 
     Args:
         image: bool ``[positions]``: image tokens. Blocks of two images never touch: marks stand between them.
@@ -80,7 +80,7 @@ def _ends(image: torch.Tensor, changes: Collection[str]) -> torch.Tensor:
 
 
 def _mask(ends: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What eager attention adds to scores, ``[1, 1, positions, positions]``: 0 where a query attends to a key."""
+    """Return the mask that eager attention adds to scores, ``[1, 1, positions, positions]``: 0 where it attends."""
     keys = torch.arange(len(ends), device=ends.device)
     seen = keys < ends[:, None]
     if window is not None:

@@ -141,7 +141,7 @@ def judge_candidate(candidate: HypothesisFit, noise: NoiseLevel, *, images: bool
 
     Args:
         candidate: the hypothesis.
-        noise: what rounding explains.
+        noise: divergence that rounding explains.
         images: whether the checkpoint reads images. If so, ``exact`` and ``close`` need evidence from answers about
             images, and ``exact`` needs their log-probabilities.
     """
@@ -181,7 +181,7 @@ def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise
     Args:
         reference: the reference's fit.
         candidates: hypotheses, without the reference.
-        noise: what rounding explains.
+        noise: divergence that rounding explains.
     """
     ranked = best_candidates([each for each in candidates if not each.hypothesis.approximate], noise)
     counts = any(each.counts_fit for each in (*candidates, reference))
@@ -207,7 +207,7 @@ def _halves(closest: HypothesisFit, similar: HypothesisFit) -> bool:
 
 
 def _deviates_as_much(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
-    """Whether answers deviate as much as approximate changes make them, with images and without."""
+    """Return whether answers deviate as much as under approximate changes, with images and without."""
     fit, text = candidate.fit, candidate.text_fit
     if not candidate.hypothesis.approximate or not fit.deviation or noise.kl is None:
         return False
@@ -235,7 +235,7 @@ def explained_word(
         word: the verdict on the reference.
         reference: the reference's fit.
         explanation: the result of the search.
-        noise: what rounding explains.
+        noise: divergence that rounding explains.
         images: see :func:`judge_candidate`.
     """
     found = explanation.candidate
@@ -255,7 +255,7 @@ def summary(word: Word, explanation: Explanation, reason: str = "") -> str:
 
     Args:
         word: the verdict.
-        explanation: what explains it.
+        explanation: hypothesis that explains it.
         reason: why there is no verdict, or what else decided it.
     """
     if word == "unknown":

@@ -34,9 +34,9 @@ class EndpointAnswer:
     Args:
         text: the answer.
         steps: reported tokens; empty without log-probabilities.
-        finish_reason: as reported.
-        prompt_tokens: as reported; None where it is missing.
-        output_tokens: as reported; None where it is missing.
+        finish_reason: reported reason.
+        prompt_tokens: reported count; None if missing.
+        output_tokens: reported count; None if missing.
     """
 
     text: str
@@ -102,7 +102,7 @@ class EndpointClient:
 
         Raises:
             EndpointError: the endpoint cannot be reached, or lists no model and none was given.
-            SettingError: it serves several models and none was given.
+            SettingError: the endpoint serves several models and none was given.
         """
         try:
             listed = self._fetch("GET", "/v1/models")

@@ -132,7 +132,7 @@ def map_answer(steps: Sequence[ReportedStep], naming: TokenNaming, reference: Di
 
     Args:
         steps: reported positions.
-        naming: of the tokenizer.
+        naming: token names of the tokenizer.
         reference: local distributions before each position, which decide between ids of the same text; positions
             behind the last one are left out.
     """
@@ -211,9 +211,9 @@ class AnswerEvidence:
 
     Args:
         kl: coarse divergence of the reported distribution in nats; none where no log-probabilities were reported.
-        regret: by how much the computation prefers its own choice to the reported token, in nats; None where the
+        regret: margin by which the computation prefers its own choice to the reported token, in nats; None where the
             token has no certain id.
-        margin: by how much it prefers its first choice to its second, in nats.
+        margin: difference by which it prefers its first choice to its second, in nats.
     """
 
     kl: tuple[float, ...]

@@ -19,9 +19,9 @@ class Change:
 
     Args:
         name: identifier.
-        aspect: what it concerns; a hypothesis has at most one change of each aspect.
-        title: what is different, as a clause.
-        cause: what causes that, and the fix.
+        aspect: part of the computation; a hypothesis has at most one change per aspect.
+        title: the difference, as a clause.
+        cause: cause of the difference, and the fix.
         approximate: servers implement this in different ways, so an endpoint deviates from the reference about as much,
             but with other distributions.
         equivalent: a correct implementation may do this too.
@@ -41,8 +41,8 @@ class Hypothesis:
 
     Args:
         name: names of its changes, joined with ``+`` in the order of :data:`CHANGES`.
-        title: what is different, as a clause ("image tokens are causal").
-        cause: what causes that, and the fix.
+        title: the difference, as a clause ("image tokens are causal").
+        cause: cause of the difference, and the fix.
         changes: names of the single changes; empty for the reference.
         approximate: whether a change is (see :class:`Change`).
         equivalent: whether all changes are (see :class:`Change`).

@@ -43,7 +43,7 @@ def changed_prompt(read: Read, changes: Collection[str], reader: Reader) -> Chan
     Args:
         read: the request and its decoded images.
         changes: names of :data:`panscan.verify.hypotheses.CHANGES`.
-        reader: of the checkpoint.
+        reader: reader of the checkpoint.
     """
     request, images = read.request, list(read.images)
     if not request.raw:
@@ -76,7 +76,7 @@ def changed_pixels(prompt: ChangedPrompt, changes: Collection[str], spec: PixelS
 def _chosen_images(
     turns: list[dict[str, Any]], images: list[Image.Image], changes: Collection[str]
 ) -> tuple[list[dict[str, Any]], list[Image.Image]]:
-    """The turns with parts of the images that the server uses, and these images."""
+    """Return the turns with parts for the images that the server uses, and these images."""
     kept = range(len(images))
     if "images-ignored" in changes:
         kept = range(0)
@@ -103,7 +103,7 @@ def _changed_turns(turns: list[dict[str, Any]], changes: Collection[str]) -> lis
 def _templated(
     request: Request, turns: Sequence[dict[str, Any]], changes: Collection[str], reader: Reader
 ) -> Request:  # fmt: skip
-    """The request, raw if the server does not use the checkpoint's template."""
+    """Return the request, raw if the server does not use the checkpoint's template."""
     marks = (reader.prompts.boi, getattr(reader.tokenizer, "image_token", None))
 
     def content(turn: dict[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _changed_ids(ids: list[int], changes: Collection[str], reader: Reader) -> li
 
 
 def _split_line_breaks(ids: list[int], reader: Reader) -> list[int]:
-    """The two line breaks on each side of an image as a token of their own, apart from other line breaks."""
+    """Tokenise the two line breaks on each side of an image separately from other line breaks."""
     tokenizer = reader.tokenizer
     start, end = (tokenizer.convert_tokens_to_ids(mark) for mark in (reader.prompts.boi, reader.prompts.eoi))
     known = tokenizer.get_vocab()
@@ -185,7 +185,7 @@ def _without_antialiasing(image: Image.Image, views: Sequence[View], spec: Pixel
 
 
 def _letterboxed(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> NDArray[np.uint8]:
-    """As llama.cpp resizes: two samples per axis, rounded down, centred on black."""
+    """Resize as llama.cpp does: two samples per axis, rounded down, centred on black."""
     levels, size = levels_of(image).astype(np.float32), spec.size
     boxed = np.zeros((len(views), size, size, 3), np.uint8)
     for square, view in zip(boxed, views, strict=True):

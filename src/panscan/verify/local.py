@@ -75,7 +75,7 @@ class LocalModel:
         """Load the checkpoint that ``settings`` name.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: the model cannot be loaded.
             UnsupportedError: its weights are quantised, offloaded or split, or the device is missing.
         """
         return cls(load_for(settings), settings)
@@ -205,7 +205,7 @@ class LocalModel:
         return torch.stack(found)
 
     def _computes(self, prompt: ChangedPrompt, change: str) -> bool:
-        """Whether a change makes the model compute something else for a prompt."""
+        """Return whether a change affects the model's computation for a prompt."""
         text, images = self._loaded.model.config.get_text_config(), len(prompt.images)
         match CHANGES[change].aspect:
             case "mask":
@@ -224,7 +224,7 @@ class LocalModel:
                 return aspect == "weights"
 
     def _has_effect(self, request: Request, change: str, others: Collection[str]) -> bool:
-        """Whether a change makes a difference to a request, beside others."""
+        """Return whether a change affects a request, in addition to others."""
         others = [each for each in others if each != change]
         plain, changed = self._prompt(request, others), self._prompt(request, [*others, change])
         if plain.ids != changed.ids or plain.plans != changed.plans or len(plain.images) != len(changed.images):
@@ -255,7 +255,7 @@ def _digest(pixels: torch.Tensor) -> bytes:
 
 
 def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, compute: Callable[[], _Value]) -> _Value:
-    """The value of a key, computed once; the cache drops the least recently used value."""
+    """Return the value of a key, computed once; the cache drops the least recently used value."""
     if key not in cache:
         cache[key] = compute()
         if len(cache) > most:

@@ -23,7 +23,7 @@ class VerifyOptions:
     """Options of a verification.
 
     Args:
-        url: of the endpoint.
+        url: URL of the endpoint.
         settings: checkpoint and pan-and-scan settings; the reference.
         served_model: the endpoint's name of the model; None: the only one that it lists.
         api_key: bearer token.

@@ -40,19 +40,19 @@ class Verification:
     """The verdict on an endpoint, with its evidence.
 
     Args:
-        url: of the endpoint.
+        url: URL of the endpoint.
         model: checkpoint of the reference.
         served_model: the endpoint's name of the model.
-        server: who serves it, as far as the endpoint says.
+        server: server software that the endpoint reports.
         word: exact, close, different or unknown.
         message: the verdict in a sentence, with cause and fix.
-        explanation: what explains the answers.
-        noise: what rounding explains.
-        reference: how well the reference explains the answers; None if there are none.
+        explanation: hypothesis that explains the answers.
+        noise: divergence that rounding explains.
+        reference: fit of the reference to the answers; None without answers.
         candidates: hypotheses that were compared over all answers, best first.
         tested: number of hypotheses that were compared at least in part.
-        answers: what each question returned.
-        not_visible: what this verification could not see.
+        answers: the answer to each question.
+        not_visible: faults that this verification could not detect.
         requests: HTTP requests sent.
     """
 
@@ -78,7 +78,7 @@ def verify_endpoint(
     """Ask an endpoint, compute the same on this machine, and judge.
 
     Args:
-        options: what to verify.
+        options: endpoint and settings to verify.
         probes: questions, whose images are bytes of PNG files; None: questions about sample documents.
         on_progress: called with what happens next.
 
@@ -216,7 +216,7 @@ def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedS
 def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) -> tuple[list[int], MappedAnswer]:
     """Return the token ids to force, and the answer in token ids.
 
-    Where a text stands for several tokens, the reference decides; then positions behind it are computed again.
+    If several tokens have the same text, the reference decides; then positions behind it are computed again.
     """
     tokens = forced_tokens(steps, local)
     mapped = MappedAnswer([], [])
@@ -305,7 +305,7 @@ def _agreement(result: Verification, evaluator: Evaluator) -> str:
 
 
 def _samples_tokens(evaluator: Evaluator, fit: Fit) -> bool:
-    """Whether log-probabilities fit the reference, but rank other tokens above those that the endpoint chose."""
+    """Return whether log-probabilities fit the reference but rank other tokens above the endpoint's choices."""
     ratio = evaluator.noise.ratio(fit)
     if ratio is None or ratio > EXACT_RATIO or evaluator.noise.explains(fit):
         return False

@@ -39,7 +39,7 @@ class AskedProbe:
         request: the question.
         tokens: the answer; the last one is never read.
         mapped: reported tokens and log-probabilities.
-        prompt_tokens: as the endpoint counted them; None if it did not.
+        prompt_tokens: count that the endpoint reported; None if it did not.
     """
 
     request: Request
@@ -104,7 +104,7 @@ class Evaluator:
         return [self.local.prompt_tokens(probe.request, tried) == probe.prompt_tokens for probe in counted]
 
     def _compared(self, tried: Hypothesis, probe: AskedProbe) -> tuple[AnswerEvidence, list[float]]:
-        """The comparison of an answer, and how far the hypothesis is from the one that it changes."""
+        """Return the comparison of an answer, and the hypothesis's distance from the one that it changes."""
         key = tried.name, id(probe)
         if key not in self._known:
             self._on_progress(f"{probe.request.id}: {tried.title}")
@@ -185,7 +185,7 @@ def _screened(evaluator: Evaluator, reference: HypothesisFit, tried: Sequence[Hy
 
 
 def _size(evaluator: Evaluator, probe: AskedProbe) -> float:
-    """How much the reference leaves unexplained of an answer, in nats."""
+    """Return the divergence of an answer that the reference does not explain, in nats."""
     found = evaluator.evidence(REFERENCE, probe)
     return sum(found.kl) if found.kl else sum(value for value in found.regret if value is not None)
 
@@ -219,7 +219,7 @@ def unseen_changes(evaluator: Evaluator, reference: HypothesisFit) -> list[str]:
 
 
 def _ruled_out(evaluator: Evaluator, tried: Hypothesis) -> bool:
-    """Whether answers deviate from a hypothesis by more than the noise, or departed from its clear choices."""
+    """Return whether answers deviate from a hypothesis by more than the noise, or from its clear choices."""
     noise = evaluator.noise
     positions = sum(len(probe.mapped) for probe in evaluator.probes)
     limit = EXACT_RATIO * max(noise.kl or 0.0, FLOOR) * positions

@@ -31,7 +31,7 @@ def _int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8(weight: torch.Tensor) -> torch.Tensor:
-    """E4M3 with one scale per matrix, as vLLM quantises on load."""
+    """Quantise to E4M3 with one scale per matrix, as vLLM does on load."""
     scale = (weight.abs().amax() / torch.finfo(_FP8).max).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale).to(_FP8).float().mul_(scale)
 
