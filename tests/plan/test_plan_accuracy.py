@@ -8,8 +8,7 @@ import pytest
 from benchmarks.plan_accuracy import accuracy_table, differences, errors, fit_factors, missed
 from benchmarks.plan_points import Point, points, read_ceilings
 
-from panscan.plan.efficiency import Clock, committed_efficiency
-from panscan.plan.gpus import gpu_named
+from panscan.plan.efficiency import committed_efficiency
 
 
 def quick() -> list[Point]:
@@ -28,10 +27,7 @@ def test_a_fit_recovers_what_a_known_machine_does() -> None:
         known.factors, vision=0.6 * known.factors.vision, message_seconds=2 * known.factors.message_seconds
     )
     truth = replace(known, factors=slower)
-    measured = [
-        replace(point, measured=point.predict(Clock(gpu_named(known.gpu), point.variant, efficiency=truth)))
-        for point in quick()
-    ]
+    measured = [replace(point, measured=point.predicted(truth)) for point in quick()]
     found = replace(known, factors=fit_factors(measured, known.ceilings))
     assert max(map(abs, errors(measured, found))) < 0.15 < max(map(abs, errors(measured, known)))
 

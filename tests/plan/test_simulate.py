@@ -40,7 +40,7 @@ class RecordingRunner:
         self.rows.append((decode, batch.rows - decode, len(batch.encode)))
         return self._runner.execute(batch)
 
-    def put(self, levels: Any, views: Sequence[View] | None) -> list[PixelRef]:
+    def put(self, levels: Any, views: Sequence[View]) -> list[PixelRef]:
         return self._runner.put(levels, views)
 
     def forget(self, refs: Iterable[PixelRef]) -> None:

@@ -198,6 +198,7 @@ def test_what_only_one_of_them_has_is_refused() -> None:
     changed = {"max_concurrency": 3, "max_num_seqs": 3, "kv_cache_gb": 0.5, "prefix_caching": False}
     changed |= {"vision_cache_gb": 0.5, "vision_batch_size": 3, "attention_backend": "sdpa", "image_memory_gb": 0.5}
     changed |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "gpu_memory_gb": 8.0, "kv_cache_dtype": "fp8"}
+    changed |= {"tpot_target_ms": 40.0}
     assert changed.keys() == set(ENGINE_AXES) and changed.keys() <= axes().keys()
     for name, value in changed.items():
         reason = unsupported_reason(replace(Settings(device="cpu"), **{name: value}))

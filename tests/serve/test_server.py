@@ -466,6 +466,6 @@ def test_startup_failures_are_one_line(server: Server) -> None:
         lines = [
             line
             for line in ended.stderr.splitlines()
-            if not line.startswith(("no --model", "warning: mini is")) and not line.endswith(" ...")
+            if not line.startswith(("runner: engine", "no --model", "warning: mini is")) and not line.endswith(" ...")
         ]
         assert ended.returncode == code and len(lines) == 1 and words in lines[0], ended.stderr

@@ -22,10 +22,11 @@ from PIL import Image
 from torch import nn
 
 from panscan.core import PanAndScan
-from panscan.engine import engine, loop, prepare
+from panscan.engine import engine, loop
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.sequence import flatten
 from panscan.engine.views import ViewFeatures
+from panscan.images import pixels
 from panscan.model.prompt import Prompt, PromptWriter
 from panscan.serve import engine_process, engine_worker
 from panscan.serve.requests import RequestBuilder
@@ -111,15 +112,15 @@ def _resized(resample: Image.Resampling) -> Callable[[], None]:
         return np.stack([np.asarray(image.crop(view.box).resize(square, resample)) for view in views])
 
     def apply() -> None:
-        prepare.resized_pil = resized
+        pixels.resized_pil = resized
 
     return apply
 
 
 def _bgr() -> None:
     """Red and blue swapped."""
-    whole = prepare.resized_pil
-    prepare.resized_pil = lambda *given: np.ascontiguousarray(whole(*given)[..., ::-1])
+    whole = pixels.resized_pil
+    pixels.resized_pil = lambda *given: np.ascontiguousarray(whole(*given)[..., ::-1])
 
 
 def _prompt_ids(change: Callable[[list[int]], list[int]]) -> Callable[[], None]:
