@@ -53,6 +53,8 @@ class Hub(BaseHTTPRequestHandler):
     files: ClassVar = {path.name: path.read_bytes() for path in mini_directory().iterdir() if path.is_file()}
     requests: ClassVar[list[str]] = []
     stalls = False
+    breaks = False  # the connection is closed before a file is complete
+    commit = COMMIT
     gated = False  # the description of a gated repository is public, its files are not
 
     def do_GET(self) -> None:
@@ -67,7 +69,7 @@ class Hub(BaseHTTPRequestHandler):
             self.reply(json.dumps(listed).encode())
         elif path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
-            self.reply(json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode())
+            self.reply(json.dumps({"id": NAME, "sha": self.commit, "siblings": siblings}).encode())
         elif self.gated:
             self.reply(b"", 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
         else:
@@ -79,11 +81,13 @@ class Hub(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", f'"{sha1(data).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self.commit)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET" and not (self.stalls and self.path.endswith("tokenizer.json")):
+        if self.command == "GET" and self.breaks and "/resolve/" in self.path:
+            self.close_connection = True
+        elif self.command == "GET" and not (self.stalls and self.path.endswith("tokenizer.json")):
             self.wfile.write(data)
         elif self.command == "GET":
             self.rfile.read(1)  # until the client has gone
@@ -147,6 +151,25 @@ def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str,
     for away in ({"endpoint": silent}, {"endpoint": closed()}, {"endpoint": hub, "HF_HUB_OFFLINE": "1"}):
         kept = resolve(home=tmp_path, **away)
         assert (kept.stdout, kept.returncode) == (second.stdout, 0), kept.stderr
+
+
+def test_a_download_that_breaks_off(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error without an earlier copy; with one, a warning and the copy."""
+    monkeypatch.setattr(Hub, "breaks", True)
+    failed = resolve(hub, tmp_path)
+    assert failed.returncode == 3
+    assert f"--model {NAME}: the download broke off (" in failed.stderr
+    monkeypatch.setattr(Hub, "breaks", False)
+    whole = resolve(hub, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    monkeypatch.setattr(Hub, "breaks", True)
+    monkeypatch.setattr(Hub, "commit", "d" * 40)
+    monkeypatch.setattr(Hub, "files", {name: data + b" " for name, data in Hub.files.items()})
+    kept = resolve(hub, tmp_path)
+    assert (kept.returncode, kept.stdout) == (0, whole.stdout), kept.stderr
+    assert (
+        "using the cached copy, because the latest commit was not downloaded: the download broke off (" in kept.stderr
+    )
 
 
 def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, XetDownloadError
 from tqdm import tqdm
 
-from panscan.core import ModelError
+from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
 from panscan.model.hub_errors import friendly_errors
 
@@ -28,6 +29,9 @@ _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads
 _SMALL = (".json", ".jinja", ".md", ".model", ".txt")
 _CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+
+# A connection that fails: HTTPError of httpx or httpx2, whichever this version of huggingface_hub uses.
+_TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 _T = TypeVar("_T")
 _found: dict[tuple[str, str | None, bool], Path] = {}  # by name, revision, and whether it has the weights
@@ -82,9 +86,12 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     else:
         try:
             directory = _updated(name, revision, info, weights=weights)
-        except Exception:  # whatever breaks a download: a cached copy is complete
+        except (ModelError, OSError) as error:  # HfHubHTTPError is an OSError
             if cached is None:
                 raise
+            reason = " ".join(str(error).removeprefix(f"--model {name}: ").split())[:150]
+            message = f"--model {name}: using the cached copy, because the latest commit was not downloaded: {reason}"
+            warnings.warn(message, PanscanWarning, stacklevel=2)
             directory = cached
     return _found.setdefault((name, revision, weights), directory)
 
@@ -121,6 +128,11 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
         revision: name of the commit to record in the cache.
         commit: hash of the commit.
         files: size of each file in bytes.
+
+    Raises:
+        HfHubHTTPError: the hub refuses a file.
+        ModelError: the connection is lost.
+        OSError: a file cannot be written.
     """
     missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
     if not missing:
@@ -138,7 +150,13 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
 
         slots = threading.Semaphore(_PARALLEL)
         for download in [_started(partial(fetch, file)) for file in missing]:
-            download.result()
+            try:
+                download.result()
+            except HfHubHTTPError:
+                raise
+            except (_TransportError, XetDownloadError, RuntimeError) as error:  # hf_xet raises RuntimeError, too
+                reason = " ".join(str(error).split())[:150]
+                raise ModelError(f"--model {name}: the download broke off ({reason}): run the command again") from error
 
 
 def _bar_class(on_progress: Callable[[float], None]) -> type[Any]:
