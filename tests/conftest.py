@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,6 +121,19 @@ def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright; tests are skipped where one of them is missing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium or Chrome is installed")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

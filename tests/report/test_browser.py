@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,6 @@ from tests.report.test_gallery import CELLS, asked, run_of
 from tests.report.test_load_report import broken_run
 
 from panscan.report import write_gallery, write_report
-
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome is installed")
 
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 OFF_SCREEN = """
@@ -58,14 +52,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def batches(number: int) -> list[dict[str, Any]]:
     times = [1.0 + number, 1.1 + number]
     return [*synthetic.batches_of(f"c{number}", times), synthetic.verdict(f"c{number}", "exact", 1.0)]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.mark.parametrize("device", SIZES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from panscan.report.draw import DARK, LIGHT
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 expect = playwright.expect
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FILES = files("panscan.serve") / "playground"
 TOTAL = "$188.90"  # what the sample receipt says
 DEADLINE_MS = 30_000
@@ -36,21 +34,11 @@ UNLABELLED = """
         .map((each) => each.outerHTML)
 """
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome is installed")
-
 
 @pytest.fixture(scope="module")
 def address(server: Server) -> str:
     """The URL of the server."""
     return server.url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @contextmanager
@@ -90,7 +78,6 @@ def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
     return [(x, y, x + width, y + height) for x, y, width, height in boxes]
 
 
-@needs_browser
 def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, address: str) -> None:
     problems: list[str] = []
     hosts: set[str] = set()
@@ -115,7 +102,6 @@ def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, add
     assert hosts - {""} == {urlsplit(address).netloc}  # data: and blob: URLs have no host
 
 
-@needs_browser
 def test_settings_move_the_views(page: Any) -> None:
     page.locator("#file").set_input_files(png(400, 1600))
     for crops in (4, 3):
@@ -127,7 +113,6 @@ def test_settings_move_the_views(page: Any) -> None:
     expect(page.locator("#plan-figures")).to_contain_text("144")
 
 
-@needs_browser
 def test_dropped_document_has_pages(page: Any) -> None:
     stream = io.BytesIO()
     first, second = Image.new("RGB", (300, 300), "white"), Image.new("RGB", (300, 900), "white")
@@ -148,7 +133,6 @@ def test_dropped_document_has_pages(page: Any) -> None:
     expect(page.get_by_role("button", name="Next page")).to_be_disabled()
 
 
-@needs_browser
 def test_keyboard_alone_is_enough(page: Any) -> None:
     for _ in range(3):
         page.keyboard.press("Tab")
@@ -167,7 +151,6 @@ def test_keyboard_alone_is_enough(page: Any) -> None:
     expect(page.locator(".answer")).to_have_attribute("aria-busy", "false")
 
 
-@needs_browser
 def test_refused_values_are_shown_at_their_fields(page: Any) -> None:
     ask = page.get_by_role("button", name="Ask")
     ask.click()
@@ -187,7 +170,6 @@ def test_refused_values_are_shown_at_their_fields(page: Any) -> None:
     expect(page.locator("#pan_and_scan_min_crop_size-error")).to_contain_text("pan_and_scan_min_crop_size")
 
 
-@needs_browser
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_fits_the_window_and_has_labels(browser: Any, address: str, width: int, scheme: str) -> None:
     with opened(browser, address, viewport={"width": width, "height": 740}, color_scheme=scheme) as page:
@@ -261,7 +243,6 @@ CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "<b>$18"}, "finis
 STREAM = {"Content-Type": "text/event-stream"}
 
 
-@needs_browser
 @pytest.mark.parametrize(
     ("answer", "shown"),
     [
@@ -281,7 +262,6 @@ def test_failed_answers_are_explained(browser: Any, relay: _Relay, answer: Any, 
             expect(page.locator(".answer")).to_have_text("<b>$18")
 
 
-@needs_browser
 def test_asks_for_a_key_and_reports_an_unreachable_server(browser: Any, relay: _Relay) -> None:
     relay.answers["/v1/models"] = (401, {}, json_error("a valid API key is required"))
     with opened(browser, relay.url, state="fair") as page:
