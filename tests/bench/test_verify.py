@@ -105,15 +105,18 @@ def test_sdpa_is_exact_in_bf16_by_the_yardstick(half: GenerateRunner, bench: Ben
     assert record["answer"]["kl"] > 0
 
 
-@pytest.mark.parametrize("tokens", [1, 3, STEPS])
-def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Bench, tokens: int) -> None:
+def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Bench) -> None:
     """The reference as a cell is as noisy as the yardstick, however few tokens it may write."""
-    settings = replace(half.settings, attention="eager", batch_size=3, max_new_tokens=tokens)
+    settings = replace(half.settings, attention="eager", batch_size=3)
     verifier = bench.verifier()
     verifier.prepare(half, [Cell.of(replace(settings, max_new_tokens=STEPS))])
-    answer = verifier.verdict(half, settings)["answer"]
-    # Other positions would move it by a third; bf16 products of other shapes differ on some processors, by up to 15%.
-    assert answer["kl"] == pytest.approx(answer["noise"], rel=0.2)
+    answers = {n: verifier.verdict(half, replace(settings, max_new_tokens=n))["answer"] for n in (1, 3, STEPS)}
+    assert answers[STEPS]["kl"] == pytest.approx(answers[STEPS]["noise"], rel=1e-4)
+    noises = {tokens: answer["noise"] for tokens, answer in answers.items()}
+    for tokens, answer in answers.items():
+        # With fewer tokens, products have other shapes, and some processors round them differently.
+        nearest = min(noises, key=lambda each: abs(noises[each] - answer["kl"]))
+        assert nearest == tokens, (answer["kl"], noises)
 
 
 def test_causal_image_tokens_are_caught(
