@@ -74,7 +74,7 @@ def test_the_baseline_has_the_most_views_and_is_not_chosen_by_its_answers() -> N
 
 def test_cells_that_answer_nothing_right_show_nothing() -> None:
     _, others = against({"a": right(0, 300), "b": right(0, 300)}, {"a": 5.0, "b": 3.0})
-    assert (others["b"].word, others["b"].text) == ("cannot tell", "cannot tell: neither answers anything right")
+    assert (others["b"].word, others["b"].text) == ("undecided", "undecided: neither answers anything right")
 
 
 def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0() -> None:
@@ -83,7 +83,7 @@ def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0(
     _, others = against({"a": base, "b": worse}, {"a": 5.0, "b": 3.0})
     found = others["b"].difference
     assert -0.02 < found.low < 0 < found.high
-    assert others["b"].word == "measurably worse"
+    assert others["b"].word == "measurable loss"
     fine, text = harmless(run_of_cells(a=base, b=worse), found, "a")
     assert not fine
     assert text.startswith("measurable loss: ")
@@ -92,36 +92,36 @@ def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0(
 def test_equal_answers_to_many_questions_lose_nothing_measurable() -> None:
     _, others = against({"a": right(150, 200), "b": right(150, 200)}, {"a": 5.0, "b": 3.0})
     [found] = others.values()
-    assert found.word == "loses nothing measurable"
+    assert found.word == "no measurable loss"
     assert found.text == (
-        "loses nothing measurable (p = 1, difference +0.0 points [-1.0, +1.0]): a loss of more than 1.0 points is"
-        " excluded by 200 questions"
+        "no measurable loss (p = 1, difference +0.0 points [-1.0, +1.0]): with 200 questions, a loss of more than 1.0"
+        " points is excluded"
     )
 
 
 def test_few_questions_cannot_tell_and_say_what_they_do_not_exclude() -> None:
     _, others = against({"a": right(15, 20), "b": right(15, 20)}, {"a": 5.0, "b": 3.0})
-    assert others["b"].word == "cannot tell"
-    assert others["b"].text.endswith("20 questions do not exclude a loss of up to 8.9 points")
+    assert others["b"].word == "undecided"
+    assert others["b"].text.endswith("with 20 questions, a loss of 8.9 points is possible")
 
 
 def test_a_clear_loss_and_a_clear_gain() -> None:
     cells = {"base": right(60, 100), "worse": right(40, 100), "better": right(80, 100)}
     _, others = against(cells, {"base": 5.0, "worse": 3.0, "better": 3.0})
-    assert others["worse"].word == "measurably worse"
-    assert others["worse"].text.startswith("measurably worse (p < 0.001, difference -20.0 points [-2")
-    assert others["better"].word == "measurably better"
+    assert others["worse"].word == "measurable loss"
+    assert others["worse"].text.startswith("measurable loss (p < 0.001, difference -20.0 points [-2")
+    assert others["better"].word == "measurable gain"
 
 
 def test_one_loss_among_many_cells_must_be_clearer() -> None:
     """6 of 6 lost is p = 0.03: enough alone, not among four comparisons that could each raise an alarm."""
     base, worse = right(50, 100), right(44, 100)
-    assert against({"base": base, "c0": worse}, {"base": 5.0, "c0": 1.0})[1]["c0"].word == "measurably worse"
+    assert against({"base": base, "c0": worse}, {"base": 5.0, "c0": 1.0})[1]["c0"].word == "measurable loss"
     other = [[0.0]] * 6 + [[1.0]] * 44 + [[1.0]] * 6 + [[0.0]] * 44
     cells = {"base": base, "c0": worse, **{f"c{number}": other for number in (1, 2, 3)}}
     _, others = against(cells, {"base": 5.0, "c0": 1.0, "c1": 1.0, "c2": 1.0, "c3": 1.0})
     assert others["c0"].difference.p_value == 2 * 0.5**6
-    assert others["c0"].word == "cannot tell", "nor does it lose nothing: its own interval has no 0 in it"
+    assert others["c0"].word == "undecided", "nor does it lose nothing: its own interval has no 0 in it"
 
 
 def test_one_cell_is_compared_with_none() -> None:
@@ -134,7 +134,7 @@ def test_one_cell_is_compared_with_none() -> None:
     [
         (right(29, 29), right(29, 29), "fewer than the 30 required"),
         (right(50, 100), right(60, 100), "measurable loss: "),
-        (right(50, 50), right(50, 50), "loss of more than 2 points not excluded"),
+        (right(50, 50), right(50, 50), "undecided, a loss of 3.8 points is possible: "),
         (
             right(100, 100),
             right(100, 100),

@@ -14,7 +14,7 @@ from panscan.core.activity import Activity, activity, displayed
 
 def started(step: Activity, seconds: float) -> Activity:
     """The step as if it had begun earlier."""
-    step.started = now() - seconds
+    step.started = step.renamed = now() - seconds
     return step
 
 

@@ -100,7 +100,7 @@ def test_foreign_text_is_only_ever_text(tmp_path: Path, text: str) -> None:
     tags = {each.tag for svg in page.all("svg") for each in svg.all()}
     assert tags <= {"title", "desc", "g", "path", "defs", "clippath", "rect", "use", "text"}
     wanted = " ".join(clean(text).split())
-    for name in ("cells", "not-measured", "truth", "environment", "repeat"):
+    for name in ("cells", "not-measured", "verdict", "environment", "repeat"):
         place = section(page, name).text
         assert wanted in place or "'" in text, name
     ticks = [each.text for svg in page.all("svg") for each in svg.all("text")]

@@ -55,7 +55,7 @@ def test_the_rest_is_there_too(tmp_path: Path) -> None:
     text = rendered(to_markdown(known_run(tmp_path))).text
     for wanted in (
         "tiny on 2 × NVIDIA H200",
-        "Use balanced, sdpa attention, batch size 2: 1.95 requests/s, 0.5 of the speed",
+        "Use balanced, sdpa attention, batch size 2: 1.95 requests/s; with flash_attention_2 attention, batch size 2",
         "Runner-up: flash_attention_2 attention, batch size 1.",
         f"1 of 5 settings was not compared with the reference: {UNKNOWN}.",
         "1 setting out of memory: tried to get 16 GiB of <memory> (eager attention, batch size 2)",

@@ -42,7 +42,7 @@ def test_one_cell_of_one_batch(tmp_path: Path) -> None:
     assert page.by_id("front") is None
     assert page.by_id("requests") is None
     assert page.by_id("floor") is None
-    assert section(page, "truth").text == "Verdict No setting was compared with the reference."
+    assert section(page, "verdict").text == "Verdict No setting was compared with the reference."
 
 
 def test_cells_whose_requests_all_failed_are_named(tmp_path: Path) -> None:

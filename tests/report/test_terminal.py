@@ -124,7 +124,7 @@ def test_a_curve_for_each_swept_number_with_its_values(swept: Run, monkeypatch: 
 
 def test_more_curves_than_can_be_told_apart_are_the_fastest(tmp_path: Path) -> None:
     names = [f"attention{number}" for number in range(6)]
-    grid = [{"attention": name, "batch_size": size} for name in names for size in (1, 2)]
+    grid = [{"attention": name, "batch_size": size} for name in names for size in (1, 2, 4)]
     text = shown(print_curves, build(tmp_path, grid, lambda cell: 1.0 + int(cell["attention"][-1])))
     assert "By batch size, 4 fastest of 6" in text
     assert [name for name in names if f" {name} attention" in text] == names[:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ from panscan.analysis.cells import count, memory_metric, number_text
 from panscan.analysis.significance import p_text, points_text, quality_difference
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.store import Run
+from panscan.records.verdict import FLOOR
 
 __all__ = ["Rule", "Selection", "costs_of", "decision_of", "reason_of", "verdict_text"]
 
@@ -19,6 +21,7 @@ Rule = Literal["accuracy", "views", "limit"]
 
 _SHARES = ("exact_match", "relaxed_accuracy", "contains_answer")
 """Metrics whose mean is the share of right answers."""
+_CROPS = re.compile(r"up to \d+ crops?\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +81,29 @@ def _mean(candidate: Candidate) -> float:
 
 
 def decision_of(choice: Selection) -> str:
-    """Return the decision in one sentence: what to use, and what it gains and costs against the alternative."""
-    chosen, other = choice.chosen, choice.alternative
-    answers = _answers(choice.run, chosen)
-    speeds = f"{number_text(chosen.throughput)} requests/s"
+    """Return the decision in one sentence: what to use, and its accuracy and throughput beside the alternative's."""
+    chosen, other, run = choice.chosen, choice.alternative, choice.run
+    scored = [each for each in (chosen, other) if each is not None and each.quality is not None]
+    answered = any(each.quality.mean for each in scored if each.quality is not None)
+    accuracy = _accuracy(run, chosen) if answered and chosen.quality is not None else ""
+    text = f"Use {_whole_name(chosen)}: {accuracy}{number_text(chosen.throughput)} requests/s{_doubt(chosen)}"
     if other is None:
-        found = ", ".join(filter(None, (answers, speeds)))
-        return f"Use {chosen.name}: {found}{_doubt(chosen)}."
-    ratio = chosen.throughput / other.throughput
-    if 0.995 <= ratio < 1.005:
-        pace = "the same speed"
-    else:
-        pace = f"{ratio:.2g} of the speed" if ratio < 1 else f"{number_text(ratio)} times the speed"
-    changed = ", which changes the answers" if other.verdict == "different" else ""
-    if chosen.quality is None or other.quality is None or not (_mean(chosen) or _mean(other)):
-        return f"Use {chosen.name}: {speeds}, {pace} {_with(other)}{changed}{_doubt(chosen)}."
-    theirs = "as many" if chosen.quality.mean == other.quality.mean else _share(other)
-    return f"Use {chosen.name}: {answers}, {theirs} {_with(other)}, at {pace}{_doubt(chosen)}."
+        return f"{text}."
+    changed = " (which changes the answers)" if other.verdict == "different" else ""
+    theirs = f"{_share(other)} at " if accuracy and other.quality is not None else ""
+    return f"{text}; {_with(other)}{changed}, {theirs}{number_text(other.throughput)} requests/s."
 
 
-def _answers(run: Run, candidate: Candidate) -> str:
-    quality = candidate.quality
-    if quality is None:
-        return ""
+def _whole_name(candidate: Candidate) -> str:
+    """Return a cell's name as the object of a verb: alone, "up to 4 crops" would be a limit, not a setting."""
+    return f"pan and scan with {candidate.name}" if _CROPS.match(candidate.name) else candidate.name
+
+
+def _accuracy(run: Run, candidate: Candidate) -> str:
+    questions = 0 if candidate.quality is None else candidate.quality.questions
     if metric_of(run) in _SHARES:
-        return f"{_share(candidate)} of {count(quality.questions, 'answer')} right"
-    return f"{metric_title(run)} {_share(candidate)} over {count(quality.questions, 'question')}"
+        return f"{_share(candidate)} of {count(questions, 'answer')} right at "
+    return f"{metric_title(run)} {_share(candidate)} over {count(questions, 'question')} at "
 
 
 def _share(candidate: Candidate) -> str:
@@ -120,8 +120,8 @@ def _with(candidate: Candidate) -> str:
 def _doubt(chosen: Candidate) -> str:
     """Return what a reader must know of the answers; empty if they are the reference's."""
     return {
-        "different": "; its answers differ from the reference",
-        "unverified": "; not compared with the reference",
+        "different": " (its answers differ from the reference's)",
+        "unverified": " (not compared with the reference)",
     }.get(chosen.verdict, "")
 
 
@@ -155,6 +155,8 @@ def verdict_text(candidate: Candidate) -> str:
     """Return the verdict with its figure; in capitals if the answers are not known to be the reference's."""
     verdict = candidate.row.verdict
     times = "" if verdict.ratio is None else f" (KL {number_text(verdict.ratio)}x the rounding noise)"
+    if verdict.negligible:
+        times = f" (KL below {FLOOR:g} nats)"
     return {
         "exact": f"exact{times}",
         "close": f"close{times}",
@@ -253,7 +255,7 @@ def _about_passed_over(choice: Selection) -> list[str]:
     fastest = max(others, key=lambda each: each.throughput, default=choice.chosen)
     if fastest.throughput <= choice.chosen.throughput:
         return []
-    return [f"faster but rejected: {fastest.name} ({_speed(fastest)}): {choice.rejected[fastest.cell]}"]
+    return [f"faster but rejected: {fastest.name}, {_speed(fastest)}"]
 
 
 def _matches(run: Run, chosen: Candidate, other: Candidate) -> str:

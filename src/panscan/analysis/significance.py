@@ -294,7 +294,7 @@ class Against:
     Args:
         cell: its id.
         difference: of their quality.
-        word: "measurably worse", "measurably better", "loses nothing measurable", or "cannot tell".
+        word: "measurable loss", "measurable gain", "no measurable loss", or "undecided".
         text: the word, the figures, and what so many questions could have shown.
     """
 
@@ -321,7 +321,7 @@ def harmless(run: Run, difference: QualityDifference, peer: str) -> tuple[bool, 
     if high < 0 or _is_loss(difference):
         return False, f"measurable loss: {text}"
     if low < -WORST_LOSS:
-        return False, f"loss of more than {100 * WORST_LOSS:g} points not excluded: {text}"
+        return False, f"undecided, a loss of {-100 * low:.1f} points is possible: {text}"
     return True, f"no measurable loss: {text}"
 
 
@@ -348,7 +348,7 @@ def losses(run: Run, cells: Sequence[str], views: Callable[[str], float]) -> tup
     return baseline, [
         _judged(cell, each, alarm=bool(alarm))
         if means[cell] or means[baseline]
-        else Against(cell, each, "cannot tell", "cannot tell: neither answers anything right")
+        else Against(cell, each, "undecided", "undecided: neither answers anything right")
         for (cell, each), alarm in zip(found.items(), alarms, strict=True)
     ]
 
@@ -369,17 +369,15 @@ def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> Against
     figures += f" [{points_text(low)}, {points_text(high)}]"
     several = f"{difference.questions:,} questions" if difference.questions != 1 else "1 question"
     if alarm and difference.value < 0:
-        return Against(cell, difference, "measurably worse", f"measurably worse ({figures})")
+        return Against(cell, difference, "measurable loss", f"measurable loss ({figures})")
     if alarm:
-        return Against(cell, difference, "measurably better", f"measurably better ({figures})")
+        return Against(cell, difference, "measurable gain", f"measurable gain ({figures})")
     reach = f"{100 * max(0.0, -low):.1f}"
     if difference.questions >= LEAST_QUESTIONS and low >= -WORST_LOSS and high >= 0 and not _is_loss(difference):
-        seen = f"a loss of more than {reach} points is excluded by {several}"
-        return Against(cell, difference, "loses nothing measurable", f"loses nothing measurable ({figures}): {seen}")
-    seen = f"{several} do not exclude a loss of up to {reach} points"
-    if difference.questions == 1:
-        seen = seen.replace("do not", "does not")
-    return Against(cell, difference, "cannot tell", f"cannot tell ({figures}): {seen}")
+        seen = f"with {several}, a loss of more than {reach} points is excluded"
+        return Against(cell, difference, "no measurable loss", f"no measurable loss ({figures}): {seen}")
+    seen = f"with {several}, " + (f"a loss of {reach} points is possible" if low < 0 else "the result may be chance")
+    return Against(cell, difference, "undecided", f"undecided ({figures}): {seen}")
 
 
 def points_text(share: float) -> str:

@@ -213,7 +213,7 @@ class Verifier:
                 if record is None or record["concluded"]:
                     continue
                 started = now()
-                self.say(f"comparing tokens beyond the truth: cell {cell.id}")
+                self.say("checking tokens after the reference's last one")
                 extra = self._concluded(runner, cell, rows)
                 yield record | extra | {"concluded": True, "seconds": record["seconds"] + now() - started}
         for cell in cells:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, RenderableType
 
+from panscan.analysis.cells import distinguishing, meant
+from panscan.analysis.setting_words import label
 from panscan.core import escape_controls, now
 from panscan.core.activity import Activity, activity, displayed
 
@@ -26,6 +29,7 @@ __all__ = ["ProgressLine", "SweepProgress", "batch_progress", "progress_line"]
 _DELAY_S = 2.0  # until a step is shown where lines cannot be updated
 _EVERY_S = 30.0  # between lines there
 _TICK_S = 0.25
+_MEASURING = "measuring batches"
 
 
 @contextmanager
@@ -128,11 +132,8 @@ class ProgressLine:
 
     def _print(self, step: Activity) -> None:
         time = now()
-        if step.text == self._printed:
-            due = time - self._printed_at >= self._every
-        else:
-            due = time - step.started >= self._delay
-        if due:
+        changed = step.text != self._printed and time - step.renamed >= self._delay
+        if changed or time - max(self._printed_at, step.started) >= self._every:
             self._printed, self._printed_at = step.text, time
             status = step.status()
             self._console.print(f"{step.text}: {status}" if status else f"{step.text} ...", soft_wrap=True)
@@ -176,7 +177,11 @@ class SweepProgress:
         pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
         batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
         self._visit, self._visits = 0, len(pending)
-        self._activity = activity("measuring", total=sum(batches[cell.id] for cell in pending))
+        settings = {cell.id: meant(asdict(cell.settings)) for cell in plan.cells}
+        varying = distinguishing(list(settings.values()))
+        self._names = {cell: label({name: values[name] for name in varying}) for cell, values in settings.items()}
+        self._batches, self._done = sum(batches[cell.id] for cell in pending), 0
+        self._activity = activity(_MEASURING, total=self._batches)
 
     def __enter__(self) -> Self:
         self._step = self._activity.__enter__()
@@ -194,19 +199,24 @@ class SweepProgress:
     def ready(self, cell: Cell, repeat: int) -> None:
         """Show that a cell is warmed up. Without a terminal, print which one."""
         self._visit += 1
-        self._step.rename("measuring")
+        self._measuring()
         if not self.console.is_terminal:
-            changed = ", ".join(f"{name}={value}" for name, value in cell.settings.changed().items())
-            self.console.print(f"measuring {self._visit} of {self._visits}: {cell.id} {changed}", soft_wrap=True)
+            name = self._names[cell.id] or cell.id
+            self.console.print(f"measuring {self._visit} of {self._visits}: {name}", soft_wrap=True)
 
     def batch_done(self) -> None:
         """Count a measured batch."""
-        self._step.rename("measuring")
-        self._step.advance()
+        self._done += 1
+        self._measuring()
 
     def stage(self, what: str) -> None:
-        """Show work that is not measured."""
+        """Show work that is not measured, without the number of batches."""
         self._step.rename(what)
+        self._step.total = None
+
+    def _measuring(self) -> None:
+        self._step.rename(_MEASURING)
+        self._step.update(self._done, self._batches)
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:
         """Print why a cell was not finished, each reason once."""

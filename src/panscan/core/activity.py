@@ -28,12 +28,13 @@ class Activity:
     Attributes:
         done: finished work, in the same unit as ``total``.
         started: start of the step, in seconds since the epoch.
+        renamed: time of the last change of its text, in the same unit.
     """
 
     def __init__(self, text: str, total: float | None = None, unit: str = "") -> None:
         self.text, self.total, self.unit = text, total, unit
         self.done = 0.0
-        self.started = now()
+        self.started = self.renamed = now()
 
     def update(self, done: float, total: float | None = None) -> None:
         """Set the finished work, and the total if it is given."""
@@ -47,11 +48,13 @@ class Activity:
 
     def rename(self, text: str) -> None:
         """Replace the text."""
-        self.text = text
+        if text != self.text:
+            self.text, self.renamed = text, now()
 
     def restart(self, text: str, total: float | None = None) -> None:
         """Replace this step with another one."""
-        self.text, self.total, self.done, self.started = text, total, 0.0, now()
+        self.text, self.total, self.done = text, total, 0.0
+        self.started = self.renamed = now()
 
     def status(self) -> str:
         """Return the progress in words, such as ``12 of 40, 1.5/s, 0:00:19 left``; empty without a total."""

@@ -86,6 +86,11 @@ class Divergence:
         """How many times the unavoidable noise; both have :data:`FLOOR` as their floor."""
         return max(self.kl, FLOOR) / max(self.noise, FLOOR)
 
+    @property
+    def negligible(self) -> bool:
+        """Whether both are at most :data:`FLOOR`, as in float32: their ratio is 1 by definition."""
+        return max(self.kl, self.noise) <= FLOOR
+
 
 @dataclass(frozen=True, slots=True)
 class Top1:
@@ -257,6 +262,12 @@ class Verdict:
         """The larger of both kinds' ratios; None if unverified."""
         return max((each.ratio for each in (self.answer, self.image) if each is not None), default=None)
 
+    @property
+    def negligible(self) -> bool:
+        """Whether the figures of both kinds are; False if unverified."""
+        found = [each.negligible for each in (self.answer, self.image) if each is not None]
+        return bool(found) and all(found)
+
 
 def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> str:
     """Return exact, close or different.
@@ -362,9 +373,9 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
         seconds = sum(truth["seconds"] for truth in run.truths.values())
         brought = all(truth["source"] == "reference" for truth in run.truths.values())
         origin = (
-            "The truth was brought by --reference"
+            "--reference supplied the reference"
             if brought
-            else f"Computing the reference took {seconds:,.1f} s, which no figure here includes"
+            else f"Computing the reference took {seconds:,.1f} s, excluded from all timings"
         )
         lines.append(
             f"Answers against float32 eager attention on the same {weights} and views: {counts}"
@@ -380,7 +391,11 @@ def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
     checks = [check for each in verdicts for check in (each.measured, each.beyond) if check is not None]
     lines = []
     if tokens := sum(check.tokens for check in checks):
-        lines.append(f"Measured tokens compared with the reference's: {tokens:,}.")
+        departed = sum(check.departed for check in checks)
+        result = "all equal" if all(check.equal for check in checks) else "no difference beyond the noise"
+        if departed:
+            result = f"{departed:,} {'answer differs' if departed == 1 else 'answers differ'} beyond the noise"
+        lines.append(f"{tokens:,} measured tokens compared with the reference: {result}.")
     lines += dict.fromkeys(f"Not compared: {check.note}." for check in checks if check.note)
     lines += [f"Different: {verdict.reason}." for verdict in verdicts if verdict.word == "different" and verdict.reason]
     checked = [axis for axis in axis_checks(verdicts) if axis.requests or axis.note.startswith("failed")]

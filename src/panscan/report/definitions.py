@@ -15,7 +15,7 @@ from panscan.records.metrics import LEAST_SAMPLES
 from panscan.records.store import Run
 from panscan.report.formatting import clean
 
-__all__ = ["TruthSummary", "definitions", "environment", "machine", "model_names", "random_note", "truths"]
+__all__ = ["ReferenceSummary", "definitions", "environment", "machine", "model_names", "random_note", "references"]
 
 _WORDS = {
     "panscan": "panscan",
@@ -107,37 +107,50 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class TruthSummary:
-    """The reference that cells were compared with. ``seconds`` and ``compared_seconds`` are excluded from all timings.
-    ``inputs`` describes the comparison of its inputs with Transformers' processor; empty if not compared."""
+class ReferenceSummary:
+    """A reference, and the settings that were compared with it.
+
+    Args:
+        model: name of the model.
+        settings: names of the compared settings.
+        origin: "computed" or "loaded from FILE", with the seconds.
+        requests: number of requests.
+        tokens: answer tokens.
+        image_positions: positions of image tokens.
+        compared_seconds: time of all comparisons, excluded from all timings as is that of the reference.
+        inputs: result of the comparison of its inputs with Transformers' processor; empty if not compared.
+    """
 
     model: str
+    settings: tuple[str, ...]
     origin: str
     requests: int
     tokens: int
     image_positions: int
-    seconds: float
-    cells: int
     compared_seconds: float
     inputs: str = ""
 
 
-def truths(run: Run) -> list[TruthSummary]:
-    """Every truth of a run, with the time that comparing cells with it took."""
+def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
+    """Return the references of a run.
+
+    Args:
+        run: the run.
+        names: names of the cells by id.
+    """
     found = []
     for name, record in run.truths.items():
         compared = [each for each in run.verdicts.values() if each["truth"] == name]
         computed = record["source"] == "computed"
-        origin = "computed in this run" if computed else f"brought with --reference: {clean(record['file'])}"
+        origin = "computed" if computed else f"loaded from {clean(record['file'])} (--reference)"
         found.append(
-            TruthSummary(
+            ReferenceSummary(
                 clean(record["model"]),
-                origin,
+                tuple(names[each["cell"]] for each in compared if each["cell"] in names),
+                f"{origin} in {number_text(record['seconds'])} s",
                 record["requests"],
                 record["tokens"],
                 record["image_positions"],
-                record["seconds"],
-                len(compared),
                 sum(each["seconds"] for each in compared),
                 _inputs(record.get("inputs")),
             )
@@ -199,30 +212,30 @@ def _about_speed() -> list[tuple[str, str]]:
 def _about_answers() -> list[tuple[str, str]]:
     return [
         (
-            "Truth",
+            "Reference",
             "float32 eager attention on the same views and the same weights (unquantised ones for a quantised cell). "
-            "The verdict compares next-token distributions along the truth's greedy tokens, at answer positions and "
+            "The verdict compares next-token distributions along its greedy tokens, at answer positions and "
             "image positions.",
         ),
         (
             "Times the noise",
-            "mean KL divergence of the cell from the truth, over that of plain eager attention at the cell's "
-            f"precision, both at least {verdict.FLOOR:g} nat: the rounding that nobody can avoid is 1x.",
+            "mean KL divergence of the setting from the reference, over that of plain eager attention at the same "
+            f"precision: eager attention itself is 1x. Both count as at least {verdict.FLOOR:g} nats.",
         ),
         (
             "exact",
-            f"at most {verdict.EXACT_RATIO:g}x the noise at both kinds of position, and no measured token that noise "
-            "does not explain; in float32 equal tokens, too.",
+            f"KL at most {verdict.EXACT_RATIO:g}x the noise at answer and at image positions, and every measured token "
+            "that differs is within the noise. In float32, all tokens are equal.",
         ),
         (
             "close",
-            f"at most {verdict.CLOSE_RATIO:g}x, and the truth's likeliest token at {verdict.CLOSE_TOP1:.0%} or more of "
-            "the positions where its margin is larger than the noise (top-1).",
+            f"KL at most {verdict.CLOSE_RATIO:g}x the noise, and the reference's top token at {verdict.CLOSE_TOP1:.0%} "
+            "or more of the positions where its margin exceeds the noise (top-1).",
         ),
         (
             "different",
-            "the rest; also any cell whose measured tokens depart from the reference by more than "
-            f"{verdict.EXACT_RATIO:g}x the noise, in any run of it, and any whose inputs are wrong.",
+            "the rest; also any setting with a measured token that differs from the reference's by more than "
+            f"{verdict.EXACT_RATIO:g}x the noise, and any whose inputs are wrong.",
         ),
         (
             "Invariance",
@@ -254,7 +267,7 @@ def _about_quality() -> list[tuple[str, str]]:
             "percentage points, paired by question, with the 95% interval and the p-value (sign-flip test).",
         ),
         (
-            "Loses nothing measurable",
+            "No measurable loss",
             "on the same questions, paired: no significant difference (sign-flip permutation test, which is McNemar's "
             "exact test for right and wrong; Holm over all cells), and the 95% interval excludes a loss of more than "
             f"{100 * significance.WORST_LOSS:g} points, over at least "

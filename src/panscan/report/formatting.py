@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from panscan.analysis.cells import number_text
 from panscan.core import escape_controls
 from panscan.records.metrics import Metrics
-from panscan.records.verdict import Verdict
+from panscan.records.verdict import FLOOR, Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -100,7 +100,7 @@ def percent(share: float) -> str:
 def verdict_figures(verdict: Verdict) -> tuple[str, ...]:
     """What a verdict rests on: times the noise by kind of position, top-1 agreement, equal tokens where compared."""
     found = [
-        f"{name} {times(each.ratio)}"
+        f"{name} below {FLOOR:g} nats" if each.negligible else f"{name} {times(each.ratio)}"
         for name, each in (("answer", verdict.answer), ("image", verdict.image))
         if each is not None
     ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from io import BytesIO
+from os.path import commonpath, relpath
+from pathlib import Path
 
 from markupsafe import Markup, escape
 from PIL import Image, ImageDraw
@@ -20,7 +22,7 @@ from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.store import Record, Run
 from panscan.report import draw
-from panscan.report.formatting import clean, templates
+from panscan.report.formatting import clean, percent, templates
 from panscan.settings import recorded_settings
 
 __all__ = ["Answer", "Asked", "Pictured", "Sighting", "pictures_of", "render_gallery"]
@@ -112,11 +114,12 @@ def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
     if not any("content" in record for record in records):
         raise RecordsError(f"{run.path.parent}: its records hold no answers: measure with --include-content")
     cells = _names(run, {record["cell"] for record in records})
+    short = _short_names({name for record in records for name in record["image"]})
     by_document: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if "content" in record:
             by_document.setdefault(tuple(record["image"]), []).append(record)
-    found = [_pictured(run, names, group, cells) for names, group in by_document.items()]
+    found = [_pictured(run, names, group, cells, short) for names, group in by_document.items()]
     found.sort(key=lambda one: not any(asked.differs for asked in one.asked))
     return cells, found
 
@@ -125,7 +128,19 @@ def _names(run: Run, used: set[str]) -> dict[str, str]:
     return {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
 
 
-def _pictured(run: Run, names: tuple[str, ...], group: Sequence[Record], cells: Mapping[str, str]) -> Pictured:
+def _short_names(names: Collection[str]) -> dict[str, str]:
+    """Return the names of files without the directory that all of them share."""
+    files = [name for name in names if "://" not in name]
+    try:
+        shared = commonpath([Path(name).parent for name in files])
+    except ValueError:  # no file, or absolute and relative names
+        return {}
+    return {name: relpath(name, shared) for name in files} if shared != "." else {}
+
+
+def _pictured(
+    run: Run, names: tuple[str, ...], group: Sequence[Record], cells: Mapping[str, str], short: Mapping[str, str]
+) -> Pictured:
     by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
     for record in group:  # a dataset may ask the same words twice, with other answers
         question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
@@ -136,7 +151,10 @@ def _pictured(run: Run, names: tuple[str, ...], group: Sequence[Record], cells: 
     ]
     asked.sort(key=lambda one: not one.differs)
     sizes = group[0].get("image_size") or [None] * len(names)
-    called = [f"{name} ({size[0]} x {size[1]})" if size else name for name, size in zip(names, sizes, strict=False)]
+    called = [
+        f"{short.get(name, name)} ({size[0]} x {size[1]})" if size else short.get(name, name)
+        for name, size in zip(names, sizes, strict=False)
+    ]
     digests = group[0]["image_sha256"]
     images = [_opened(name, digest) for name, digest in zip(names, digests, strict=True)]
     views = {record["cell"]: record["views"] for record in group if record["error"] is None}
@@ -260,7 +278,7 @@ def render_gallery(run: Run) -> str:
     """
     cells, found = pictures_of(run)
     environment = templates()
-    environment.filters.update(count=count)
+    environment.filters.update(count=count, percent=percent)
     return environment.get_template("gallery.html.j2").render(
         cells=cells,
         metric=metric_title(run),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from panscan.analysis.cells import Unmeasured, count, number_text
+from panscan.analysis.cells import Unmeasured, count
 from panscan.analysis.quantization import TradeoffTable
 from panscan.analysis.task_cost import TITLE
 from panscan.report.answers import Answers, Groups, quality_text
@@ -42,7 +42,8 @@ def _headline(facts: ReportData) -> str:
     lines = [f"**{plain_text(advice.decision)}**", f"Reason: {plain_text(advice.reason)}."]
     if advice.runner_up is not None:
         lines.append(f"Runner-up: {plain_text(advice.runner_up.name)}.")
-    return "\n\n".join([*lines, "\n".join(f"- {plain_text(cost)}" for cost in advice.costs)]).rstrip()
+    notes = [*advice.costs, *(f"rejected: {name}: {why}" for name, why in advice.rejected)]
+    return "\n\n".join([*lines, "\n".join(f"- {plain_text(note)}" for note in notes)]).rstrip()
 
 
 def _table(facts: ReportData) -> str:
@@ -125,9 +126,6 @@ def _group(group: Unmeasured) -> str:
 
 
 def _origin(facts: ReportData) -> str:
-    parts = [
-        f"Truth: {truth.model}, {count(truth.requests, 'request')}, {truth.origin} in {number_text(truth.seconds)} s."
-        for truth in facts.truths
-    ]
+    parts = [f"Reference: {each.model}, {count(each.requests, 'request')}, {each.origin}." for each in facts.references]
     versions = "; ".join(f"{name}: {text}" for name, text in facts.environment)
     return plain_text(" ".join([*parts, f"{facts.created}; {versions}" if versions else facts.created]))

@@ -143,7 +143,7 @@ class ReportData:
     front: Front | None
     latency: ChartGroup
     unmeasured: tuple[Unmeasured, ...]
-    truths: tuple[definitions.TruthSummary, ...]
+    references: tuple[definitions.ReferenceSummary, ...]
     environment: tuple[tuple[str, str], ...]
     definitions: tuple[tuple[str, str], ...]
     command: str
@@ -192,7 +192,7 @@ def report_data_of(run: Run) -> ReportData:
         front=front_of(rows, qualities, numbers, names, best, metric_title(run)),
         latency=by_request(run, rows, names),
         unmeasured=tuple(_unmeasured(run)),
-        truths=tuple(definitions.truths(run)),
+        references=tuple(definitions.references(run, names)),
         environment=tuple(definitions.environment(run)),
         definitions=tuple(definitions.definitions()),
         command=clean(shlex.join(map(str, run.header["command"]))),

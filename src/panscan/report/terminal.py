@@ -34,7 +34,7 @@ from panscan.records.quality import empty_answers, metric_title, quality_of
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
 from panscan.records.verdict import verdict_lines
-from panscan.report.formatting import print_line, safe_text
+from panscan.report.formatting import percent, print_line, safe_text
 from panscan.report.load_data import load_report_of
 from panscan.report.load_terminal import print_load_curves, print_load_summary
 
@@ -168,7 +168,7 @@ def _measured(run: Run, rows: Sequence[MeasuredCell]) -> tuple[list[str], list[l
     qualities = [quality_of(run, row.cell) for row in rows]
     if any(qualities):
         columns[metric_title(run).replace(" ", "\n")] = [
-            "-" if each is None else f"{each.mean:.1%} ({100 * each.low:.0f}-{100 * each.high:.0f})"
+            "-" if each is None else f"{percent(each.mean)} ({100 * each.low:.0f}-{100 * each.high:.0f})"
             for each in qualities
         ]
     costs = costs_of_cells(run)
@@ -255,11 +255,12 @@ def _not_measured(run: Run) -> list[str]:
 
 _PANEL_LINES = 11
 _MOST_SERIES = 4
+_LEAST_POINTS = 3  # of a curve
 _MARKERS = "ox+*"
 
 
 def print_curves(run: Run, console: Console) -> None:
-    """Print throughput and p95 latency over each numeric setting that was swept; without one, a bar for each cell.
+    """Print throughput and p95 latency over each numeric setting with three or more values; else a bar for each cell.
 
     Of a load run, print the throughput-latency curves.
 
@@ -271,10 +272,10 @@ def print_curves(run: Run, console: Console) -> None:
     rows = [row for row in measured_rows(run) if row.metrics.values["request_throughput"] is not None]
     if not rows:
         return
-    numeric = [sweep for sweep in sweeps(rows) if sweep.numeric]
-    for sweep in numeric:
+    curves = [sweep for sweep in sweeps(rows) if sweep.numeric and len(sweep.values) >= _LEAST_POINTS]
+    for sweep in curves:
         _curve(sweep, console)
-    if not numeric:
+    if not curves:
         _bars(rows, cell_names(run), console)
 
 
