@@ -143,8 +143,8 @@ def test_chunks_attend_to_the_intervals_of_the_engine(start: int, blocks: int, t
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", None])
 def test_weights_take_the_bytes_of_a_loaded_model(kind: str | None) -> None:
-    how = None if kind is None else WeightFormat(kind, 64)
-    model, _ = random_model("mini", dtype=torch.float32, device="cpu", how=how)
+    weight_format = None if kind is None else WeightFormat(kind, 64)
+    model, _ = random_model("mini", dtype=torch.float32, device="cpu", weight_format=weight_format)
     assert variant("mini", kind, 64).weight_bytes() == weight_bytes(model)
 
 

@@ -178,7 +178,7 @@ class _Loading:
             return
         quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
         if inside:
-            _check_device(quantized.how, self._device)
+            _check_device(quantized.weight_format, self._device)
             if linear.bias is None:
                 stored.skip_zero_bias(linear.out_features)
             else:
@@ -221,9 +221,9 @@ class _Loading:
             raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
 
 
-def _check_device(how: WeightFormat, device: torch.device) -> None:
+def _check_device(weight_format: WeightFormat, device: torch.device) -> None:
     """Raise for devices without such products, at the first matrix rather than after loading all of them."""
-    if (reason := device_reason(how.kind, device)) is not None:
+    if (reason := device_reason(weight_format.kind, device)) is not None:
         raise UnsupportedError(f"the checkpoint's {reason}")
 
 
