@@ -1,4 +1,4 @@
-"""One rank's part of a quantised matrix."""
+"""Tensor-parallel shards of quantised matrices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from torch import nn
 from panscan.core import UnsupportedError
 from panscan.linear.quantized import BLOCK, QuantizedLinear, pack_int4, unpack_int4
 
-__all__ = ["part_of"]
+__all__ = ["shard_linear"]
 
 
 @torch.no_grad()
-def part_of(linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "columns"] = "rows") -> QuantizedLinear:
-    """Return a rank's part of a quantised matrix; the whole one may be freed.
+def shard_linear(
+    linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "columns"] = "rows"
+) -> QuantizedLinear:
+    """Return a rank's shard of a quantised matrix. It shares no memory with the whole matrix, which may be freed.
 
     Args:
         linear: the whole matrix.
-        rank: which part, from 0.
+        rank: rank of the shard, from 0.
         size: number of ranks.
         by: ``rows`` splits output channels. ``columns`` splits input channels, so products are partial sums: only the
             first rank keeps the bias, the others have zeros.
