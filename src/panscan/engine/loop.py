@@ -352,7 +352,7 @@ class Loop:
         found = {}
         for chunk, offset in zip(step.chunks, flat.offsets.tolist(), strict=False):
             watched = self._states[chunk.sequence].watched
-            for at in () if watched is None else watched.forced_tokens.places:
+            for at in () if watched is None else watched.forced_tokens.positions:
                 if chunk.start <= at < chunk.end:
                     found[offset + at - chunk.start] = (chunk.sequence, at)
         return found
@@ -378,9 +378,9 @@ class Loop:
     def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, Chosen]:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
-            for (tokens, place), *found in zip(inflight.watched, result.hidden, result.logits, strict=True):
+            for (tokens, position), *found in zip(inflight.watched, result.hidden, result.logits, strict=True):
                 if (watch := self._watch_of(tokens)) is not None:
-                    watch.places[place] = found[0], found[1]
+                    watch.positions[position] = found[0], found[1]
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         settled = {}
         for tokens, chosen in zip(inflight.sampled, result.chosen, strict=True):

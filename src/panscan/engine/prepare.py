@@ -86,7 +86,7 @@ class Preparer:
 
         Raises:
             ImageError: an image cannot be read.
-            SettingError: images and their places do not match, the prompt is too long, and the like.
+            SettingError: the number of images does not match the prompt, the prompt is too long, and the like.
         """
         state.stamps.preparing = now()
         with waits_noted(state.stamps.waits):
@@ -158,7 +158,7 @@ class Preparer:
             prompt_tokens=len(prompt.ids),
             layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
             limit=len(prompt.ids) + state.max_new_tokens,
-            reuse=state.watched is None or not state.watched.forced_tokens.places,
+            reuse=state.watched is None or not state.watched.forced_tokens.positions,
         )
         state.text = Detokenizer(self._reader.tokenizer, state.request.sampling.stop if state.watched is None else ())
         state.stamps.preprocessed = now()

@@ -47,12 +47,12 @@ class Watched:
     Args:
         forced_tokens: what to force, and which positions of the prompt to watch.
         answer: logits before each token.
-        places: final hidden state and logits at each watched position; a preempted prompt is computed again.
+        positions: final hidden state and logits at each watched position; a preempted prompt is computed again.
     """
 
     forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
-    places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def next(self, count: int) -> int | None:
         """Return the token to force after ``count`` tokens; None for the model's own choice."""
@@ -60,9 +60,9 @@ class Watched:
 
     def observation(self, tokens: list[int]) -> Observation:
         """Return all that was observed."""
-        found = Observation(tokens, self.forced_tokens.places, torch.stack(self.answer))
-        if self.forced_tokens.places:
-            watched = [self.places[position] for position in self.forced_tokens.places]
+        found = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))
+        if self.forced_tokens.positions:
+            watched = [self.positions[position] for position in self.forced_tokens.positions]
             found.image_hidden = torch.stack([hidden for hidden, _ in watched])
             found.image = torch.stack([logits for _, logits in watched])
         return found

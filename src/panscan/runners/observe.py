@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, collate, prepare, read_images
-from panscan.model.observation import ForcedTokens, Observation, image_places
+from panscan.model.observation import ForcedTokens, Observation, sample_image_positions
 from panscan.settings import Settings
 
 __all__ = ["Watch", "observe", "watched_config"]
@@ -46,7 +46,7 @@ class Watch:
         loaded: the model that is called.
         forced: one per row of the batch.
         padding: tokens on the left of each row.
-        hidden_only: no logits at the places, which may be many.
+        hidden_only: compute no logits at the prompt positions, of which there may be many.
         keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
     """
 
@@ -57,13 +57,13 @@ class Watch:
     hidden_only: bool = False
     _chosen: list[list[int]] = field(init=False)
     _scores: list[torch.Tensor] = field(default_factory=list)
-    _places: list[list[torch.Tensor]] = field(init=False)
+    _at_positions: list[list[torch.Tensor]] = field(init=False)
     _last: list[torch.Tensor] = field(default_factory=list)
     _seen: int = 0
 
     def __post_init__(self) -> None:
         self._chosen = [[] for _ in self.forced]
-        self._places = [[] for _ in self.forced]
+        self._at_positions = [[] for _ in self.forced]
         self._own = self.loaded.model.generation_config
         self._suppressed = self._own.suppress_tokens or []
 
@@ -95,8 +95,8 @@ class Watch:
         hidden = output[0]
         passed = range(self._seen, self._seen + hidden.shape[1])
         for row, (forced_tokens, pad) in enumerate(zip(self.forced, self.padding, strict=True)):
-            inside = [place + pad - self._seen for place in forced_tokens.places if place + pad in passed]
-            self._places[row].append(hidden[row, inside])
+            inside = [position + pad - self._seen for position in forced_tokens.positions if position + pad in passed]
+            self._at_positions[row].append(hidden[row, inside])
         self._seen += hidden.shape[1]
         if self.keep_hidden:
             self._last.append(hidden[:, -1].float().cpu())
@@ -134,9 +134,9 @@ class Watch:
     def _observation(self, row: int) -> Observation:
         tokens = self._chosen[row]
         answer = torch.stack([scores[row] for scores in self._scores[: len(tokens)]])
-        found = Observation(tokens, self.forced[row].places, answer)
-        if self.forced[row].places:
-            hidden = torch.cat(self._places[row])
+        found = Observation(tokens, self.forced[row].positions, answer)
+        if self.forced[row].positions:
+            hidden = torch.cat(self._at_positions[row])
             found.image_hidden = hidden.float().cpu()
             if not self.hidden_only:
                 found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
@@ -154,7 +154,7 @@ def observe(
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
-    behind: Sequence[Sequence[int]] | None = None,
+    suffixes: Sequence[Sequence[int]] | None = None,
 ) -> list[Observation]:
     """Watch one ``generate()`` call.
 
@@ -166,25 +166,25 @@ def observe(
             some positions of images.
         steps: tokens at most, where none are forced.
         dtype: of the pixels; the model's own if None.
-        behind: tokens to put behind each prompt, so that their positions are places of one prefill; the places then
-            have hidden states and no logits.
+        suffixes: tokens to append to each prompt, so that one prefill covers their positions, which then have hidden
+            states and no logits.
     """
     on_device = settings.preprocess == "device"
     prepared = [
         prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
         for item in batch
     ]
-    for item, tokens in zip(prepared, behind or (), strict=False):
+    for item, tokens in zip(prepared, suffixes or (), strict=False):
         item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens])
     keep_hidden = forced is None
     if forced is None:
         forced = [_own_tokens(item, loaded, steps) for item in prepared]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with Watch(loaded, forced, padding, keep_hidden, hidden_only=behind is not None) as watch:
+    with Watch(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as watch:
         loaded.model.generate(**inputs, **watch.arguments(), generation_config=watched_config(loaded, settings))
         return watch.observations()
 
 
 def _own_tokens(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:
-    return ForcedTokens(None, image_places(item.prompt.ids, loaded.reader.prompts.soft_id), steps)
+    return ForcedTokens(None, sample_image_positions(item.prompt.ids, loaded.reader.prompts.soft_id), steps)

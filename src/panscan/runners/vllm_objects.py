@@ -151,16 +151,16 @@ def observation_of(
     """What vLLM's ``prompt_logprobs`` of a prompt with the answer behind it show.
 
     Args:
-        forced_tokens: places of the prompt that are wanted.
+        forced_tokens: prompt positions to return.
         answer: the tokens behind the prompt.
         prompt_tokens: without the answer.
         rows: of each position the distribution that its own token was drawn from; the first has none.
         vocabulary: rows of the embedding.
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
-    found = Observation(list(answer), forced_tokens.places, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
-    if forced_tokens.places:
-        found.image = _known(rows, [place + 1 for place in forced_tokens.places], vocabulary)
+    found = Observation(list(answer), forced_tokens.positions, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
+    if forced_tokens.positions:
+        found.image = _known(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
     return found
 
 
