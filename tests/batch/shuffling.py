@@ -34,15 +34,15 @@ class Shuffling:
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
         source = enumerate(requests)
-        flying: dict[int, Request] = {}
+        inflight: dict[int, Request] = {}
         while True:
-            for index, request in islice(source, (max_concurrency or self.most) - len(flying)):
-                flying[index] = request
+            for index, request in islice(source, (max_concurrency or self.most) - len(inflight)):
+                inflight[index] = request
                 self.seen.append(request)
-            if not flying:
+            if not inflight:
                 return
-            index = sorted(flying)[next(self.choices, 0) % len(flying)]
-            yield index, self.result_of(flying.pop(index))
+            index = sorted(inflight)[next(self.choices, 0) % len(inflight)]
+            yield index, self.result_of(inflight.pop(index))
 
 
 def backwards(request: Request) -> Result:
