@@ -36,7 +36,7 @@ from panscan.engine.model_runner import Launched, ModelRunner, PassResult, Runne
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
 from panscan.engine.request_state import RequestState, Watched
-from panscan.engine.sampling import Chosen
+from panscan.engine.sampling import SampledToken
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
@@ -143,31 +143,32 @@ class Loop:
         for preempted in self._scheduler.preempted:
             self._states[preempted].preempted()
         if step is None:
-            return self.land()
+            return self.finish_pass()
         try:
             with host_work("engine: launch"):
                 inflight = self._launch(step)
         except _LostImageError as lost:  # that request's own failure: the others are scheduled again
             self.end(lost.state, "error", lost.reason)
-            self.land()
+            self.finish_pass()
             return True
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # any failure of a pass is its requests' failure, not the engine's
             _check_device(error)
             self._fail(step, error)
-            self.land()  # before the next schedule: a preempted request may wait for a token of the pass in flight
+            # Before the next schedule: a preempted request may wait for a token of the pass in flight.
+            self.finish_pass()
             return True
         self._count(step)
-        self.land()
+        self.finish_pass()
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
         if not self._overlap or any(self._states[each].looks_back for each in inflight.sampled if each in self._states):
-            self.land()
+            self.finish_pass()
         return True
 
-    def land(self) -> bool:
+    def finish_pass(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""
         inflight, self._inflight = self._inflight, None
         if inflight is None:
@@ -185,13 +186,13 @@ class Loop:
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
-            self._pacer.landed(inflight.size, result.landed, end - start)
+            self._pacer.pass_finished(inflight.size, result.finished_at, end - start)
         if result.vision is not None:
             for state in inflight.image_requests:
                 if not state.ended:
                     state.saw(*result.vision)
         with host_work("engine: deliver tokens"):
-            self._deliver(self._settle(inflight, result), result.landed)
+            self._deliver(self._settle(inflight, result), result.finished_at)
         return True
 
     def add(self, state: RequestState) -> None:
@@ -216,7 +217,7 @@ class Loop:
     def close(self) -> None:
         """Wait for the pass in flight, which still uses its memory, and release the device."""
         with suppress(EngineError):  # the ranks were closed, and their pass with them
-            self.land()
+            self.finish_pass()
         self.runner.close()
 
     def reset_caches(self) -> None:
@@ -375,7 +376,7 @@ class Loop:
             allowed = state.constraint.allowed
         return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids, allowed)
 
-    def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, Chosen]:
+    def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, SampledToken]:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
             for (tokens, position), *found in zip(inflight.watched, result.hidden, result.logits, strict=True):
@@ -390,14 +391,14 @@ class Loop:
             if (watch := self._watch_of(tokens)) is not None:
                 watch.answer.append(answers[tokens])
                 if (forced := watch.next(len(tokens.outputs))) is not None:
-                    settled[tokens] = Chosen(forced, None)
+                    settled[tokens] = SampledToken(forced, None)
             tokens.settle(settled[tokens].token)
         return settled
 
     def _watch_of(self, tokens: Tokens) -> Watched | None:
         return self._states[tokens].watched if tokens in self._states else None
 
-    def _deliver(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
+    def _deliver(self, chosen: Mapping[Tokens, SampledToken], at: float) -> None:
         """Give requests their new tokens, and end those whose token was the last."""
         self._output_tokens += len(chosen)
         for tokens, each in chosen.items():

@@ -20,7 +20,7 @@ from panscan.engine.graphs import Graphs, padded
 from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
 from panscan.engine.options import EngineOptions
 from panscan.engine.readback import mark
-from panscan.engine.sampling import Chosen, Draws, Sampler
+from panscan.engine.sampling import PendingTokens, SampledToken, Sampler
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
@@ -84,15 +84,15 @@ class PassResult:
 
     Args:
         chosen: the token of each sampled row.
-        landed: when the host had it, in seconds of :func:`panscan.core.now`.
-        vision: when its views were encoded, from and to, likewise; None if none were.
+        finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
+        vision: start and end of encoding its views, on the same clock; None if it encoded none.
         hidden: float32 ``[watched, hidden]``: final hidden states of the watched rows; None without.
         logits: float32 ``[watched, vocabulary]`` of the same rows.
         answers: float32 ``[watched samples, vocabulary]``: logits of watched sampled rows; None without.
     """
 
-    chosen: list[Chosen]
-    landed: float
+    chosen: list[SampledToken]
+    finished_at: float
     vision: tuple[float, float] | None = None
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -100,7 +100,7 @@ class PassResult:
 
 
 class Launched(Protocol):
-    """A pass that was launched."""
+    """A launched pass."""
 
     def wait(self) -> PassResult:
         """Return the result once the device has computed it.
@@ -112,7 +112,7 @@ class Launched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """Tensors of a pass that a verdict asked for, on the device."""
+    """Tensors of a pass that a verdict requested, on the device."""
 
     hidden: torch.Tensor | None
     logits: torch.Tensor | None
@@ -120,40 +120,41 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
-    """A moment of a device's work: host time, and on CUDA an event."""
+class _Timestamp:
+    """A point in a device's work: the host time at which it was enqueued, and on CUDA an event."""
 
     at: float
     event: Any
 
     @classmethod
-    def of(cls, device: torch.device) -> _Moment:
+    def record(cls, device: torch.device) -> _Timestamp:
         return cls(now(), mark(device) if device.type == "cuda" else None)
 
-    def time(self, done: Any, landed: float) -> float:
-        """Return host seconds, given that the later CUDA event ``done`` was reached at ``landed``."""
+    def host_seconds(self, done: Any, finished_at: float) -> float:
+        """Return host seconds, given that the later CUDA event ``done`` was reached at ``finished_at``."""
         if self.event is None or done is None:
             return self.at
-        return landed - float(self.event.elapsed_time(done)) / 1e3
+        return finished_at - float(self.event.elapsed_time(done)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedLocally:
     """A pass on this process's device."""
 
-    draws: Draws
-    vision: tuple[_Moment, _Moment] | None
+    tokens: PendingTokens
+    vision: tuple[_Timestamp, _Timestamp] | None
     watched: _Watched
 
     def wait(self) -> PassResult:
         """See :class:`Launched`."""
-        chosen = self.draws.wait()
-        landed, done = now(), self.draws.readback.done
+        chosen = self.tokens.wait()
+        finished_at, done = now(), self.tokens.readback.done
         vision = None
         if self.vision is not None:
-            vision = self.vision[0].time(done, landed), self.vision[1].time(done, landed)
+            start, end = self.vision
+            vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
         hosts = (_to_host(each) for each in (self.watched.hidden, self.watched.logits, self.watched.answers))
-        return PassResult(chosen, landed, vision, *hosts)
+        return PassResult(chosen, finished_at, vision, *hosts)
 
 
 class ModelRunner:
@@ -217,9 +218,9 @@ class ModelRunner:
         sampled, watched_rows = self._layers(batch, hidden)
         logits = self._text.logits(sampled)
         watched = self._watch(batch, watched_rows, logits)
-        draws = self._sampler.launch(logits, batch.sampling)
-        self._previous = draws.tokens
-        return _LaunchedLocally(draws, vision, watched)
+        tokens = self._sampler.launch(logits, batch.sampling)
+        self._previous = tokens.tokens
+        return _LaunchedLocally(tokens, vision, watched)
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
@@ -387,10 +388,10 @@ class ModelRunner:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _encode(self, batch: FlatBatch) -> tuple[_Moment, _Moment] | None:
+    def _encode(self, batch: FlatBatch) -> tuple[_Timestamp, _Timestamp] | None:
         if not batch.encode:
             return None
-        start = _Moment.of(self._device)
+        start = _Timestamp.record(self._device)
         like = torch.empty(
             0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device
         )  # fmt: skip
@@ -398,7 +399,7 @@ class ModelRunner:
             self._features.encode(batch.encode, like)
         if self._device.type != "cuda":
             synchronize(self._device)
-        return start, _Moment.of(self._device)
+        return start, _Timestamp.record(self._device)
 
     def _ids(self, batch: FlatBatch) -> torch.Tensor:
         """int64 ``[T]``; pending ones come from the previous pass, on the device."""

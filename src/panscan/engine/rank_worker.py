@@ -35,8 +35,8 @@ from panscan.engine.ranks import (
     CommandFailed,
     Done,
     Forget,
-    Landed,
     LoadShard,
+    PassFinished,
     Peaks,
     Put,
     StartRunner,
@@ -174,7 +174,7 @@ class _Worker:
                     self._break(error)
                     continue
                 if self._ranks is not None and self._ranks.rank == 0:
-                    self._send(Landed(number, result))
+                    self._send(PassFinished(number, result))
                 del launched, handle, result  # their tensors, until the next pass
 
     def _receive_pixels(self) -> None:

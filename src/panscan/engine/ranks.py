@@ -45,8 +45,8 @@ __all__ = [
     "CommandFailed",
     "Done",
     "Forget",
-    "Landed",
     "LoadShard",
+    "PassFinished",
     "Peaks",
     "Put",
     "RankGroup",
@@ -147,7 +147,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class PassFinished:
     """From rank 0: a pass is over. ``number``: counts the batches sent to the ranks, from 0."""
 
     number: int
@@ -191,9 +191,12 @@ class RankGroup:
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
         self._answers: queue.SimpleQueue[tuple[int, Done | CommandFailed | None]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Landed | None] = queue.SimpleQueue()
-        self._launched = self._landed = 0  # passes
-        self._landed_before, self._stalled = 0, 0.0  # the watchdog's: passes that had landed; seconds without another
+        self._results: queue.SimpleQueue[PassFinished | None] = queue.SimpleQueue()
+        self._launched = self._finished = 0  # passes
+        self._finished_before, self._stalled = (
+            0,
+            0.0,
+        )  # the watchdog's: passes that had finished; seconds without another
         self._pass_seconds = pass_seconds("cpu")
         self._sessions, self._handles, self._turns = count(), count(), count()
         self._numbering, self._commanding = threading.Lock(), threading.Lock()
@@ -283,11 +286,11 @@ class RankGroup:
         """
         while True:
             self._check()
-            landed = self._results.get()  # ended by _kill()
-            if landed is None:
+            finished = self._results.get()  # ended by _kill()
+            if finished is None:
                 self._raise_closed()
-            if landed.number == number:
-                return landed.result
+            if finished.number == number:
+                return finished.result
 
     def stop(self) -> None:
         """Drop the model runners; the ranks keep their weights.
@@ -362,8 +365,8 @@ class RankGroup:
         match message:
             case Beat():
                 pass
-            case Landed():
-                self._landed = message.number + 1
+            case PassFinished():
+                self._finished = message.number + 1
                 if self._broken is None:  # else it may hold sums of different passes
                     self._results.put(message)
             case Broken():
@@ -394,9 +397,9 @@ class RankGroup:
         """Count time. A clock would also count the time for which the whole program was suspended."""
         for rank in self._ranks:
             rank.silent += _WATCH_SECONDS
-        stalls = self._launched > self._landed == self._landed_before
+        stalls = self._launched > self._finished == self._finished_before
         self._stalled = self._stalled + _WATCH_SECONDS if stalls else 0.0
-        self._landed_before = self._landed
+        self._finished_before = self._finished
 
     def _trouble(self) -> str | None:
         """Return why the group has failed, preferring causes over their effects; None if it has not."""

@@ -11,7 +11,7 @@ from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, To
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
-from panscan.engine.sampling import Chosen
+from panscan.engine.sampling import SampledToken
 from panscan.engine.scheduling.sequence import Sequence
 from panscan.engine.views import PixelRef
 from panscan.model.observation import ForcedTokens, Observation
@@ -149,7 +149,7 @@ class RequestState:
             before = self.stamps.vision - self.stamps.vision_start
         self.stamps.vision_start, self.stamps.vision = start - before, end
 
-    def take(self, chosen: Chosen, at: float, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
+    def take(self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
         """Its next token, chosen at ``at``. Gives why the answer ends, if it does.
 
         Args:

@@ -115,14 +115,14 @@ class History(RuleBasedStateMachine):
         if step is None:
             assert not self.ids or self.flying, "who waits for a last token may hold what all others need"
             self.preemptions = self.scheduler.preemptions
-            self.land()
+            self.finish_step()
             return
         if not any(chunk.sequence.decodes for chunk in step.chunks):
             limit = None
         self.check_rules(step, before, limit)
         self.check_chunks(step, limit)
         written = self.written(step)
-        self.land()
+        self.finish_step()
         self.write_and_read(step, written)
         left = [chunk.sequence for chunk in step.chunks if chunk.sequence in self.ids]
         if cancel and left:  # while the pass runs
@@ -133,7 +133,7 @@ class History(RuleBasedStateMachine):
             assert chunk.sequence not in self.ids or chunk.sequence.computed == chunk.end
         self.flying = tokens
         if not self.overlap:
-            self.land()
+            self.finish_step()
 
     def teardown(self) -> None:
         """All that is left ends: in every step its oldest sequence computes a token at least."""
@@ -145,7 +145,7 @@ class History(RuleBasedStateMachine):
             assert not self.ids and self.scheduler.schedule() is None
             assert [used for used, _ in self.blocks.usage()] == [0, 0]
 
-    def land(self) -> None:
+    def finish_step(self) -> None:
         """The pass under way is over: its tokens are known, and who is as long as it may be ends."""
         for one, token in self.flying.items():
             if one in self.ids:
