@@ -111,15 +111,15 @@ class Pages:
         self._free_slots = draw.sample(range(100), 100)
 
     def run(
-        self, chunks: Iterable[Chunk], asked: Rows[Asked] = (), *, watched: Rows[int] | None = None,
+        self, chunks: Iterable[Chunk], asked: Rows[Asked] = (), *, observed: Rows[int] | None = None,
         pending: dict[int, int] | None = None,
     ) -> PassResult:  # fmt: skip
-        """Run one pass and return its result, with logits of the sampled rows, and what is known of the watched ones.
+        """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.
 
         Args:
             chunks: in the order of their rows.
             asked: what the chunks belong to, with the levels of their views.
-            watched: rows to return; None: all of them.
+            observed: rows to return; None: all of them.
             pending: rows whose id is a token that the previous pass sampled, and its index there.
         """
         chunks = list(chunks)
@@ -133,8 +133,8 @@ class Pages:
             pending_rows=np.array(list(pending or {}), np.int64),
             pending_sources=np.array(list((pending or {}).values()), np.int64),
         )
-        rows = np.arange(batch.rows) if watched is None else np.array(watched)
-        result = self.runner.execute(replace(batch, watched=rows.astype(np.int64))).wait()
+        rows = np.arange(batch.rows) if observed is None else np.array(observed)
+        result = self.runner.execute(replace(batch, observed_rows=rows.astype(np.int64))).wait()
         for chunk in chunks:
             chunk.sequence.computed = chunk.end
             self._drop_local_blocks(chunk.sequence)
@@ -152,7 +152,7 @@ class Pages:
             encode=tuple(ViewToEncode(self._slots[key], ref.handle) for key, ref in zip(new, pixels, strict=True)),
             sampled=batch.offsets[1:][samples].astype(np.int64) - 1,
             sampling=tuple(SamplingRow(Sampling(), 0, 0) for _ in samples),
-            watched_samples=np.arange(len(samples)),
+            observed_samples=np.arange(len(samples)),
         )
 
     def _drop_local_blocks(self, sequence: Sequence) -> None:

@@ -35,7 +35,7 @@ from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
-from panscan.engine.request_state import RequestState, Watched
+from panscan.engine.request_state import ObservationState, RequestState
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_outline_for
@@ -332,14 +332,14 @@ class Engine:
         """
         self._worker.check_process()
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
-        watched = [Watched(forced_tokens) for forced_tokens in forced]
-        for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):
-            self._worker.accept(self._state(request, _ignore, partial(_put, finished, index), watch))
-        results = dict(finished.get() for _ in watched)
-        for index in range(len(watched)):
+        observations = [ObservationState(forced_tokens) for forced_tokens in forced]
+        for index, (request, observation) in enumerate(zip(requests, observations, strict=True)):
+            self._worker.accept(self._state(request, _ignore, partial(_put, finished, index), observation))
+        results = dict(finished.get() for _ in observations)
+        for index in range(len(observations)):
             if (error := results[index].error) is not None:
                 raise error
-        return [watch.observation(results[index].token_ids) for index, watch in enumerate(watched)]
+        return [observation.observation(results[index].token_ids) for index, observation in enumerate(observations)]
 
     @property
     def decisions(self) -> tuple[str, ...]:
@@ -376,11 +376,11 @@ class Engine:
         request: Request,
         on_event: Callable[[TokenEvent], None],
         on_end: Callable[[Result], None],
-        watched: Watched | None = None,
+        observation: ObservationState | None = None,
     ) -> RequestState:
         seed = checked_request(request).sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+        return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, observation)
 
 
 def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:

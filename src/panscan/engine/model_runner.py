@@ -86,9 +86,9 @@ class PassResult:
         chosen: the token of each sampled row.
         finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
         vision: start and end of encoding its views, on the same clock; None if it encoded none.
-        hidden: float32 ``[watched, hidden]``: final hidden states of the watched rows; None without.
-        logits: float32 ``[watched, vocabulary]`` of the same rows.
-        answers: float32 ``[watched samples, vocabulary]``: logits of watched sampled rows; None without.
+        hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
+        logits: float32 ``[observed, vocabulary]`` of the same rows.
+        answers: float32 ``[observed samples, vocabulary]``: logits of observed sampled rows; None without.
     """
 
     chosen: list[SampledToken]
@@ -111,7 +111,7 @@ class Launched(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _Observed:
     """Tensors of a pass that a verdict requested, on the device."""
 
     hidden: torch.Tensor | None
@@ -143,7 +143,7 @@ class _LaunchedLocally:
 
     tokens: PendingTokens
     vision: tuple[_Timestamp, _Timestamp] | None
-    watched: _Watched
+    observed: _Observed
 
     def wait(self) -> PassResult:
         """See :class:`Launched`."""
@@ -153,7 +153,7 @@ class _LaunchedLocally:
         if self.vision is not None:
             start, end = self.vision
             vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
-        hosts = (_to_host(each) for each in (self.watched.hidden, self.watched.logits, self.watched.answers))
+        hosts = (_to_host(each) for each in (self.observed.hidden, self.observed.logits, self.observed.answers))
         return PassResult(chosen, finished_at, vision, *hosts)
 
 
@@ -215,12 +215,12 @@ class ModelRunner:
         vision = self._encode(batch)
         hidden = self._text.embed(self._ids(batch))
         self._features.fill(hidden, batch.images)
-        sampled, watched_rows = self._layers(batch, hidden)
+        sampled, observed_rows = self._layers(batch, hidden)
         logits = self._text.logits(sampled)
-        watched = self._watch(batch, watched_rows, logits)
+        observed = self._observe(batch, observed_rows, logits)
         tokens = self._sampler.launch(logits, batch.sampling)
         self._previous = tokens.tokens
-        return _LaunchedLocally(tokens, vision, watched)
+        return _LaunchedLocally(tokens, vision, observed)
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
@@ -410,17 +410,17 @@ class ModelRunner:
         return ids
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return final hidden states of the sampled and of the watched rows, from a graph if one is large enough.
+        """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.
 
-        Recorded passes, and passes with watched rows, compute all rows of the last layer.
+        Recorded passes, and passes with observed rows, compute all rows of the last layer.
         """
         final = None if self.graphs is None else self.graphs.run(batch, hidden)
-        if final is None and not len(batch.watched) and len(batch.sampled) < batch.rows:
+        if final is None and not len(batch.observed_rows) and len(batch.sampled) < batch.rows:
             sampled = self._eager(batch, hidden, self.cache, self._output_rows(batch))
             return sampled, sampled[:0]
         if final is None:
             final = self._eager(batch, hidden, self.cache)
-        return self._rows(final, batch.sampled), self._rows(final, batch.watched)
+        return self._rows(final, batch.sampled), self._rows(final, batch.observed_rows)
 
     def _eager(
         self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache, output: OutputRows | None = None
@@ -437,13 +437,13 @@ class ModelRunner:
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
         return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
 
-    def _watch(self, batch: FlatBatch, rows: torch.Tensor, logits: torch.Tensor) -> _Watched:
+    def _observe(self, batch: FlatBatch, rows: torch.Tensor, logits: torch.Tensor) -> _Observed:
         hidden = found = answers = None
-        if len(batch.watched):
+        if len(batch.observed_rows):
             found, hidden = self._text.logits(rows), rows.float()
-        if len(batch.watched_samples):
-            answers = self._rows(logits, batch.watched_samples)
-        return _Watched(hidden, found, answers)
+        if len(batch.observed_samples):
+            answers = self._rows(logits, batch.observed_samples)
+        return _Observed(hidden, found, answers)
 
     def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return tensor.index_select(0, upload(rows, tensor.device))

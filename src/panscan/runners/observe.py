@@ -21,16 +21,16 @@ from panscan.model.inputs import Prepared, collate, prepare, read_images
 from panscan.model.observation import ForcedTokens, Observation, sample_image_positions
 from panscan.settings import Settings
 
-__all__ = ["Watch", "observe", "watched_config"]
+__all__ = ["ObservationRecorder", "observation_config", "observe"]
 
 
-def watched_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
-    """What ``generate()`` is told while it is watched: nothing that changes scores, and the cell's own cache size."""
+def observation_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
+    """Return the generation config of an observed call: nothing that changes scores, and the cell's own cache size."""
     config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         do_sample=False,
         pad_token_id=loaded.model.generation_config.pad_token_id,
-        eos_token_id=loaded.model.config.get_text_config().vocab_size,  # never comes up: the watch ends the answer
+        eos_token_id=loaded.model.config.get_text_config().vocab_size,  # never chosen: the recorder ends the answer
         prefill_chunk_size=settings.prefill_chunk_size,
     )
     if settings.cache != "dynamic":
@@ -39,13 +39,13 @@ def watched_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
 
 
 @dataclass
-class Watch:
+class ObservationRecorder:
     """Records logits and hidden states of one ``generate()`` call, and chooses its tokens.
 
     Args:
         loaded: the model that is called.
-        forced: one per row of the batch.
-        padding: tokens on the left of each row.
+        forced: forced tokens of each row of the batch.
+        padding: number of padding tokens on the left of each row.
         hidden_only: compute no logits at the prompt positions, of which there may be many.
         keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
     """
@@ -87,11 +87,11 @@ class Watch:
         }
 
     def observations(self) -> list[Observation]:
-        """What was seen, row by row."""
+        """Return what was recorded, by row."""
         return [self._observation(row) for row in range(len(self.forced))]
 
     def _forward(self, _module: Any, _inputs: Any, output: Any) -> None:
-        """A prompt may come in several passes, and each brings its own positions."""
+        """Record the observed positions of one forward pass; a prompt may take several."""
         hidden = output[0]
         passed = range(self._seen, self._seen + hidden.shape[1])
         for row, (forced_tokens, pad) in enumerate(zip(self.forced, self.padding, strict=True)):
@@ -156,16 +156,16 @@ def observe(
     dtype: torch.dtype | None = None,
     suffixes: Sequence[Sequence[int]] | None = None,
 ) -> list[Observation]:
-    """Watch one ``generate()`` call.
+    """Return observations of one ``generate()`` call.
 
     Args:
-        loaded: the model, its attention and compilation as they should be.
+        loaded: the model, with attention and compilation already set.
         settings: cache, padding, preprocessing and chunking of the call.
         batch: requests of one batch.
-        forced: the tokens of each answer. None: the model's own greedy tokens, up to ``steps``, with hidden states, at
-            some positions of images.
-        steps: tokens at most, where none are forced.
-        dtype: of the pixels; the model's own if None.
+        forced: the tokens of each answer. None: the model's own greedy tokens, up to ``steps``, with hidden states
+            and a sample of image positions.
+        steps: maximum number of tokens, if ``forced`` is None.
+        dtype: dtype of the pixels; None: the model's own.
         suffixes: tokens to append to each prompt, so that one prefill covers their positions, which then have hidden
             states and no logits.
     """
@@ -181,9 +181,9 @@ def observe(
         forced = [_own_tokens(item, loaded, steps) for item in prepared]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with Watch(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as watch:
-        loaded.model.generate(**inputs, **watch.arguments(), generation_config=watched_config(loaded, settings))
-        return watch.observations()
+    with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as recorder:
+        loaded.model.generate(**inputs, **recorder.arguments(), generation_config=observation_config(loaded, settings))
+        return recorder.observations()
 
 
 def _own_tokens(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:

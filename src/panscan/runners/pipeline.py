@@ -21,7 +21,7 @@ from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
-from panscan.runners.observe import Watch, watched_config
+from panscan.runners.observe import ObservationRecorder, observation_config
 from panscan.settings import Settings
 
 __all__ = ["PipelineRunner"]
@@ -53,9 +53,9 @@ class PipelineRunner(GenerateRunner):
         """Each request in its own call."""
         found = []
         for request, forced_tokens in zip(batch, forced, strict=True):
-            with Watch(self.loaded, [forced_tokens], [0]) as watch:
-                self._call(read_images(request), watched_config(self.loaded, self.settings), watch.arguments())
-                found += watch.observations()
+            with ObservationRecorder(self.loaded, [forced_tokens], [0]) as recorder:
+                self._call(read_images(request), observation_config(self.loaded, self.settings), recorder.arguments())
+                found += recorder.observations()
         return found
 
     def _call(self, read: Read, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class History(RuleBasedStateMachine):
         self.preemptions = self.added = 0
         self.ending = False
         self.overlap, self.worth, self.caching = overlap, worth, caching
-        self.flying: dict[Sequence, int] = {}  # tokens that are not known yet
+        self.inflight: dict[Sequence, int] = {}  # tokens that are not known yet
 
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
     def add(self, several: list) -> None:
@@ -113,7 +113,7 @@ class History(RuleBasedStateMachine):
         limit = None if self.ending else random.choice(LIMITS)
         step = self.scheduler.schedule(limit)
         if step is None:
-            assert not self.ids or self.flying, "who waits for a last token may hold what all others need"
+            assert not self.ids or self.inflight, "who waits for a last token may hold what all others need"
             self.preemptions = self.scheduler.preemptions
             self.finish_step()
             return
@@ -131,7 +131,7 @@ class History(RuleBasedStateMachine):
         self.scheduler.advance(step)
         for chunk in step.chunks:
             assert chunk.sequence not in self.ids or chunk.sequence.computed == chunk.end
-        self.flying = tokens
+        self.inflight = tokens
         if not self.overlap:
             self.finish_step()
 
@@ -147,13 +147,13 @@ class History(RuleBasedStateMachine):
 
     def finish_step(self) -> None:
         """The pass under way is over: its tokens are known, and who is as long as it may be ends."""
-        for one, token in self.flying.items():
+        for one, token in self.inflight.items():
             if one in self.ids:
                 one.settle(token)
                 self.ids[one].append(token)
                 if len(one.ids) == one.limit:
                     self.remove(one)
-        self.flying = {}
+        self.inflight = {}
 
     def remove(self, one: Sequence) -> None:
         self.scheduler.remove(one)
