@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, number_text, telling, told
+from panscan.analysis.cells import aliases_of, cell_title, count, display_settings, number_text, shared_settings
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -105,7 +105,7 @@ class Report:
         found += [_renamed(line, name) for line in comparison.alone]
         if is_load_run(comparison.a):
             return found
-        same = telling([pair.settings for pair in comparison.pairs])
+        same = shared_settings([pair.settings for pair in comparison.pairs])
         same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
         return [*found, *([f"In both: {label(same)}"] if same else [])]
 
@@ -115,7 +115,7 @@ class Report:
         pair = comparison.pairs[place]
         if is_load_run(comparison.a):
             return f"level {level_names(comparison.a)[pair.cells[0]]}"
-        settings = told(pair.settings, aliases_of(comparison.a, pair.cells[0]))
+        settings = display_settings(pair.settings, aliases_of(comparison.a, pair.cells[0]))
         return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
 
     def extent(self, at: int, place: int) -> str:
@@ -291,9 +291,9 @@ def _row(difference: Difference) -> Row:
 
 
 def _both(differences_: Mapping[str, tuple[Any, Any]]) -> str:
-    short = {name: tuple(shown(each)[:40] for each in both) for name, both in differences_.items()}
+    shortened = {name: tuple(shown(each)[:40] for each in both) for name, both in differences_.items()}
     return ", ".join(
-        name if name == "workload_sha256" else f"{name} {ours} / {theirs}" for name, (ours, theirs) in short.items()
+        name if name == "workload_sha256" else f"{name} {ours} / {theirs}" for name, (ours, theirs) in shortened.items()
     )
 
 
