@@ -21,7 +21,7 @@ import torch
 
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
-from panscan.bench.invariance import RunAnswers, answered, compare, shared_axis, variants
+from panscan.bench.invariance import RunAnswers, answer_again, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Truth,
@@ -249,7 +249,7 @@ class Verifier:
         if requests and not self._runs.get(cell.id):
             self.say("answering again: tokens measured before this run was resumed are not stored")
             try:
-                again = answered(runner, requests, views)
+                again = answer_again(runner, requests, views)
             except Exception as error:  # the measurement and the verdict so far stand
                 self.say(f"not answered again: {_reason(error, 'answering again')}")
                 return

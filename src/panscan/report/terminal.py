@@ -24,7 +24,7 @@ from panscan.analysis.cells import (
 from panscan.analysis.quantization import tradeoff_table
 from panscan.analysis.recommend import recommend
 from panscan.analysis.setting_words import label, setting_title, shown
-from panscan.analysis.significance import losses
+from panscan.analysis.significance import compare_with_baseline
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
@@ -197,7 +197,7 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -
     empty = sum(empty_answers(run, row.cell) for row in rows)
     lines += [f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong)."] * bool(empty)
     lines += cost_lines({cell: cost for cell, cost in costs_of_cells(run).items() if cell in views})
-    compared = losses(run, list(views), views.__getitem__)
+    compared = compare_with_baseline(run, list(views), views.__getitem__)
     if compared is None:
         return lines
     baseline, others = compared
